@@ -1,0 +1,42 @@
+# Every target sets itself up from a bare machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-full lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/marsray demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest
+
+test-full: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest --full
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch goes first and pinned, so that the project's version range is met already and pip does
+# not fetch another build. Users who want a CUDA build install torch themselves beforehand.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Autoscaling: one policy over the confidence threshold and the replica count."""

@@ -1,0 +1,86 @@
+"""The ``marsray`` command, assembled from the packages' entry points.
+
+Heavy imports happen inside the commands, so that ``marsray --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+from mars_platform import __version__
+from mars_platform.errors import UserError
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        Console().print(f"marsray {__version__}", highlight=False)
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
+    _version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = None,
+) -> None:
+    """Train, serve and autoscale language models that emit several tokens per forward pass."""
+    context.obj = debug
+
+
+def build_cli() -> typer.Typer:
+    """The command line with every installed command."""
+    cli = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    cli.callback()(_root)
+    for entry in sorted(entry_points(group="marsray.commands"), key=lambda item: item.name):
+        command = entry.load()
+        if isinstance(command, typer.Typer):
+            cli.add_typer(command, name=entry.name)
+        else:
+            cli.command(entry.name)(command)
+    return cli
+
+
+def main() -> None:
+    """Entry point of the ``marsray`` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit status.
+
+    The user's mistakes give 2, other errors 1, an interrupt 130; each is one line on stderr.
+    """
+    debug = "--debug" in arguments[:1]
+    command = typer.main.get_command(build_cli())
+    try:
+        status = command.main(args=arguments, prog_name="marsray", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    except UserError as error:
+        if debug:
+            raise
+        return _fail(str(error), 2)
+    except Exception as error:
+        if debug:
+            raise
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return _fail(f"{type(error).__name__}: {first_line} (--debug shows the traceback)", 1)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    Console(stderr=True, soft_wrap=True).print(
+        f"error: {message}", style="red", markup=False, highlight=False
+    )
+    return status

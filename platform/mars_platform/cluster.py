@@ -1,0 +1,50 @@
+"""Connecting to Ray: an existing cluster, or one started here and shut down again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from pydantic import Field
+
+from mars_platform.config import Settings
+
+
+class ClusterSettings(Settings):
+    """Which Ray cluster to use."""
+
+    address: str | None = None
+    """Address of an existing cluster, or ``auto``; by default RAY_ADDRESS, else a local one."""
+    object_store_mib: int = Field(default=256, ge=80)
+    """Shared memory of a local cluster's object store, in MiB."""
+
+
+@contextmanager
+def ray_session(settings: ClusterSettings, *, min_cpus: int) -> Iterator[None]:
+    """Connect to the cluster for the length of a ``with`` block.
+
+    A local cluster gets at least ``min_cpus`` logical CPUs, whatever the machine has: on a small
+    machine the parts of a run share its cores. It ends with the block. Where the process is
+    connected already, that connection is used and left alone.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            num_cpus=max(min_cpus, os.cpu_count() or 1),
+            object_store_memory=settings.object_store_mib * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,70 @@
+"""The oracle: plain MARS decoding of one sequence, without cache, batch or shortcuts.
+
+Every fast path is compared with it, token for token. Knows transformers' forward pass only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint import SpecialTokens
+from mars_platform.method import confidence, num_accepted
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one sequence decoded to: the tokens of each forward pass, end token included."""
+
+    passes: list[list[int]]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All output tokens in order."""
+        return [token for tokens in self.passes for token in tokens]
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    special: SpecialTokens,
+    *,
+    max_tokens: int,
+    threshold: float = 1.0,
+    num_masks: int = 0,
+    mask_token_id: int | None = None,
+) -> Decoded:
+    """Decode greedily with a sliding window of masks (arXiv 2604.07023, section 3.3).
+
+    Args:
+        model: any causal LM.
+        prompt: token ids, at least one.
+        special: ids that end the sequence, and ids never emitted.
+        max_tokens: most output tokens.
+        threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding.
+        num_masks: window B, masks fed behind the cursor.
+        mask_token_id: id of the mask; needed where masks are fed.
+
+    """
+    committed, passes = list(prompt), list[list[int]]()
+    window = num_masks if threshold < 1.0 else 0
+    banned = torch.tensor(sorted(special.never_emitted), dtype=torch.long)
+    while sum(map(len, passes)) < max_tokens:
+        masks = [] if window == 0 else [mask_token_id] * window
+        logits = model(input_ids=torch.tensor([committed + masks]), use_cache=False).logits[0]
+        logits = logits[len(committed) - 1 :]  # [window + 1, vocabulary]
+        proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
+        sure = confidence(logits, proposed)
+        count = num_accepted(sure[None], torch.tensor([threshold]), torch.tensor([window + 1]))
+        accepted = proposed[: int(count)].tolist()
+        accepted = accepted[: max_tokens - sum(map(len, passes))]
+        ends = [i for i, token in enumerate(accepted) if token in special.eos]
+        passes.append(accepted[: ends[0] + 1] if ends else accepted)
+        committed += passes[-1]
+        if ends:
+            break
+    return Decoded(passes)

@@ -1,0 +1,24 @@
+"""Shows which tokens of an output came together, one shade a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+_SHADES = ("black on light_sky_blue1", "black on light_goldenrod1")
+
+
+def print_shaded(console: Console, passes: Sequence[str]) -> None:
+    """Print an output given as the text of each forward pass.
+
+    On a terminal neighbouring passes alternate in shade; elsewhere bars stand between them.
+    """
+    if not console.is_terminal:
+        console.print("|".join(passes), markup=False, highlight=False, soft_wrap=True)
+        return
+    text = Text()
+    for index, part in enumerate(passes):
+        text.append(part, style=_SHADES[index % len(_SHADES)])
+    console.print(text, soft_wrap=True)

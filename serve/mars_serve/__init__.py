@@ -1,0 +1,1 @@
+"""Serving: request, scheduler, pages, forward, acceptance, stream; REST on Ray Serve on top."""

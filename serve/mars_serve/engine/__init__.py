@@ -1,0 +1,1 @@
+"""The decoding engine. Knows nothing of Ray, HTTP or text."""

@@ -1,0 +1,139 @@
+"""Runs an engine in a thread of its own and hands its output to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Request, StepOutput
+
+_log = logging.getLogger(__name__)
+
+
+class EngineDied(RuntimeError):
+    """The engine's thread has ended on an error; the replica must be replaced."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as the engine allows; try again later."""
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """Where a request's output goes."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[StepOutput | EngineDied]
+
+
+class EngineLoop:
+    """Thread-safe face of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._changed = threading.Condition()
+        self._inbox: deque[Request | str] = deque()  # a request to add, or an id to cancel
+        self._listeners: dict[str, _Listener] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine still steps."""
+        return self._thread.is_alive()
+
+    async def stream(self, request: Request) -> AsyncIterator[StepOutput]:
+        """Run one request; yields what each forward pass gave, until it has finished.
+
+        Leaving the iteration early, by an error or a cancelled task, cancels the request.
+
+        Raises:
+            UserError: the request can never run.
+            QueueFull: too many requests wait already.
+            EngineDied: the engine failed, before or meanwhile.
+
+        """
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._submit(request, listener)
+        finished = False
+        try:
+            while not finished:
+                output = await listener.outputs.get()
+                if isinstance(output, EngineDied):
+                    finished = True
+                    raise output
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not finished:
+                self._cancel(request.id)
+
+    def stop(self) -> None:
+        """End the thread after the current step; requests that still run get `EngineDied`."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _submit(self, request: Request, listener: _Listener) -> None:
+        self.engine.check(request)
+        with self._changed:
+            if not self.is_alive or self._stopping:
+                raise EngineDied("the engine has stopped")
+            if len(self._listeners) >= self.engine.settings.max_requests:
+                raise QueueFull("too many requests are waiting")
+            self._listeners[request.id] = listener
+            self._inbox.append(request)
+            self._changed.notify()
+
+    def _cancel(self, request_id: str) -> None:
+        with self._changed:
+            self._listeners.pop(request_id, None)
+            self._inbox.append(request_id)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                self._deliver(self.engine.step())
+        except Exception:
+            _log.exception("the engine failed")
+        finally:
+            self._end_listeners()
+
+    def _take_inbox(self) -> bool:
+        """Apply what came in, waiting for work where there is none; False when stopping."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._inbox or self.engine.has_work)
+            entries = list(self._inbox)
+            self._inbox.clear()
+        for entry in entries:
+            if isinstance(entry, str):
+                self.engine.cancel(entry)
+            else:
+                self.engine.add(entry)
+        return not self._stopping
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        with self._changed:
+            for output in outputs:
+                listener = self._listeners.get(output.request_id)
+                if listener is None:
+                    continue  # cancelled while the step ran
+                if output.finish_reason is not None:
+                    del self._listeners[output.request_id]
+                listener.loop.call_soon_threadsafe(listener.outputs.put_nowait, output)
+
+    def _end_listeners(self) -> None:
+        with self._changed:
+            self._stopping = True
+            for listener in self._listeners.values():
+                died = EngineDied("the engine has stopped")
+                listener.loop.call_soon_threadsafe(listener.outputs.put_nowait, died)
+            self._listeners.clear()

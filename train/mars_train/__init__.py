@@ -1,0 +1,1 @@
+"""Training: data, layout, objective, worker loop and recipe. Knows nothing of serving."""
