@@ -28,7 +28,7 @@ from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 
 METADATA_FILE = "mars.json"
-MASK_TOKEN = "<|mask|>"
+MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of a vocabulary, no secret
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -115,7 +115,7 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     if metadata is not None and metadata.mask_token_id != _token_id(tokenizer, MASK_TOKEN):
         raise UserError(
             f"{path / METADATA_FILE}: mask_token_id is {metadata.mask_token_id}, but the tokenizer "
-            f"has {MASK_TOKEN} at {_token_id(tokenizer, MASK_TOKEN)}; use the files of one checkpoint"
+            f"has {MASK_TOKEN} at {_token_id(tokenizer, MASK_TOKEN)}; use one checkpoint's files"
         )
     return Checkpoint(path, config, tokenizer, metadata, _special_tokens(path, tokenizer, metadata))
 

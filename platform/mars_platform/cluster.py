@@ -33,6 +33,7 @@ def ray_session(settings: ClusterSettings, *, min_cpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _quieten_ray()
     address = settings.address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
@@ -48,3 +49,14 @@ def ray_session(settings: ClusterSettings, *, min_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _quieten_ray() -> None:
+    """Leave the terminal to marsray's own progress: Ray's libraries log every plan they run.
+
+    Only their console handlers change; the log files under Ray's session directory stay whole.
+    """
+    for name in ("ray.data", "ray.serve"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setLevel(logging.ERROR)

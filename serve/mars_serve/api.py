@@ -20,7 +20,7 @@ from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.loop import EngineDied, QueueFull
-from mars_serve.engine.request import DecodingOptions, FinishReason, StepOutput
+from mars_serve.engine.request import DecodingOptions, StepOutput
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.protocol import (
     ApiError,
@@ -118,15 +118,7 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
     async def health() -> JSONResponse:
         """Whether every model has a replica that can serve."""
         for model in models.values():
-            try:
-                await model.backend.check_health()
-            except Exception as error:
-                raise ApiError(
-                    503,
-                    f"model {model.settings.name}: no replica is ready ({type(error).__name__})",
-                    code="not_ready",
-                    retry_after_s=_RETRY_AFTER_S,
-                ) from error
+            await _check_health(model)
         return JSONResponse({"status": "ok"})
 
     @app.get("/v1/models")
@@ -162,6 +154,18 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
         return await _respond(body, _generation("chat.completion", model, body, prompt, max_tokens))
 
     return app
+
+
+async def _check_health(model: ServedModel) -> None:
+    try:
+        await model.backend.check_health()
+    except Exception as error:
+        raise ApiError(
+            503,
+            f"model {model.settings.name}: no replica is ready ({type(error).__name__})",
+            code="not_ready",
+            retry_after_s=_RETRY_AFTER_S,
+        ) from error
 
 
 def _find_model(models: Mapping[str, ServedModel], body: GenerationRequest) -> ServedModel:
@@ -361,10 +365,3 @@ def _describe(error: RequestValidationError) -> ApiError:
     if first["type"] != "missing":
         message += f" (got {str(first['input'])[:80]!r})"
     return ApiError(400, message, param=where[0], code="invalid_value")
-
-
-def finished(outputs: list[StepOutput]) -> FinishReason:
-    """Why a completed request ended."""
-    reason = outputs[-1].finish_reason
-    assert reason is not None
-    return reason

@@ -34,9 +34,8 @@ def serve_settings(
     if replicas is not None:
         for entry in content.get("models", []):
             entry["num_replicas"] = replicas
-    for key, value in (("host", host), ("port", port), ("insecure", insecure or None)):
-        if value is not None:
-            content[key] = value
+    options = {"host": host, "port": port, "insecure": insecure or None}
+    content |= {key: value for key, value in options.items() if value is not None}
     apply_overrides(content, overrides)
     return build_settings(content, ServeSettings, source=str(config or "options"))
 

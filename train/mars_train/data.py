@@ -187,8 +187,8 @@ def _summarise(path: Path) -> PreparedData:
     num_examples = num_tokens = num_supervised = num_truncated = 0
     bad_rows: list[str] = []
     for batch in pyarrow.dataset.dataset(path, schema=_SCHEMA).to_batches():
-        for row in batch.filter(pa.compute.is_valid(batch["error"])).to_pylist():
-            bad_rows.append(f"{row['path']}:{row['line']}: {row['error']}")
+        bad = batch.filter(pa.compute.is_valid(batch["error"])).to_pylist()
+        bad_rows += [f"{row['path']}:{row['line']}: {row['error']}" for row in bad]
         good = batch.filter(pa.compute.is_null(batch["error"]))
         num_examples += good.num_rows
         num_tokens += len(good["input_ids"].flatten())

@@ -57,9 +57,9 @@ def lay_out(
     positions = np.arange(len(input_ids))
     labels_at = np.flatnonzero(supervised[1:]) + 1
     sources = labels_at - 1
-    if block_size is None:
-        blocks, depths = np.zeros_like(positions), np.zeros_like(sources)
-    else:
+    depths: NDArray[np.int64] = np.zeros_like(sources)
+    blocks = np.zeros_like(positions)
+    if block_size is not None:
         blocks = (positions + block_offset) // block_size
         depths = _depths(supervised, blocks)[sources]
     # At depth 0 no mask is seen: the noisy logits equal the clean ones, which are read instead.

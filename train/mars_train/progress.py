@@ -28,7 +28,6 @@ class Progress:
     tokens_per_s: float
 
 
-@ray.remote(num_cpus=0)
 class ProgressBoard:
     """Holds the newest progress; the worker of rank 0 writes it, the driver reads it."""
 
@@ -47,7 +46,7 @@ class ProgressBoard:
 @contextmanager
 def shown_progress(console: Console) -> Iterator[ActorHandle[Any]]:
     """A board whose content is shown on the console for the length of the block."""
-    board = ProgressBoard.remote()
+    board = ray.remote(num_cpus=0)(ProgressBoard).remote()
     stop = threading.Event()
     thread = threading.Thread(target=_follow, args=(board, console, stop), name="progress")
     thread.start()
@@ -60,6 +59,9 @@ def shown_progress(console: Console) -> Iterator[ActorHandle[Any]]:
 
 
 def _follow(board: ActorHandle[Any], console: Console, stop: threading.Event) -> None:
+    with console.status("starting the workers"):
+        while ray.get(board.read.remote()) is None and not stop.wait(_POLL_S):
+            pass
     with progress_display(console) as display:
         while not stop.wait(_POLL_S):
             _show(ray.get(board.read.remote()), display)

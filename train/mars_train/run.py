@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +43,6 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
         UserError: something the recipe names is missing, unusable or already there.
 
     """
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     output = recipe.output.resolve()
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output: {output} is not empty; name a new directory or remove it")
@@ -94,8 +92,9 @@ def _prepare_data(recipe: Recipe, start: Path, output: Path, console: Console) -
     (output / "data.json").write_text(report + "\n", encoding="utf-8")
     console.print(
         f"data: {prepared.num_examples:,} conversations, {prepared.num_tokens:,} tokens, "
-        f"{prepared.num_supervised:,} of them supervised, {prepared.num_truncated:,} cut to length, "
-        f"{len(prepared.bad_rows):,} bad rows skipped ({time.monotonic() - started:.0f} s)",
+        f"{prepared.num_supervised:,} of them supervised; {prepared.num_truncated:,} conversations "
+        f"cut to length, {len(prepared.bad_rows):,} bad rows skipped "
+        f"({time.monotonic() - started:.0f} s)",
         highlight=False,
     )
     return prepared

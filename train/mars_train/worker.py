@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
-from torch import Tensor
 from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
 
 from mars_platform.checkpoint import MarsMetadata, add_mask_token, load_model, save_checkpoint
@@ -186,8 +186,7 @@ class _StageTrainer:
         scale = self.accelerator.num_processes / labels
         total = torch.zeros((), device=self.accelerator.device)
         for index, batch in enumerate(batches):
-            last = index + 1 == len(batches)
-            with _synced(self.accelerator, self.objective, last):
+            with self._gradient_exchange(last=index + 1 == len(batches)):
                 with self.accelerator.autocast():
                     sums: LossSums = self.objective(batch.to(self.accelerator.device))
                 loss = (sums.noisy + self.job.ar_weight * sums.clean) * scale
@@ -199,10 +198,14 @@ class _StageTrainer:
         self.schedule.step()
         return self._sum_over_workers(float(total)) / self.accelerator.num_processes
 
+    def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[None]:
+        """Workers exchange gradients in the last micro-batch of a step only."""
+        return nullcontext() if last else self.accelerator.no_sync(self.objective)
+
     def _sum_over_workers(self, value: float) -> float:
         local = torch.tensor(float(value), device=self.accelerator.device, dtype=torch.float32)
-        reduced: Tensor = self.accelerator.reduce(local, reduction="sum")
-        return float(reduced)
+        total: float = self.accelerator.reduce(local, reduction="sum").item()
+        return total
 
     def _post(self, step: int, loss: float, rate: float) -> None:
         now = time.monotonic()
@@ -215,10 +218,3 @@ class _StageTrainer:
         total_rate = rate * self.accelerator.num_processes
         name = self.job.stage.name
         self.job.board.post.remote(Progress(name, step, self.job.total_steps, loss, total_rate))
-
-
-def _synced(accelerator: Accelerator, module: Any, last: bool) -> Any:
-    """Gradients are exchanged in the last micro-batch only."""
-    from contextlib import nullcontext
-
-    return nullcontext() if last else accelerator.no_sync(module)

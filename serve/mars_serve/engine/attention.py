@@ -95,7 +95,7 @@ def _paged_attention(
     query: Tensor,  # [1, heads, positions, head_dim]
     key: Tensor,  # [1, kv_heads, positions, head_dim]
     value: Tensor,  # [1, kv_heads, positions, head_dim]
-    attention_mask: Tensor | None,
+    _attention_mask: Tensor | None,
     *,
     scaling: float,
     step: PagedStep,
@@ -144,7 +144,7 @@ def _attend(
         attn_mask=group.visible.repeat(1, 1, per_kv_head, 1),
         scale=scaling,
     )
-    unfolded = output.unflatten(2, (per_kv_head, width)).permute(0, 3, 1, 2, 4)
+    unfolded = output.view(rows, -1, per_kv_head, width, head_dim).permute(0, 3, 1, 2, 4)
     return unfolded.reshape(rows * width, heads, head_dim)
 
 
