@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.loop import EngineDied, QueueFull
-from mars_serve.engine.request import DecodingOptions, StepOutput
+from mars_serve.engine.request import DecodingOptions, EngineStatus, StepOutput
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.protocol import (
     ApiError,
@@ -46,8 +46,8 @@ class Backend(Protocol):
     def stream(self, request: EngineRequest) -> AsyncIterator[StepOutput]:
         """Run a request, one item a forward pass."""
 
-    async def check_health(self) -> None:
-        """Raise if no replica can serve."""
+    async def status(self) -> EngineStatus:
+        """Of one replica; raises if none can serve."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Whether every model has a replica that can serve."""
-        for model in models.values():
-            await _check_health(model)
-        return JSONResponse({"status": "ok"})
+        engines = {name: asdict(await _status(model)) for name, model in models.items()}
+        return JSONResponse({"status": "ok", "models": engines})
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -156,9 +155,9 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
     return app
 
 
-async def _check_health(model: ServedModel) -> None:
+async def _status(model: ServedModel) -> EngineStatus:
     try:
-        await model.backend.check_health()
+        return await model.backend.status()
     except Exception as error:
         raise ApiError(
             503,

@@ -16,8 +16,8 @@ from ray.serve.handle import DeploymentHandle
 from mars_platform.checkpoint import read_checkpoint
 from mars_serve.api import ServedModel, create_app
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.loop import EngineDied, EngineLoop
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.loop import EngineLoop
+from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.settings import ModelSettings, ServeSettings
 
 _MAX_ONGOING = 100_000
@@ -46,14 +46,13 @@ class ModelReplica:
         async for output in self._loop.stream(request):
             yield output
 
-    async def num_free_pages(self) -> int:
-        """Pages that no request holds."""
-        return self._loop.engine.num_free_pages
+    async def status(self) -> EngineStatus:
+        """How full the engine is; raises if it has died."""
+        return self._loop.status()
 
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica that raises here."""
-        if not self._loop.is_alive:
-            raise EngineDied("the engine has stopped")
+        self._loop.status()
 
 
 class HandleBackend:
@@ -77,9 +76,10 @@ class HandleBackend:
         finally:
             response.cancel()
 
-    async def check_health(self) -> None:
-        """Raise if no replica answers."""
-        await self._handle.check_health.remote()
+    async def status(self) -> EngineStatus:
+        """Status of one replica; raises if none answers."""
+        found: EngineStatus = await self._handle.status.remote()
+        return found
 
 
 class Ingress:

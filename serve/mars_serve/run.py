@@ -18,6 +18,8 @@ from mars_platform.errors import UserError
 from mars_serve.app import build_application
 from mars_serve.settings import ServeSettings
 
+_APPLICATION = "marsray"
+
 
 def run_server(settings: ServeSettings, console: Console) -> None:
     """Serve until SIGINT or SIGTERM.
@@ -50,7 +52,7 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
             _deploy(settings, console)
             yield
         finally:
-            serve.shutdown()
+            serve.delete(_APPLICATION)  # other applications of a shared cluster go on
 
 
 def _deploy(settings: ServeSettings, console: Console) -> None:
@@ -60,7 +62,7 @@ def _deploy(settings: ServeSettings, console: Console) -> None:
     )
     with console.status("starting the models"):
         try:
-            serve.run(build_application(settings), name="marsray", route_prefix="/")
+            serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:400]
             raise UserError(f"models: they did not start ({reason})") from error

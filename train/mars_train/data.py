@@ -54,8 +54,9 @@ class PreparedData:
 
     def dataset(self) -> ray.data.Dataset:
         """The usable rows, with columns ``input_ids`` and ``supervised``."""
-        rows = ray.data.read_parquet(str(self.path), columns=["input_ids", "supervised", "error"])
-        return rows.filter(expr=ray.data.expressions.col("error").is_null()).drop_columns(["error"])
+        usable = ray.data.expressions.col("error").is_null()
+        rows = ray.data.read_parquet(str(self.path)).filter(expr=usable)
+        return rows.select_columns(["input_ids", "supervised"])
 
 
 def prepare(settings: DataSettings, tokenizer_path: Path, output: Path, seed: int) -> PreparedData:

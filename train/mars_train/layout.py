@@ -57,8 +57,8 @@ def lay_out(
     positions = np.arange(len(input_ids))
     labels_at = np.flatnonzero(supervised[1:]) + 1
     sources = labels_at - 1
-    depths: NDArray[np.int64] = np.zeros_like(sources)
     blocks = np.zeros_like(positions)
+    depths: NDArray[np.int64] = np.zeros(len(sources), np.int64)
     if block_size is not None:
         blocks = (positions + block_offset) // block_size
         depths = _depths(supervised, blocks)[sources]
@@ -81,7 +81,7 @@ def lay_out(
 
 def _depths(supervised: NDArray[np.bool_], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """Masks of its own block that each noisy position sees, itself included. [length]"""
-    masks = np.cumsum(supervised)
+    masks = np.cumsum(supervised, dtype=np.int64)
     block_start = np.searchsorted(blocks, blocks)
     depths: NDArray[np.int64] = masks - masks[block_start] + supervised[block_start]
     return depths

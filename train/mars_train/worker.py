@@ -196,7 +196,8 @@ class _StageTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
-        return self._sum_over_workers(float(total)) / self.accelerator.num_processes
+        mean: float = self._sum_over_workers(float(total)) / self.accelerator.num_processes
+        return mean
 
     def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[None]:
         """Workers exchange gradients in the last micro-batch of a step only."""
@@ -204,8 +205,9 @@ class _StageTrainer:
 
     def _sum_over_workers(self, value: float) -> float:
         local = torch.tensor(float(value), device=self.accelerator.device, dtype=torch.float32)
-        total: float = self.accelerator.reduce(local, reduction="sum").item()
-        return total
+        reduced = self.accelerator.reduce(local, reduction="sum")
+        assert isinstance(reduced, torch.Tensor)
+        return reduced.item()
 
     def _post(self, step: int, loss: float, rate: float) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
 from mars_serve.engine.forward import ModelRunner
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import FinishReason, Request, StepOutput
+from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
 
@@ -59,6 +59,14 @@ class Engine:
     def num_free_pages(self) -> int:
         """Pages that no request holds."""
         return self._pool.num_free
+
+    def status(self) -> EngineStatus:
+        """How full the engine is."""
+        return EngineStatus(
+            num_requests=len(self._requests),
+            num_pages=self._pool.num_pages,
+            num_free_pages=self._pool.num_free,
+        )
 
     @property
     def max_length(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.request import EngineStatus, Request, StepOutput
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,17 @@ class EngineLoop:
     def is_alive(self) -> bool:
         """Whether the engine still steps."""
         return self._thread.is_alive()
+
+    def status(self) -> EngineStatus:
+        """How full the engine is.
+
+        Raises:
+            EngineDied: it has stopped.
+
+        """
+        if not self.is_alive:
+            raise EngineDied("the engine has stopped")
+        return self.engine.status()
 
     async def stream(self, request: Request) -> AsyncIterator[StepOutput]:
         """Run one request; yields what each forward pass gave, until it has finished.

@@ -75,6 +75,16 @@ class Request:
 
 
 @dataclass(frozen=True)
+class EngineStatus:
+    """How full an engine is."""
+
+    num_requests: int
+    """Requests that wait or run."""
+    num_pages: int
+    num_free_pages: int
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What one forward pass gave one request."""
 

@@ -1,0 +1,68 @@
+"""What tests share: one trained tiny model for the whole run, and the ``--full`` option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from mars_platform.config import load_settings
+from mars_train.demo_data import write_demo_data
+from mars_train.recipe import Recipe
+from mars_train.run import run_recipe
+
+RECIPE = Path(__file__).parent / "recipe.yaml"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked full, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=full)
+    items[:] = [item for item in items if item not in full]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model trained with Ray Train, and the data it came from."""
+
+    output: Path
+    data: Path
+    printed: str
+
+    @property
+    def model(self) -> Path:
+        return self.output / "model"
+
+    @property
+    def ar_model(self) -> Path:
+        return self.output / "stages" / "ar"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Both stages of a short recipe, on two gloo workers."""
+    work = tmp_path_factory.mktemp("trained")
+    write_demo_data(work / "data", num_train=4000, num_eval=100, seed=1)
+    recipe = load_settings(
+        RECIPE,
+        Recipe,
+        [f"data.train=[{work / 'data' / 'train.jsonl'}]", f"output={work / 'out'}"],
+    )
+    with (work / "printed.txt").open("w+") as handle:
+        run_recipe(recipe, Console(file=handle, width=200))
+        handle.seek(0)
+        printed = handle.read()
+    return Trained(work / "out", work / "data", printed)

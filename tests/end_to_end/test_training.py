@@ -1,0 +1,91 @@
+"""Both stages on Ray Train with two gloo workers, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mars_platform.checkpoint import MASK_TOKEN, load_model, read_checkpoint
+from mars_platform.config import load_settings
+from mars_platform.conversations import render_prompt
+from mars_platform.errors import UserError
+from mars_platform.mode import Mode
+from mars_serve.generate import generate_once
+from mars_train.recipe import Recipe
+from mars_train.run import run_recipe
+
+EXPECTED_FILES = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+
+
+def test_the_last_stage_leaves_a_mars_checkpoint(trained):
+    checkpoint = read_checkpoint(trained.model)
+    assert EXPECTED_FILES.issubset(file.name for file in trained.model.iterdir())
+    assert checkpoint.metadata.block_size == 4
+    assert (
+        checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.metadata.mask_token_id) == MASK_TOKEN
+    )
+    assert checkpoint.metadata.provenance["stage"] == "mars"
+    assert checkpoint.metadata.provenance["embedding_grown"] is False
+
+
+def test_the_first_stage_leaves_a_plain_ar_checkpoint(trained):
+    assert read_checkpoint(trained.ar_model).metadata is None
+
+
+def test_the_recipe_is_kept_and_determines_the_run(trained):
+    kept = load_settings(trained.output / "recipe.yaml", Recipe)
+    provenance = read_checkpoint(trained.model).metadata.provenance["recipe"]
+    assert kept == Recipe.model_validate(provenance)
+
+
+def test_every_row_is_accounted_for(trained):
+    report = json.loads((trained.output / "data.json").read_text())
+    assert report["num_examples"] == 4000
+    assert report["bad_rows"] == []
+    assert 0 < report["num_supervised"] < report["num_tokens"]
+
+
+def test_the_loss_falls_in_both_stages(trained):
+    for stage in ("ar", "mars"):
+        losses = re.findall(rf"stage {stage}: \d+/\d+ loss ([\d.]+)", trained.printed)
+        assert len(losses) >= 2
+        assert float(losses[-1]) < 0.6 * float(losses[0])
+
+
+def test_stages_start_from_one_another(trained):
+    start, first, last = (
+        load_model(path).state_dict()["model.layers.0.mlp.up_proj.weight"]
+        for path in (trained.output / "stages" / "start", trained.ar_model, trained.model)
+    )
+    moved = (first - start).norm()
+    assert moved > 0
+    assert (last - first).norm() < (last - start).norm()
+
+
+@torch.inference_mode()
+def test_plain_transformers_generates_the_text_of_ar_mode(trained):
+    tokenizer = AutoTokenizer.from_pretrained(trained.model)
+    model = AutoModelForCausalLM.from_pretrained(trained.model)
+    rows = (trained.data / "eval.jsonl").read_text().splitlines()[:8]
+    for row in rows:
+        question = json.loads(row)["messages"][0]["content"]
+        text = render_prompt(tokenizer, [{"role": "user", "content": question}])
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        theirs = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        ours = generate_once(
+            str(trained.model), question, mode=Mode.AR, threshold=1.0, max_tokens=40, chat=True
+        )
+        assert "".join(ours.passes) == theirs
+
+
+def test_a_run_does_not_enter_a_used_directory(trained):
+    content = yaml.safe_load((trained.output / "recipe.yaml").read_text())
+    with pytest.raises(UserError, match=r"output: .* is not empty"):
+        run_recipe(Recipe.model_validate(content), Console(quiet=True))
