@@ -13,8 +13,14 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from pydantic import Field
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +36,7 @@ from mars_platform.errors import UserError
 METADATA_FILE = "mars.json"
 MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of a vocabulary, no secret
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -78,7 +85,6 @@ def locate_model(model: str) -> Path:
 
     Raises:
         UserError: it is neither, or the hub cannot be reached and it is not in the local cache.
-
     """
     path = Path(model)
     if (path / "config.json").is_file():
@@ -101,13 +107,14 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
 
     Raises:
         UserError: a part is missing, malformed or does not fit the others.
-
     """
     path = locate_model(str(model))
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(f"model: {path} has no tokenizer; add its tokenizer.json")
     try:
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"model: {path} cannot be loaded ({reason})") from error
     refuse_unsupported(config, path)
@@ -125,16 +132,11 @@ def read_metadata(path: Path) -> MarsMetadata | None:
 
     Raises:
         UserError: the file is there but not valid.
-
     """
     file = path / METADATA_FILE
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not valid JSON ({error.msg})") from error
-    return build_settings(content, MarsMetadata, source=str(file))
+    return build_settings(_read_json(file), MarsMetadata, source=str(file))
 
 
 def load_model(
@@ -143,16 +145,25 @@ def load_model(
     """Load the weights of a checkpoint directory, in evaluation mode, on the CPU.
 
     Raises:
-        UserError: the weights are missing, or are not safetensors.
-
+        UserError: the weights are missing, incomplete, damaged, or are not safetensors.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, use_safetensors=True
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"model: weights of {path} cannot be loaded ({reason})") from error
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise UserError(
+            f"model: weights of {path} are incomplete: {len(loading['missing_keys'])} tensors are "
+            f"missing ({missing}); copy all of its files"
+        )
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 
@@ -179,7 +190,6 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
     Returns:
         The token's id, and whether the embedding had to be grown for it.
-
     """
     present = _token_id(tokenizer, MASK_TOKEN)
     if present is not None:
@@ -206,9 +216,12 @@ def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
 
     Raises:
         UserError: naming the family and the trait.
-
     """
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    default = ["sliding_attention" if windowed else "full_attention"]
+    layer_types = set(getattr(config, "layer_types", None) or default)
     traits = sorted(layer_types - {"full_attention"})
     traits += [name for name in _UNSUPPORTED_OUTPUT if getattr(config, name, None) not in (None, 1)]
     if traits:
@@ -222,7 +235,7 @@ def _special_tokens(
     path: Path, tokenizer: PreTrainedTokenizerBase, metadata: MarsMetadata | None
 ) -> SpecialTokens:
     file = path / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    generation = _read_json(file) if file.is_file() else {}
     listed = generation.get("eos_token_id")
     eos = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
     if tokenizer.eos_token_id is not None:
@@ -232,6 +245,16 @@ def _special_tokens(
         hidden.add(metadata.mask_token_id)
     # Several families pad with one of their end tokens, which must remain possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(hidden - eos))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: the top level must be an object")
+    return content
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:

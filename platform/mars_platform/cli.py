@@ -9,12 +9,14 @@ import sys
 from importlib.metadata import entry_points
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 
 from mars_platform import __version__
 from mars_platform.errors import UserError
+
+
+_INTERRUPTED = 130  # the shell's status for SIGINT
 
 
 def _show_version(value: bool) -> None:
@@ -33,12 +35,20 @@ def _root(
 ) -> None:
     """Train, serve and autoscale language models that emit several tokens per forward pass."""
     context.obj = debug
+    show_help_without_command(context)
+
+
+def show_help_without_command(context: typer.Context) -> None:
+    """Callback of a group of commands: alone, it shows its help."""
+    if context.invoked_subcommand is None:
+        Console().print(context.get_help(), markup=False, highlight=False)
+        raise typer.Exit
 
 
 def build_cli() -> typer.Typer:
     """The command line with every installed command."""
-    cli = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-    cli.callback()(_root)
+    cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+    cli.callback(invoke_without_command=True)(_root)
     for entry in sorted(entry_points(group="marsray.commands"), key=lambda item: item.name):
         command = entry.load()
         if isinstance(command, typer.Typer):
@@ -62,11 +72,10 @@ def run(arguments: list[str]) -> int:
     command = typer.main.get_command(build_cli())
     try:
         status = command.main(args=arguments, prog_name="marsray", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 130)
+    except typer.TyperException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted", _INTERRUPTED)
     except UserError as error:
         if debug:
             raise
@@ -76,6 +85,8 @@ def run(arguments: list[str]) -> int:
             raise
         first_line = (str(error).strip().splitlines() or [""])[0]
         return _fail(f"{type(error).__name__}: {first_line} (--debug shows the traceback)", 1)
+    if status == _INTERRUPTED:  # typer turns an interrupt into an exit without a word
+        return _fail("interrupted", _INTERRUPTED)
     return status if isinstance(status, int) else 0
 
 

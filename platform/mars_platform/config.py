@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from mars_platform.errors import UserError
 
@@ -36,7 +37,6 @@ def load_settings(path: Path, model: type[SettingsT], overrides: Sequence[str] =
 
     Raises:
         UserError: the file is missing or malformed, or a value is invalid.
-
     """
     content = read_yaml(path)
     apply_overrides(content, overrides)
@@ -48,13 +48,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the file is missing, malformed or something else than a mapping.
-
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML ({_one_line(error)})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: the top level must be a mapping of settings")
@@ -66,7 +65,6 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> None:
 
     Raises:
         UserError: an override is malformed or points nowhere.
-
     """
     for override in overrides:
         _apply_override(content, override)
@@ -77,7 +75,6 @@ def build_settings(content: dict[str, Any], model: type[SettingsT], source: str)
 
     Raises:
         UserError: naming ``source``, each offending field, and what it may be.
-
     """
     try:
         return model.model_validate(content)
@@ -85,41 +82,62 @@ def build_settings(content: dict[str, Any], model: type[SettingsT], source: str)
         raise UserError(f"{source}: {describe_validation_error(error, model)}") from error
 
 
-def describe_validation_error(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
     """All problems of a validation error on one line, each with its field's dotted path."""
-    problems = []
-    for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"]) or "value"
-        if item["type"] == "extra_forbidden":
-            known = _known_keys(model, item["loc"][:-1]) if model else []
-            hint = f"; known keys: {', '.join(known)}" if known else ""
-            problems.append(f"{field}: unknown key{hint}")
-        elif item["type"] == "missing":
-            problems.append(f"{field}: required, but not given")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            problems.append(f"{field}: {message} (got {str(item['input'])[:60]!r})")
-    return "; ".join(problems)
+    return "; ".join(_describe_problem(item, model) for item in error.errors())
 
 
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Field names of the model found by walking ``location``; empty where it cannot be told."""
-    current: Any = model
+def _describe_problem(problem: ErrorDetails, model: type[BaseModel]) -> str:
+    path, _ = _walk(model, problem["loc"])
+    field = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        parent, models = _walk(model, problem["loc"][:-1])
+        known = list(dict.fromkeys(key for found in models for key in found.model_fields))
+        return f"{'.'.join([*parent, str(problem['loc'][-1])])}: unknown key; known keys: " + (
+            ", ".join(known)
+        )
+    if problem["type"] == "missing":
+        return f"{field}: required, but not given"
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    whole = problem["type"] == "value_error" and isinstance(value, dict | list)
+    given = "" if whole else f" (got {str(value)[:60]!r})"
+    return f"{field}: {message}{given}" if field else f"{message}{given}"
+
+
+def _walk(
+    model: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[list[str], list[type[BaseModel]]]:
+    """Follow an error's location: the path in the user's terms, and the models it leads to.
+
+    Pydantic puts the tag of a discriminated union into the location; the user wrote no such key,
+    so that it only selects the model.
+    """
+    path: list[str] = []
+    models = [model]
     for part in location:
-        if isinstance(part, int):
+        fields = [found.model_fields[part] for found in models if part in found.model_fields]
+        tagged = [found for found in models if _has_tag(found, part)]
+        if isinstance(part, str) and tagged and not fields:
+            models = tagged
             continue
-        field = current.model_fields.get(part)
-        models = _models_within(field.annotation) if field else []
-        if len(models) != 1:
-            return []
-        current = models[0]
-    return list(current.model_fields)
+        path.append(str(part))
+        if isinstance(part, str):
+            models = [inner for field in fields for inner in _models_within(field.annotation)]
+    return path, models
+
+
+def _has_tag(model: type[BaseModel], tag: int | str) -> bool:
+    return any(
+        get_origin(field.annotation) is Literal and tag in get_args(field.annotation)
+        for field in model.model_fields.values()
+    )
 
 
 def _models_within(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for arg in getattr(annotation, "__args__", ()) for found in _models_within(arg)]
+    return [found for arg in get_args(annotation) for found in _models_within(arg)]
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:

@@ -35,7 +35,6 @@ def parse_conversation(text: str) -> Conversation:
 
     Raises:
         UserError: what is wrong with the line; the caller adds file and line number.
-
     """
     if not text.strip():
         raise UserError("empty line")
@@ -43,6 +42,8 @@ def parse_conversation(text: str) -> Conversation:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # numbers and nesting have limits, too
+        raise UserError(f"not valid JSON ({error})") from error
     return validate_conversation(row)
 
 
@@ -53,7 +54,7 @@ def validate_conversation(row: Any) -> Conversation:
     try:
         conversation = Conversation.model_validate(row)
     except ValidationError as error:
-        raise UserError(describe_validation_error(error)) from error
+        raise UserError(describe_validation_error(error, Conversation)) from error
     if not conversation.messages or conversation.messages[-1].role != "assistant":
         raise UserError("messages: the last turn must have the role 'assistant'")
     if len(conversation.messages) == 1:
@@ -66,7 +67,6 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the messages.
-
     """
     return _render(tokenizer, messages, add_generation_prompt=True)
 
@@ -84,7 +84,6 @@ def render_turns(
     Raises:
         UserError: the template cannot render the data, or renders a turn differently once
             others follow, so that its span cannot be told.
-
     """
     messages = [message.model_dump() for message in conversation.messages]
     text = _render(tokenizer, messages, add_generation_prompt=False)

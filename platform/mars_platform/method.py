@@ -25,7 +25,6 @@ def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor)
 
     Returns:
         bool [rows, slots (query), slots (key)], true where the query may see the key.
-
     """
     query, key = (slice(None), slice(None), None), (slice(None), None, slice(None))
     causal = position[key] <= position[query]
@@ -45,7 +44,6 @@ def confidence(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Returns:
         float32 [...], in [0, 1].
-
     """
     scores = logits.float()
     chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -67,7 +65,6 @@ def num_accepted(confidences: Tensor, thresholds: Tensor, num_proposed: Tensor) 
 
     Returns:
         int64 [rows], between 1 and ``num_proposed``.
-
     """
     depth = torch.arange(confidences.shape[1], device=confidences.device)
     passes = (confidences >= thresholds[:, None]) & (depth < num_proposed[:, None])

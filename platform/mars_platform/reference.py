@@ -48,7 +48,6 @@ def decode(
         threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding.
         num_masks: window B, masks fed behind the cursor.
         mask_token_id: id of the mask; needed where masks are fed.
-
     """
     committed, passes = list(prompt), list[list[int]]()
     window = num_masks if threshold < 1.0 else 0

@@ -20,7 +20,6 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[flo
 
     Returns:
         Rate of ``ours`` minus rate of ``theirs``, and the interval's lower and upper end.
-
     """
     num = len(ours)
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))

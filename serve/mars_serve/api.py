@@ -35,6 +35,7 @@ from mars_serve.text import TextStream, decode, encode
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _RETRY_AFTER_S = 1
+_BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's, for bad encodings
 
 
 class Backend(Protocol):
@@ -135,8 +136,8 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
             prompt = encode(tokenizer, body.prompt, add_special_tokens=True)
         else:
             prompt = _checked_ids(body.prompt, model)
-        max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        return await _respond(body, _generation("text_completion", model, body, prompt, max_tokens))
+        default = _DEFAULT_COMPLETION_TOKENS
+        return await _respond(body, _generation("text_completion", model, body, prompt, default))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> JSONResponse | StreamingResponse:
@@ -149,8 +150,7 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
             raise ApiError(400, str(error), param="messages") from error
         prompt = encode(model.checkpoint.tokenizer, text, add_special_tokens=False)
         rest = max(model.max_length - len(prompt), 1)
-        max_tokens = body.max_completion_tokens or body.max_tokens or rest
-        return await _respond(body, _generation("chat.completion", model, body, prompt, max_tokens))
+        return await _respond(body, _generation("chat.completion", model, body, prompt, rest))
 
     return app
 
@@ -190,15 +190,18 @@ def _checked_ids(prompt: list[int], model: ServedModel) -> list[int]:
 
 
 def _generation(
-    kind: str, model: ServedModel, body: GenerationRequest, prompt: list[int], max_tokens: int
+    kind: str, model: ServedModel, body: GenerationRequest, prompt: list[int], default_tokens: int
 ) -> _Generation:
+    """A checked request; ``default_tokens`` limits the output where the body does not."""
+    field = body.limit_field
+    max_tokens = getattr(body, field) or default_tokens
     if len(prompt) + max_tokens > model.max_length:
         raise ApiError(
             400,
-            f"max_tokens: {len(prompt)} prompt tokens and {max_tokens} output tokens make "
+            f"{field}: {len(prompt)} prompt tokens and {max_tokens} output tokens make "
             f"{len(prompt) + max_tokens}, more than the {model.max_length} that this model takes; "
-            "shorten the prompt or lower max_tokens",
-            param="max_tokens",
+            f"shorten the prompt or lower {field}",
+            param=field,
             code="context_length_exceeded",
         )
     if not prompt:
@@ -219,11 +222,12 @@ def _decoding_options(
     threshold = max(threshold, body.min_confidence_threshold or 0.0)
     asked = body.mode is Mode.THRESHOLD or (body.confidence_threshold or 1.0) < 1.0
     if plain and asked and body.mode is not Mode.AR:
+        param = "mode" if body.mode else "confidence_threshold"
         raise ApiError(
             400,
-            f"mode: {model.settings.name} is a plain AR checkpoint without mars.json and cannot "
+            f"{param}: {model.settings.name} is a plain AR checkpoint without mars.json and cannot "
             "decode in threshold mode; use mode 'ar'",
-            param="mode" if body.mode else "confidence_threshold",
+            param=param,
             code="unsupported_value",
         )
     if mode is Mode.AR:
@@ -349,8 +353,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == _BODY_NOT_PARSED[0] and error.detail == _BODY_NOT_PARSED[1]:
+            return await api_error(request, _unparsable(error.detail))
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return await api_error(request, ApiError(error.status_code, message))
+        response = await api_error(request, ApiError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+
+def _unparsable(reason: str) -> ApiError:
+    return ApiError(422, f"body: not a valid JSON object ({reason})", code="unparsable")
 
 
 def _describe(error: RequestValidationError) -> ApiError:
@@ -358,8 +370,8 @@ def _describe(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not where:
-        return ApiError(422, f"body: not a valid JSON object ({first['msg']})", code="unparsable")
-    param = ".".join(where)
+        return _unparsable(first["msg"])
+    param = ".".join(part for part in where if part.replace("_", "").isalnum())
     message = f"{param}: {first['msg']}"
     if first["type"] != "missing":
         message += f" (got {str(first['input'])[:80]!r})"

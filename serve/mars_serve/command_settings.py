@@ -24,15 +24,15 @@ def serve_settings(
 
     Raises:
         UserError: neither a file nor a model is given, or a value is invalid.
-
     """
     if config is None and not models:
         raise UserError("give a config file, or a model with --model DIR")
     content: dict[str, Any] = read_yaml(config) if config else {}
     if models:
         content["models"] = [_model_entry(model) for model in models]
-    if replicas is not None:
-        for entry in content.get("models", []):
+    if replicas is not None and isinstance(content.get("models"), list):
+        entries = [entry for entry in content["models"] if isinstance(entry, dict)]
+        for entry in entries:
             entry["num_replicas"] = replicas
     options = {"host": host, "port": port, "insecure": insecure or None}
     content |= {key: value for key, value in options.items() if value is not None}

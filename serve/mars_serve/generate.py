@@ -44,7 +44,6 @@ def generate_once(
 
     Raises:
         UserError: the model or an option is unusable.
-
     """
     if not 0.0 < threshold <= 1.0:
         raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")

@@ -56,7 +56,7 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -78,13 +78,24 @@ class GenerationRequest(BaseModel):
     confidence: str | None = None
     service_tier: str | None = None
 
+    @property
+    def limit_field(self) -> str:
+        """Name of the field that limits the output."""
+        return "max_tokens"
+
     def refuse_unsupported(self) -> None:
         """Refuse what would otherwise be silently ignored.
 
         Raises:
             ApiError: status 400, naming the field and the value it may have.
-
         """
+        if self.logprobs is not None and self.logprobs is not False:  # 0 asks for them, too
+            raise ApiError(
+                400,
+                f"logprobs: {self.logprobs!r} is not supported; leave it out",
+                param="logprobs",
+                code="unsupported_value",
+            )
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
@@ -102,7 +113,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "n": (1,),
     "stop": ([],),
-    "logprobs": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -121,7 +131,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+        | Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
     )
     echo: bool | None = None
     suffix: str | None = None
@@ -139,9 +149,14 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
     tools: list[dict[str, Any]] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def limit_field(self) -> str:
+        """Name of the field that limits the output; OpenAI's newer name wins."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
 
 class MarsBlock(BaseModel):

@@ -26,7 +26,6 @@ def run_server(settings: ServeSettings, console: Console) -> None:
 
     Raises:
         UserError: a model cannot be read, the port is taken, or the models do not start.
-
     """
     stop = threading.Event()
     with _ending_on_signal(stop), serving(settings, console):

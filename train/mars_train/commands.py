@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-data = typer.Typer(help="Make data sets.", no_args_is_help=True)
+from mars_platform.cli import show_help_without_command
+
+data = typer.Typer()
 
 
-@data.callback()
-def _data() -> None:
+@data.callback(invoke_without_command=True)
+def _data(context: typer.Context) -> None:
     """Make data sets."""
+    show_help_without_command(context)
 
 
 @data.command("demo")

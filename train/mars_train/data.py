@@ -64,7 +64,6 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path, seed: in
 
     Raises:
         UserError: a file is missing, more rows are bad than allowed, or none is usable.
-
     """
     files = find_files(settings.train)
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -91,7 +90,6 @@ def find_files(paths: list[Path]) -> list[Path]:
 
     Raises:
         UserError: a path is missing, or a directory has no data file.
-
     """
     found: list[Path] = []
     for path in paths:
@@ -186,18 +184,17 @@ def _record(
 
 def _summarise(path: Path) -> PreparedData:
     num_examples = num_tokens = num_supervised = num_truncated = 0
-    bad_rows: list[str] = []
+    bad: list[dict[str, Any]] = []
     for batch in pyarrow.dataset.dataset(path, schema=_SCHEMA).to_batches():
-        bad = batch.filter(pa.compute.is_valid(batch["error"])).to_pylist()
-        bad_rows += [f"{row['path']}:{row['line']}: {row['error']}" for row in bad]
+        bad += batch.filter(pa.compute.is_valid(batch["error"])).to_pylist()
         good = batch.filter(pa.compute.is_null(batch["error"]))
         num_examples += good.num_rows
         num_tokens += len(good["input_ids"].flatten())
         num_supervised += good["supervised"].flatten().true_count
         num_truncated += good["truncated"].true_count
-    return PreparedData(
-        path, num_examples, num_tokens, num_supervised, num_truncated, sorted(bad_rows)
-    )
+    bad.sort(key=lambda row: (row["path"], row["line"]))
+    bad_rows = [f"{row['path']}:{row['line']}: {row['error']}" for row in bad]
+    return PreparedData(path, num_examples, num_tokens, num_supervised, num_truncated, bad_rows)
 
 
 def _check(prepared: PreparedData, settings: DataSettings) -> None:

@@ -103,7 +103,6 @@ def write_demo_data(out: Path, *, num_train: int, num_eval: int, seed: int) -> N
 
     Raises:
         UserError: the directory has data already, or so many distinct questions do not exist.
-
     """
     existing = [name for name in ("train.jsonl", "eval.jsonl") if (out / name).exists()]
     if existing:

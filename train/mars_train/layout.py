@@ -52,7 +52,6 @@ def lay_out(
             ``(p + block_offset) // B``; 0 is the paper's layout. Decoding starts a window at any
             position, so training must not tie the borders to the text (data whose prompts all
             have one length would otherwise show the model one alignment only).
-
     """
     positions = np.arange(len(input_ids))
     labels_at = np.flatnonzero(supervised[1:]) + 1

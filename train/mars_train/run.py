@@ -41,7 +41,6 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
 
     Raises:
         UserError: something the recipe names is missing, unusable or already there.
-
     """
     output = recipe.output.resolve()
     if output.exists() and any(output.iterdir()):

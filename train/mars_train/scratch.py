@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -40,7 +41,6 @@ def create_model(
 
     Raises:
         UserError: the configuration is not one that transformers can build.
-
     """
     tokenizer = train_tokenizer(islice(texts, _TOKENIZER_TEXTS), scratch.vocabulary_size)
     rows = (len(tokenizer) // _ROW_MULTIPLE + 1) * _ROW_MULTIPLE
@@ -55,7 +55,7 @@ def create_model(
         )
         set_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model.scratch.config: {' '.join(str(error).split())[:300]}") from error
     save_checkpoint(path, model, tokenizer, metadata=None)
 

@@ -28,7 +28,6 @@ def run_command(arguments: list[str], environment: dict[str, str]) -> None:
 
     Raises:
         CommandFailed: its exit status is not 0.
-
     """
     process = _start(arguments, environment)
     try:
@@ -48,7 +47,6 @@ def running_server(
 
     Raises:
         CommandFailed: it ended, or was not ready in time.
-
     """
     arguments = ["serve", "--port", str(port)]
     for name, path in models.items():

@@ -38,7 +38,6 @@ def run_demo(
     Raises:
         UserError: the directory to keep things in is not empty.
         CommandFailed: one of the commands failed.
-
     """
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UserError(f"--keep: {keep} is not empty; name a new directory")

@@ -85,7 +85,6 @@ class Engine:
 
         Raises:
             UserError: naming the option and the numbers.
-
         """
         if not request.tokens:
             raise UserError("prompt: it has no tokens; give at least one")
@@ -125,7 +124,6 @@ class Engine:
 
         Raises:
             AssertionError: one does.
-
         """
         self._pool.check_integrity(request.pages for request in self._requests.values())
         assert all(not request.pages for request in self._scheduler.waiting)

@@ -58,7 +58,6 @@ class ModelRunner:
 
         Returns:
             Accepted tokens of each work: at least one where it reads logits, none elsewhere.
-
         """
         ids, positions, starts = self._inputs(works)
         reads = self._reads(works, starts)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mars_serve.engine.engine import Engine
@@ -29,6 +30,11 @@ class _Listener:
 
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[StepOutput | EngineDied]
+
+    def put(self, output: StepOutput | EngineDied) -> None:
+        """Hand output over; a loop that has closed meanwhile has nobody left to take it."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, output)
 
 
 class EngineLoop:
@@ -53,7 +59,6 @@ class EngineLoop:
 
         Raises:
             EngineDied: it has stopped.
-
         """
         if not self.is_alive:
             raise EngineDied("the engine has stopped")
@@ -68,7 +73,6 @@ class EngineLoop:
             UserError: the request can never run.
             QueueFull: too many requests wait already.
             EngineDied: the engine failed, before or meanwhile.
-
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         self._submit(request, listener)
@@ -139,12 +143,11 @@ class EngineLoop:
                     continue  # cancelled while the step ran
                 if output.finish_reason is not None:
                     del self._listeners[output.request_id]
-                listener.loop.call_soon_threadsafe(listener.outputs.put_nowait, output)
+                listener.put(output)
 
     def _end_listeners(self) -> None:
         with self._changed:
             self._stopping = True
             for listener in self._listeners.values():
-                died = EngineDied("the engine has stopped")
-                listener.loop.call_soon_threadsafe(listener.outputs.put_nowait, died)
+                listener.put(EngineDied("the engine has stopped"))
             self._listeners.clear()

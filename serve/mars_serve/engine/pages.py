@@ -39,7 +39,6 @@ class PagePool:
 
         Raises:
             AssertionError: a page leaked or is held twice.
-
         """
         seen = sorted([*self._free, *(page for pages in held for page in pages)])
         assert seen == list(range(self.num_pages)), f"pages leaked or shared by mistake: {seen}"

@@ -1,0 +1,118 @@
+"""Tiny models, engines and checkpoints for the tests of the server."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from mars_platform.checkpoint import (
+    Checkpoint,
+    MarsMetadata,
+    SpecialTokens,
+    add_mask_token,
+    load_model,
+    read_checkpoint,
+    save_checkpoint,
+)
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.settings import EngineSettings
+from mars_train.recipe import ScratchModel
+from mars_train.scratch import create_model
+
+_CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+}
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # spreads the logits: confidences vary
+    "tie_word_embeddings": False,
+}
+_TEXTS = [f"What is {a} plus {b}? It is {a + b}, I think." for a in range(12) for b in range(12)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def _build_model(family: str) -> PreTrainedModel:
+    extra = {"sliding_window": None} if family == "mistral" else {}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_CONFIGS[family](**_SIZES, **extra))
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], PreTrainedModel]:
+    """Random model of a family, untouched by any engine."""
+    return _build_model
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> Callable[..., Engine]:
+    """Engine over a copy of a model: ``make_engine(model, special, ...)``."""
+
+    def make(
+        model: PreTrainedModel,
+        special: SpecialTokens,
+        *,
+        block_size: int | None = 4,
+        mask: int = 3,
+        engine_class: type[Engine] = Engine,
+        **sizes: int,
+    ) -> Engine:
+        metadata = block_size and MarsMetadata(block_size=block_size, mask_token_id=mask)
+        checkpoint = Checkpoint(None, model.config, None, metadata or None, special)
+        defaults = {"page_size": 4, "num_pages": 120, "max_batch": 5, "max_positions": 65}
+        settings = EngineSettings(**{**defaults, **sizes})
+        return engine_class(checkpoint, settings, model=copy.deepcopy(model))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain AR checkpoint with a byte-level tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("checkpoints") / "plain"
+    sizes = {key: value for key, value in _SIZES.items() if "vocab" not in key and "max" not in key}
+    scratch = ScratchModel(config={"model_type": "qwen2", **sizes}, vocabulary_size=300)
+    create_model(scratch, _TEXTS, max_length=128, path=path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def mars_dir(plain_dir: Path) -> Path:
+    """The same checkpoint with a mask token and mars.json."""
+    path = plain_dir.with_name("mars")
+    model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
+    mask, _ = add_mask_token(model, tokenizer)
+    save_checkpoint(path, model, tokenizer, MarsMetadata(block_size=4, mask_token_id=mask))
+    return path

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from mars_platform import reference
+from mars_platform.checkpoint import load_model, read_checkpoint
+from mars_platform.errors import UserError
+from mars_platform.mode import Mode
+from mars_serve.command_settings import serve_settings
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.generate import Generation, generate_once, print_generation
+from mars_serve.settings import ServeSettings
+from mars_serve.text import decode, encode
+
+PROMPT = "What is 3 plus 4?"
+
+# Settings
+
+
+def settings_of(config: Path | None = None, *models: str, **options: Any) -> ServeSettings:
+    defaults: dict[str, Any] = {
+        "host": None,
+        "port": None,
+        "replicas": None,
+        "insecure": False,
+        "overrides": [],
+    }
+    return serve_settings(config, list(models), **{**defaults, **options})
+
+
+def write_config(tmp_path: Path, content: Any) -> Path:
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    models = [{"name": "a", "path": "some/a"}, {"name": "b", "path": "some/b", "num_replicas": 3}]
+    return write_config(tmp_path, {"models": models, "port": 9000})
+
+
+def test_neither_config_nor_model() -> None:
+    with pytest.raises(UserError, match="--model"):
+        settings_of()
+
+
+def test_model_with_a_name() -> None:
+    (model,) = settings_of(None, "tiny=some/where=else").models
+    assert (model.name, model.path) == ("tiny", "some/where=else")
+
+
+def test_directory_gives_its_last_part_as_name(tmp_path: Path) -> None:
+    (model,) = settings_of(None, str(tmp_path)).models
+    assert (model.name, model.path) == (tmp_path.name, str(tmp_path))
+
+
+def test_hub_id_is_its_own_name() -> None:
+    (model,) = settings_of(None, "someone/some-model").models
+    assert (model.name, model.path) == ("someone/some-model", "someone/some-model")
+
+
+def test_defaults_listen_on_loopback() -> None:
+    settings = settings_of(None, "tiny=dir")
+    assert (settings.host, settings.port, settings.insecure) == ("127.0.0.1", 8000, False)
+    assert settings.models[0].engine == EngineSettings()
+
+
+def test_config_file(config: Path) -> None:
+    settings = settings_of(config)
+    assert [model.name for model in settings.models] == ["a", "b"]
+    assert [model.num_replicas for model in settings.models] == [1, 3]
+    assert settings.port == 9000
+
+
+def test_options_win_over_the_file(config: Path) -> None:
+    settings = settings_of(config, "c=some/c", host="::1", port=9001, replicas=2)
+    assert [(model.name, model.num_replicas) for model in settings.models] == [("c", 2)]
+    assert (settings.host, settings.port) == ("::1", 9001)
+
+
+def test_replicas_apply_to_every_model(config: Path) -> None:
+    assert [model.num_replicas for model in settings_of(config, replicas=2).models] == [2, 2]
+
+
+def test_overrides_win_over_options(config: Path) -> None:
+    overrides = [
+        "port=9002",
+        "models.1.engine.page_size=8",
+        "models.0.mode=ar",
+        "models.0.confidence_threshold=0.5",
+    ]
+    settings = settings_of(config, port=9001, overrides=overrides)
+    assert settings.port == 9002
+    assert settings.models[1].engine.page_size == 8
+    assert (settings.models[0].mode, settings.models[0].confidence_threshold) == (Mode.AR, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("prot=9000", ["prot: unknown key", "models", "host", "port", "insecure", "cluster"]),
+        ("models.0.mod=ar", ["models.0.mod: unknown key", "confidence_threshold", "num_replicas"]),
+        ("models.0.engine.pages=4", ["models.0.engine.pages: unknown key", "num_pages"]),
+        ("models.0.confidence_threshold=0", ["models.0.confidence_threshold", "got '0'"]),
+        ("models.0.engine.max_positions=64", ["models.0.engine.max_positions", "65"]),
+        ("models.0.num_gpus=2", ["models.0.num_gpus"]),
+        ("models.0.dtype=int8", ["models.0.dtype", "float32"]),
+        ("models.7.mode=ar", ["models.7.mode", "no such place"]),
+        ("models=[]", ["models: "]),
+        ("port", ["'port'", "key.sub=value"]),
+    ],
+)
+def test_invalid_overrides_name_the_field(override: str, expected: list[str]) -> None:
+    with pytest.raises(UserError) as refusal:
+        settings_of(None, "tiny=dir", overrides=[override])
+    assert all(part in str(refusal.value) for part in expected), str(refusal.value)
+
+
+def test_unknown_key_of_the_file_names_file_and_known_keys(tmp_path: Path) -> None:
+    file = write_config(tmp_path, {"models": [{"name": "a", "path": "a", "replicas": 2}]})
+    with pytest.raises(UserError) as refusal:
+        settings_of(file)
+    message = str(refusal.value)
+    assert message.startswith(f"{file}: models.0.replicas: unknown key; known keys: ")
+    assert "num_replicas" in message
+
+
+@pytest.mark.parametrize("models", ["a", {"name": "a", "path": "a"}, ["a"], None, 3])
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_models_of_the_wrong_kind(tmp_path: Path, models: Any, replicas: int | None) -> None:
+    with pytest.raises(UserError, match="models"):
+        settings_of(write_config(tmp_path, {"models": models}), replicas=replicas)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org"])  # noqa: S104
+def test_host_that_others_reach_needs_insecure(host: str) -> None:
+    with pytest.raises(UserError, match=r"host: .*--insecure"):
+        settings_of(None, "tiny=dir", host=host)
+    settings = settings_of(None, "tiny=dir", host=host, insecure=True)
+    assert (settings.host, settings.insecure) == (host, True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_loopback_hosts(host: str) -> None:
+    assert settings_of(None, "tiny=dir", host=host).host == host
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_port_out_of_range(port: int) -> None:
+    with pytest.raises(UserError, match=rf"port: .*{port}"):
+        settings_of(None, "tiny=dir", port=port)
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(UserError, match="names must differ"):
+        settings_of(None, "a=x", "a=y")
+
+
+# One completion
+
+
+def complete(model: Path, mode: Mode, threshold: float, **options: Any) -> Generation:
+    fields: dict[str, Any] = {"max_tokens": 20, "chat": False, **options}
+    return generate_once(str(model), PROMPT, mode=mode, threshold=threshold, **fields)
+
+
+def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[list[int]]:
+    checkpoint = read_checkpoint(path)
+    return reference.decode(
+        load_model(path),
+        encode(checkpoint.tokenizer, PROMPT, add_special_tokens=True),
+        checkpoint.special,
+        max_tokens=max_tokens,
+        threshold=threshold,
+        num_masks=4,
+        mask_token_id=checkpoint.metadata.mask_token_id,
+    ).passes
+
+
+def test_ar_equals_threshold_at_one(mars_dir: Path) -> None:
+    ar, one = complete(mars_dir, Mode.AR, 0.3), complete(mars_dir, Mode.THRESHOLD, 1.0)
+    assert ar.passes == one.passes
+    assert len(ar.passes) == ar.num_tokens == 20
+    assert (ar.mode, ar.confidence_threshold) == (Mode.AR, 1.0)
+    assert (one.mode, one.confidence_threshold) == (Mode.THRESHOLD, 1.0)
+
+
+@pytest.mark.parametrize("threshold", [0.03, 0.9])
+def test_passes_join_to_the_text(mars_dir: Path, threshold: float) -> None:
+    passes = expected_passes(mars_dir, threshold, max_tokens=20)
+    tokens = [token for each in passes for token in each]
+    result = complete(mars_dir, Mode.THRESHOLD, threshold)
+    assert "".join(result.passes) == decode(read_checkpoint(mars_dir).tokenizer, tokens)
+    assert len(result.passes) == len(passes)
+    assert result.num_tokens == len(tokens)
+    assert result.tokens_per_forward == len(tokens) / len(passes)
+    assert result.finish_reason == "length"
+    assert threshold > 0.5 or result.tokens_per_forward > 1
+
+
+def test_chat_renders_the_template(mars_dir: Path) -> None:
+    chat = complete(mars_dir, Mode.AR, 1.0, chat=True)
+    rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    raw = generate_once(
+        str(mars_dir), rendered, mode=Mode.AR, threshold=1.0, max_tokens=20, chat=False
+    )
+    assert chat.passes == raw.passes
+    assert chat.passes != complete(mars_dir, Mode.AR, 1.0).passes
+
+
+def test_plain_checkpoint_decodes_in_ar_only(plain_dir: Path) -> None:
+    assert complete(plain_dir, Mode.AR, 0.95).num_tokens == 20
+    with pytest.raises(UserError, match=r"^mode: .*'ar'"):
+        complete(plain_dir, Mode.THRESHOLD, 0.95)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.5, 1.01, float("nan")])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_threshold_outside_its_range(mars_dir: Path, mode: Mode, threshold: float) -> None:
+    with pytest.raises(UserError, match=r"^--threshold: .* is not in \(0, 1\]"):
+        complete(mars_dir, mode, threshold)
+
+
+def test_completion_beyond_the_models_length(mars_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"^max_tokens: .* more than the 256 that fit"):
+        complete(mars_dir, Mode.AR, 1.0, max_tokens=250)
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model: .*nowhere"):
+        complete(tmp_path / "nowhere", Mode.AR, 1.0)
+
+
+def test_json_output(mars_dir: Path) -> None:
+    result, file = complete(mars_dir, Mode.THRESHOLD, 0.03), io.StringIO()
+    print_generation(result, Console(file=file), as_json=True)
+    printed = json.loads(file.getvalue())
+    assert printed["passes"] == result.passes
+    assert printed["text"] == "".join(result.passes)
+    assert printed["tokens_per_forward"] == result.tokens_per_forward
+    assert (printed["mode"], printed["confidence_threshold"]) == ("threshold", 0.03)
+
+
+def test_shaded_output_ends_with_the_figures(mars_dir: Path) -> None:
+    result, file = complete(mars_dir, Mode.AR, 1.0), io.StringIO()
+    print_generation(result, Console(file=file, width=200), as_json=False)
+    assert "20 tokens in 20 forward passes (1.00 a pass), mode ar" in file.getvalue()

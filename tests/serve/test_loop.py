@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from transformers import PreTrainedModel
+
+from mars_platform import reference
+from mars_platform.checkpoint import SpecialTokens
+from mars_platform.errors import UserError
+from mars_platform.mode import Mode
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.loop import EngineDied, EngineLoop, QueueFull
+from mars_serve.engine.request import DecodingOptions, FinishReason, Request, StepOutput
+
+SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
+
+Loops = Callable[..., EngineLoop]
+
+
+class SlowEngine(Engine):
+    """Its requests do not end within a test unless they are cancelled."""
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(0.05)
+        return super().step()
+
+
+class FailingEngine(Engine):
+    """Fails at its third step."""
+
+    num_steps = 0
+
+    def step(self) -> list[StepOutput]:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise RuntimeError("out of memory")
+        return super().step()
+
+
+@pytest.fixture
+def make_loop(
+    tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
+) -> Iterator[Loops]:
+    loops = []
+
+    def make(engine_class: type[Engine] = Engine, **sizes: int) -> EngineLoop:
+        engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
+        loops.append(EngineLoop(engine))
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.stop()
+
+
+def make_request(name: str, *, max_tokens: int = 200, threshold: float = 1.0) -> Request:
+    prompt = [4 + (7 * len(name) + 3 * ord(name[-1]) + i * i) % 60 for i in range(5)]
+    return Request(name, prompt, DecodingOptions(max_tokens, Mode.THRESHOLD, threshold))
+
+
+async def collect(loop: EngineLoop, request: Request) -> list[StepOutput]:
+    return [output async for output in loop.stream(request)]
+
+
+async def started(loop: EngineLoop, request: Request) -> AsyncIterator[StepOutput]:
+    stream = loop.stream(request)
+    await anext(stream)
+    return stream
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 2
+    while not condition():
+        assert time.monotonic() < deadline, "waited for 2 s"
+        await asyncio.sleep(0.01)
+
+
+def has_all_pages(engine: Engine) -> bool:
+    return engine.num_free_pages == engine.settings.num_pages and not engine.has_work
+
+
+async def test_outputs_come_in_order_to_their_own_listener(
+    make_loop: Loops, tiny_model: Callable[[str], PreTrainedModel]
+) -> None:
+    loop = make_loop()
+    requests = [make_request(f"r{i}", max_tokens=4 + 2 * i, threshold=0.1) for i in range(8)]
+    prompts = {request.id: list(request.tokens) for request in requests}
+    results = await asyncio.gather(*(collect(loop, request) for request in requests))
+    for request, outputs in zip(requests, results, strict=True):
+        expected = reference.decode(
+            tiny_model("qwen2"),
+            prompts[request.id],
+            SPECIAL,
+            max_tokens=request.options.max_tokens,
+            threshold=0.1,
+            num_masks=4,
+            mask_token_id=3,
+        )
+        assert [output.tokens for output in outputs] == expected.passes
+        assert {output.request_id for output in outputs} == {request.id}
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+    assert has_all_pages(loop.engine)
+
+
+async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = await started(loop, make_request("closed"))
+    status = loop.status()
+    assert (status.num_requests, status.num_pages) == (1, 120)
+    assert status.num_free_pages == 120 - 52  # 5 + 200 tokens, 4 a page
+    await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+    assert loop.is_alive
+
+
+async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
+    loop, request = make_loop(SlowEngine), make_request("cancelled")
+    task = asyncio.create_task(collect(loop, request))
+    await until(lambda: request.num_output > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: has_all_pages(loop.engine))
+    assert request.finish_reason is FinishReason.CANCELLED
+
+
+async def test_an_error_in_the_consumer_frees_pages(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = loop.stream(make_request("consumer"))
+    with pytest.raises(ZeroDivisionError):
+        await _fail_at_first(stream)
+    await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+
+
+async def _fail_at_first(stream: AsyncIterator[StepOutput]) -> None:
+    async for _ in stream:
+        raise ZeroDivisionError
+
+
+async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_batch=1)
+    running = await started(loop, make_request("running", max_tokens=6))
+    waiting = asyncio.create_task(collect(loop, make_request("waiting")))
+    await until(lambda: "waiting" in loop.engine._requests)
+    waiting.cancel()
+    rest = [output async for output in running]
+    assert len(rest) == 5
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+    await until(lambda: has_all_pages(loop.engine))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_queue_full(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_requests=2)
+    streams = [await started(loop, make_request(name)) for name in "ab"]
+    with pytest.raises(QueueFull):
+        await collect(loop, make_request("c"))
+    await streams[0].aclose()
+    streams[0] = await started(loop, make_request("d"))
+    for stream in streams:
+        await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+
+
+async def test_a_refused_request_leaves_the_engine_as_it_is(make_loop: Loops) -> None:
+    loop = make_loop()
+    with pytest.raises(UserError, match=r"^max_tokens: "):
+        await collect(loop, make_request("long", max_tokens=1000))
+    assert has_all_pages(loop.engine)
+    assert len(await collect(loop, make_request("short", max_tokens=3))) == 3
+
+
+async def test_a_failing_engine_ends_every_listener(make_loop: Loops) -> None:
+    loop = make_loop(FailingEngine)
+    tasks = [asyncio.create_task(collect(loop, make_request(name))) for name in "abc"]
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=5)
+    assert [type(result) for result in results] == [EngineDied] * 3
+    await until(lambda: not loop.is_alive)
+    with pytest.raises(EngineDied):
+        await collect(loop, make_request("d"))
+    with pytest.raises(EngineDied):
+        loop.status()
+
+
+async def test_stop_ends_listeners_and_refuses_later_ones(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = await started(loop, make_request("running"))
+    loop.stop()
+    assert not loop.is_alive
+    with pytest.raises(EngineDied):
+        _ = [output async for output in stream]
+    with pytest.raises(EngineDied):
+        await collect(loop, make_request("later"))
+    loop.stop()
