@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that ``marsray --help`` is instant.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import entry_points
 from typing import Annotated
@@ -14,7 +15,6 @@ from rich.console import Console
 
 from mars_platform import __version__
 from mars_platform.errors import UserError
-
 
 _INTERRUPTED = 130  # the shell's status for SIGINT
 
@@ -60,6 +60,8 @@ def build_cli() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the ``marsray`` script."""
+    if not sys.stderr.isatty():  # Hugging Face's bars are for terminals
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     sys.exit(run(sys.argv[1:]))
 
 

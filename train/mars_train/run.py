@@ -21,7 +21,7 @@ from mars_platform import __version__
 from mars_platform.checkpoint import locate_model, read_checkpoint
 from mars_platform.cluster import ray_session
 from mars_platform.errors import UserError
-from mars_train.data import PreparedData, prepare, read_conversations
+from mars_train.data import PreparedData, find_files, prepare, read_conversations
 from mars_train.progress import shown_progress
 from mars_train.recipe import Recipe, Stage
 from mars_train.scratch import create_model
@@ -45,6 +45,7 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
     output = recipe.output.resolve()
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output: {output} is not empty; name a new directory or remove it")
+    find_files(recipe.data.train)
     base = _existing_base(recipe)
     output.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)

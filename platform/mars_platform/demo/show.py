@@ -27,7 +27,7 @@ _AR_SFT = Setting("ar-sft", Mode.AR, 1.0)
 _ONE_TOKEN = Setting("mars", Mode.AR, 1.0)
 _THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 _SHOWN_THRESHOLD = 0.95
-_NUM_EXAMPLES = 40_000
+_NUM_EXAMPLES = 34_000
 
 
 def run_demo(
@@ -178,6 +178,7 @@ def _ray_environment() -> Iterator[dict[str, str]]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_ADDRESS": "",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "RAY_worker_maximum_startup_concurrency": "16",
         }
 
