@@ -38,9 +38,6 @@ def ray_session(settings: ClusterSettings, *, min_cpus: int) -> Iterator[None]:
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
-        # Threads of CPU kernels that spin while they wait for one another make training fifteen
-        # times slower as soon as another process wants a core; waiting passively costs nothing.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         ray.init(
             num_cpus=max(min_cpus, os.cpu_count() or 1),
             object_store_memory=settings.object_store_mib * 2**20,

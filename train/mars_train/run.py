@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -45,16 +46,20 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
     output = recipe.output.resolve()
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output: {output} is not empty; name a new directory or remove it")
-    find_files(recipe.data.train)
     base = _existing_base(recipe)
+    find_files(recipe.data.train)
     output.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     (output / "recipe.yaml").write_text(text, encoding="utf-8")
     scaling = recipe.scaling
     min_cpus = int(scaling.num_workers * scaling.cpus_per_worker) + 1  # one for Ray Data
-    start = base or _new_model(recipe, output, console)
     with ray_session(recipe.cluster, min_cpus=min_cpus):
-        prepared = _prepare_data(recipe, start, output, console)
+        try:
+            start = base or _new_model(recipe, output, console)
+            prepared = _prepare_data(recipe, start, output, console)
+        except UserError:
+            shutil.rmtree(output)  # nothing is trained yet: the corrected run finds it free
+            raise
         for index, stage in enumerate(recipe.stages):
             last = index + 1 == len(recipe.stages)
             target = output / (MODEL_DIRECTORY if last else f"stages/{stage.name}")

@@ -27,7 +27,7 @@ _AR_SFT = Setting("ar-sft", Mode.AR, 1.0)
 _ONE_TOKEN = Setting("mars", Mode.AR, 1.0)
 _THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 _SHOWN_THRESHOLD = 0.95
-_NUM_EXAMPLES = 34_000
+_NUM_EXAMPLES = 40_000
 
 
 def run_demo(
