@@ -379,7 +379,7 @@ async def test_leaving_a_stream_frees_its_pages(
             break
         await asyncio.sleep(0.01)
     assert not engine.has_work
-    assert engine.num_free_pages == ENGINE.num_pages
+    assert engine.status().num_free_pages == ENGINE.num_pages
 
 
 def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutput]]:

@@ -84,7 +84,7 @@ def run(engine: Engine, requests: list[Request], *, at_once: int = 6) -> Passes:
         engine.check_integrity()
         if queue:
             engine.add(queue.popleft())
-    assert engine.num_free_pages == engine.settings.num_pages
+    assert engine.status().num_free_pages == engine.settings.num_pages
     return passes
 
 
@@ -318,17 +318,17 @@ def test_cancelling_frees_pages_and_leaves_the_others_alone(
     passes = defaultdict(list)
     while not STAGES[stage](victim):
         _step_into(passes, engine)
-    held, free = len(victim.pages), engine.num_free_pages
+    held, free = len(victim.pages), engine.status().num_free_pages
     assert (held == 0) == (stage == "waiting")
     engine.cancel("victim")
     engine.check_integrity()
-    assert engine.num_free_pages == free + held
+    assert engine.status().num_free_pages == free + held
     assert victim.finish_reason is FinishReason.CANCELLED
     given = len(passes["victim"])
     while engine.has_work:
         _step_into(passes, engine)
     assert len(passes["victim"]) == given
-    assert engine.num_free_pages == engine.settings.num_pages
+    assert engine.status().num_free_pages == engine.settings.num_pages
     for request in others:
         assert passes[request.id] == oracle(model, request)
 

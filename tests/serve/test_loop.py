@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def has_all_pages(engine: Engine) -> bool:
-    return engine.num_free_pages == engine.settings.num_pages and not engine.has_work
+    return engine.status().num_free_pages == engine.settings.num_pages and not engine.has_work
 
 
 async def test_outputs_come_in_order_to_their_own_listener(

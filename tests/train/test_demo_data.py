@@ -5,9 +5,10 @@ from collections import Counter
 
 import pytest
 
+from mars_platform.answers import is_correct
 from mars_platform.conversations import parse_conversation
 from mars_platform.errors import UserError
-from mars_train.demo_data import draw_task, is_correct, write_demo_data
+from mars_train.demo_data import draw_task, write_demo_data
 
 
 @pytest.fixture(scope="module")

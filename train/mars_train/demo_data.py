@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mars_platform.answers import ANSWER_MARK
 from mars_platform.errors import UserError
 
 _THINGS = ["apples", "bells", "books", "cards", "coins", "cups", "hats", "pens", "shells", "stamps"]
 _NUM_STEPS, _MAX_CHANGE = 4, 5
 _LOWEST, _HIGHEST = 10 + _NUM_STEPS * _MAX_CHANGE, 99 - _NUM_STEPS * _MAX_CHANGE  # two digits
-ANSWER_MARK = "Answer:"
 _MAX_MISSES = 1_000
 
 
@@ -87,12 +87,6 @@ def draw_task(rng: random.Random) -> Task:
     makers, shares = zip(*_KINDS, strict=True)
     maker: Callable[[random.Random], Task] = rng.choices(makers, shares)[0]
     return maker(rng)
-
-
-def is_correct(response: str, answer: str) -> bool:
-    """Whether a response ends with the marked answer, and nothing but it."""
-    _, mark, given = response.rpartition(ANSWER_MARK)
-    return bool(mark) and given.strip() == answer
 
 
 def write_demo_data(out: Path, *, num_train: int, num_eval: int, seed: int) -> None:

@@ -100,6 +100,11 @@ class Batch:
     noisy_sources: Tensor  # int64 [labels]
     depths: Tensor  # int64 [labels]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences themselves: no padding, no noisy copies."""
+        return int(((self.documents != PADDING_DOCUMENT) & ~self.noisy).sum())
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
         return Batch(**{name: value.to(device) for name, value in vars(self).items()})

@@ -19,7 +19,7 @@ from ray.train.torch import TorchTrainer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.checkpoint import locate_model, read_checkpoint
+from mars_platform.checkpoint import locate_model, read_checkpoint, read_metadata
 from mars_platform.cluster import ray_session
 from mars_platform.errors import UserError
 from mars_train.data import PreparedData, find_files, prepare, read_conversations
@@ -127,6 +127,13 @@ def _run_stage(
     assert result.checkpoint is not None
     result.checkpoint.to_directory(str(target))
     console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
+    metadata = read_metadata(target)
+    if metadata is not None and metadata.provenance["embedding_grown"]:
+        console.print(
+            f"stage {stage.name}: the embedding had no spare row and was grown by one for the mask "
+            f"token; the vocabulary is now {metadata.mask_token_id + 1}",
+            highlight=False,
+        )
 
 
 def _fit(job: StageJob, prepared: PreparedData) -> Result:

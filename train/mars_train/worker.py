@@ -116,7 +116,7 @@ class _StageTrainer:
         tokens, started = 0, time.monotonic()
         for step, batches in enumerate(self._steps(), start=1):
             loss = self._optimize(batches)
-            tokens += sum(int((batch.documents >= 0).sum()) for batch in batches)
+            tokens += sum(batch.num_tokens for batch in batches)
             if not math.isfinite(loss):
                 raise FloatingPointError(
                     f"stage {self.job.stage.name}: the loss is {loss} at step {step}; "

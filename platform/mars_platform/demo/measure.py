@@ -12,10 +12,10 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
+from mars_platform.answers import is_correct
 from mars_platform.mode import Mode
 from mars_platform.progress import ProgressDisplay
 
-_ANSWER_MARK = "Answer:"
 _CONCURRENCY = 16
 _ROUNDS = 3
 _MAX_TOKENS = 64
@@ -28,11 +28,6 @@ class Item:
 
     question: str
     answer: str
-
-    def is_answered_by(self, response: str) -> bool:
-        """Whether a response ends with the answer behind its mark."""
-        _, mark, given = response.rpartition(_ANSWER_MARK)
-        return bool(mark) and given.strip() == self.answer
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ async def _ask_all(client: AsyncOpenAI, row: Row, items: list[Item]) -> None:
     row.num_tokens += num_tokens
     row.num_passes += sum(response.model_extra["mars"]["forward_passes"] for response in responses)
     row.correct += [
-        item.is_answered_by(response.choices[0].message.content)
+        is_correct(response.choices[0].message.content, item.answer)
         for item, response in zip(items, responses, strict=True)
     ]
 

@@ -55,11 +55,6 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._requests)
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that no request holds."""
-        return self._pool.num_free
-
     def status(self) -> EngineStatus:
         """How full the engine is."""
         return EngineStatus(
