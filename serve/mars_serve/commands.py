@@ -15,7 +15,12 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.THRESHOLD,
     threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens at the most.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Output tokens at the most; else 256, or what the context leaves."
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without chat.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:

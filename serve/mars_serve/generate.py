@@ -18,6 +18,8 @@ from mars_serve.engine.request import DecodingOptions, Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.text import TextStream, encode
 
+_DEFAULT_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -38,7 +40,7 @@ class Generation:
 
 
 def generate_once(
-    model: str, prompt: str, *, mode: Mode, threshold: float, max_tokens: int, chat: bool
+    model: str, prompt: str, *, mode: Mode, threshold: float, max_tokens: int | None, chat: bool
 ) -> Generation:
     """Load a model and complete one prompt.
 
@@ -52,6 +54,8 @@ def generate_once(
     if chat:
         prompt = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
     ids = encode(tokenizer, prompt, add_special_tokens=not chat)
+    if max_tokens is None:
+        max_tokens = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
     settings = EngineSettings(max_batch=1)
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size)}

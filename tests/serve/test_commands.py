@@ -253,3 +253,12 @@ def test_shaded_output_ends_with_the_figures(mars_dir: Path) -> None:
     result, file = complete(mars_dir, Mode.AR, 1.0), io.StringIO()
     print_generation(result, Console(file=file, width=200), as_json=False)
     assert "20 tokens in 20 forward passes (1.00 a pass), mode ar" in file.getvalue()
+
+
+def test_output_fits_the_context_by_default(mars_dir: Path) -> None:
+    checkpoint = read_checkpoint(mars_dir)
+    done = generate_once(
+        str(mars_dir), PROMPT, mode=Mode.AR, threshold=1.0, max_tokens=None, chat=False
+    )
+    prompt = encode(checkpoint.tokenizer, PROMPT, add_special_tokens=True)
+    assert 1 <= done.num_tokens <= checkpoint.max_length - len(prompt)
