@@ -11,15 +11,6 @@ PROMPTS = [[5, 9, 33], [7], [12, 44, 2, 19, 58, 31, 8]]
 ALWAYS = 1e-12  # a threshold that every proposal reaches
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Passes this small spend more time on waking threads than on computing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(3)

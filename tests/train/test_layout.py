@@ -32,15 +32,6 @@ def sequence(num_prompt, num_response, block_size, offset=0):
     return Sequence(np.arange(10, 10 + length), np.arange(length) >= num_prompt, block_size, offset)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Passes this small spend more time on waking threads than on computing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
