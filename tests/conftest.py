@@ -59,7 +59,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     recipe = load_settings(
         RECIPE,
         Recipe,
-        [f"data.train=[{work / 'data' / 'train.jsonl'}]", f"output={work / 'out'}"],
+        [
+            f"data.train=[{work / 'data' / 'train.jsonl'}]",
+            f"evaluation.data=[{work / 'data' / 'eval.jsonl'}]",
+            f"output={work / 'out'}",
+        ],
     )
     with (work / "printed.txt").open("w+") as handle:
         run_recipe(recipe, Console(file=handle, width=200))

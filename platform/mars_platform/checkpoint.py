@@ -7,7 +7,7 @@ and no code of a checkpoint is ever executed.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,11 @@ class Checkpoint:
     def max_length(self) -> int:
         """Longest sequence, prompt and output together, in tokens."""
         return int(self.config.max_position_embeddings)
+
+    def with_metadata(self, metadata: MarsMetadata) -> Checkpoint:
+        """The same checkpoint as a MARS one; its tokenizer has got the mask token already."""
+        special = _special_tokens(self.path, self.tokenizer, metadata)
+        return replace(self, metadata=metadata, special=special)
 
 
 def locate_model(model: str) -> Path:

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.errors import UserError
+from mars_platform.errors import Stopped, UserError
 
-_INTERRUPTED = 130  # the shell's status for SIGINT
+_INTERRUPTED, _TERMINATED = 130, 143  # the shell's status for SIGINT and SIGTERM
 
 
 def _show_version(value: bool) -> None:
@@ -68,7 +68,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit status.
 
-    The user's mistakes give 2, other errors 1, an interrupt 130; each is one line on stderr.
+    The user's mistakes give 2, other errors 1, an interrupt 130, an order to terminate 143; each
+    is one line on stderr.
     """
     debug = "--debug" in arguments[:1]
     command = typer.main.get_command(build_cli())
@@ -78,10 +79,10 @@ def run(arguments: list[str]) -> int:
         return _fail(error.format_message(), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED)
-    except UserError as error:
+    except (UserError, Stopped) as error:
         if debug:
             raise
-        return _fail(str(error), 2)
+        return _fail(str(error), 2 if isinstance(error, UserError) else _TERMINATED)
     except Exception as error:
         if debug:
             raise

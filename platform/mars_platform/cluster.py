@@ -20,6 +20,8 @@ class ClusterSettings(Settings):
     """Address of an existing cluster, or ``auto``; by default RAY_ADDRESS, else a local one."""
     object_store_mib: int = Field(default=256, ge=80)
     """Shared memory of a local cluster's object store, in MiB."""
+    autoscales: bool = False
+    """Nodes come when asked for, so that a run may need more than the present ones hold."""
 
 
 @contextmanager

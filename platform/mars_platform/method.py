@@ -6,33 +6,57 @@ the MARS paper (arXiv 2604.07023); section numbers stand beside each function.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor) -> Tensor:
-    """Which keys each query of a packed training row may see (section 3.2 of the paper).
+class Slots(NamedTuple):
+    """Slots of a packed training row; the four tensors broadcast against each other."""
+
+    document: Tensor
+    """int, which sequence a slot belongs to; padding has a number of its own."""
+    position: Tensor
+    """int, position ids, the same for a clean token and its noisy copy."""
+    block: Tensor
+    """int, number of the block that holds the position."""
+    noisy: Tensor
+    """bool, whether a slot belongs to the noisy stream."""
+
+
+def sees(query: Slots, key: Slots) -> Tensor:
+    """Whether a query of a packed training row may see a key (section 3.2 of the paper).
 
     Clean tokens see clean tokens causally. Noisy tokens see the noisy tokens of their own block
     causally and the clean tokens of strictly earlier blocks. Nothing crosses a document.
 
+    Returns:
+        bool, of the shape that the two broadcast to; every slot sees itself.
+    """
+    same_stream = query.noisy == key.noisy
+    causal = key.position <= query.position
+    within_stream = same_stream & causal & (~query.noisy | (query.block == key.block))
+    noisy_to_clean = query.noisy & ~key.noisy & (key.block < query.block)
+    return (query.document == key.document) & (within_stream | noisy_to_clean)
+
+
+def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor) -> Tensor:
+    """Which keys each query of packed rows may see, by the rule of :func:`sees`.
+
     Args:
-        document: int [rows, slots], which sequence a slot belongs to; padding has a number of
-            its own, so that it sees only padding and no row of the result is empty.
-        position: int [rows, slots], position ids, the same for a clean token and its noisy copy.
-        block: int [rows, slots], number of the block that holds the position.
-        noisy: bool [rows, slots], whether a slot belongs to the noisy stream.
+        document: int [rows, slots].
+        position: int [rows, slots].
+        block: int [rows, slots].
+        noisy: bool [rows, slots].
 
     Returns:
         bool [rows, slots (query), slots (key)], true where the query may see the key.
     """
-    query, key = (slice(None), slice(None), None), (slice(None), None, slice(None))
-    causal = position[key] <= position[query]
-    same_stream = noisy[query] == noisy[key]
-    same_block = block[query] == block[key]
-    within_stream = same_stream & causal & (~noisy[query] | same_block)
-    noisy_to_clean = noisy[query] & ~noisy[key] & (block[key] < block[query])
-    return (document[query] == document[key]) & (within_stream | noisy_to_clean)
+    columns = (document, position, block, noisy)
+    query = Slots(*(column[:, :, None] for column in columns))
+    key = Slots(*(column[:, None, :] for column in columns))
+    return sees(query, key)
 
 
 def confidence(logits: Tensor, tokens: Tensor) -> Tensor:

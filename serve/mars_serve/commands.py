@@ -1,13 +1,16 @@
-"""The server's commands: ``marsray generate`` and ``marsray serve``."""
+"""The server's commands: ``marsray generate``, ``marsray eval`` and ``marsray serve``."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mars_platform.mode import Mode
+
+_FILE_WIDTH = 120  # of tables that go to a file or pipe, where rich assumes 80
 
 
 def generate(
@@ -33,6 +36,70 @@ def generate(
         model, prompt, mode=mode, threshold=threshold, max_tokens=max_tokens, chat=not raw
     )
     print_generation(result, Console(), as_json=as_json)
+
+
+def eval_(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
+    data: Annotated[
+        list[Path], typer.Option(help="Conversations, JSONL or Parquet; may be repeated.")
+    ],
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Confidence threshold in (0, 1]; may be repeated. Else 1, .95, .9, .8, .7, .6, .5."
+        ),
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None,
+        typer.Option(help="Decoding mode; may be repeated. Mode ar is always measured."),
+    ] = None,
+    max_items: Annotated[
+        int | None, typer.Option(min=1, help="Conversations at the most, the first ones.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Output tokens at the most, within what the context leaves.")
+    ] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations that run at once.")] = 32,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Auto is cuda where there is one.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bf16"] | None,
+        typer.Option(help="Of the weights; else float32 on the CPU, bf16 on CUDA."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Score a checkpoint on held-out conversations: quality and tokens a forward pass.
+
+    A row's "answer" column makes it checkable. An output is correct if it ends with the answer
+    behind the mark "Answer:" or "####"; numbers are compared by value (1,234 is 1234, 72.0 is
+    72), all else exactly. Rows without an answer count in tokens a forward pass and in the share
+    of outputs that equal one-token decoding's.
+    """
+    # Spinning threads make a run many times slower once another process wants a core. The kernels
+    # read this when they are loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+    from rich.console import Console
+
+    from mars_serve.evaluation_report import EvalOptions, evaluate, print_evaluation
+
+    options = EvalOptions(
+        model,
+        data,
+        thresholds=threshold or (),
+        modes=mode or (),
+        max_items=max_items,
+        max_tokens=max_tokens,
+        batch=batch,
+        device=device,
+        dtype=dtype,
+    )
+    evaluation = evaluate(options, Console(stderr=True))
+    output = Console()
+    if not output.is_terminal:
+        output.width = _FILE_WIDTH
+    print_evaluation(evaluation, output, as_json=as_json)
 
 
 def serve(

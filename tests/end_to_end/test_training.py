@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-import pyarrow.dataset
 import pytest
 import torch
 import yaml
@@ -18,10 +16,12 @@ from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.generate import generate_once
+from mars_train.history import read_history
 from mars_train.layout import collate, lay_out, pack
 from mars_train.objective import Objective
 from mars_train.recipe import Recipe
 from mars_train.run import run_recipe
+from mars_train.tokens import TokenStore
 
 EXPECTED_FILES = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
 
@@ -48,10 +48,28 @@ def test_the_recipe_is_kept_and_determines_the_run(trained):
 
 
 def test_every_row_is_accounted_for(trained):
-    report = json.loads((trained.output / "data.json").read_text())
-    assert report["num_examples"] == 4000
-    assert report["bad_rows"] == []
-    assert 0 < report["num_supervised"] < report["num_tokens"]
+    store = TokenStore(trained.output / "data")
+    assert len(store) == 4000
+    assert (trained.output / "report.jsonl").read_text() == ""
+    assert f"data: 4,000 conversations, {store.num_tokens:,} tokens" in trained.printed
+
+
+def test_the_run_leaves_its_curves_and_nothing_that_only_it_needed(trained):
+    assert (trained.output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    left = {item.name for item in trained.output.iterdir()}
+    assert left == {
+        *("model", "stages", "data", "report.jsonl", "recipe.yaml", "curves.png", ".lock")
+    }
+
+
+def test_every_step_and_score_is_in_the_history(trained):
+    history = read_history(trained.model / "history.json")
+    assert len(history.steps) == 60
+    assert [score.step for score in history.scores] == [0, 60]
+    start, end = history.scores
+    assert [item.threshold for item in end.thresholds] == [1.0, 0.95, 0.7]
+    assert len(end.loss_by_depth) == 5
+    assert end.loss_by_depth[1] < 0.5 * start.loss_by_depth[1]
 
 
 @torch.inference_mode()
@@ -59,10 +77,8 @@ def losses(trained, path):
     """Clean and noisy loss per label, in nats, on some of the training data."""
     model, tokenizer = load_model(path), AutoTokenizer.from_pretrained(path)
     mask_id, _ = add_mask_token(model, tokenizer)
-    rows = pyarrow.dataset.dataset(trained.output / "data").head(64).to_pylist()
-    layouts = [
-        lay_out(np.array(r["input_ids"]), np.array(r["supervised"]), 4, mask_id) for r in rows
-    ]
+    store = TokenStore(trained.output / "data")
+    layouts = [lay_out(*store[row], 4, mask_id) for row in range(64)]
     sums = Objective(model, masked=True)(collate(pack(layouts, 192), pad_token_id=0))
     return sums.clean / sums.num_labels, sums.noisy / sums.num_labels
 
@@ -72,6 +88,10 @@ def test_each_stage_lowers_its_loss(trained):
     first, last = losses(trained, trained.ar_model), losses(trained, trained.model)
     assert first[0] < 0.3 * start[0]
     assert last[1] < 0.5 * first[1]
+
+
+def test_scores_are_shown(trained):
+    assert "stage mars, step 60, held-out: AR loss" in trained.printed
 
 
 def test_progress_is_shown_to_the_end_of_both_stages(trained):
@@ -106,7 +126,7 @@ def test_plain_transformers_generates_the_text_of_ar_mode(trained):
         assert "".join(ours.passes) == theirs
 
 
-def test_a_run_does_not_enter_a_used_directory(trained):
+def test_a_finished_run_is_not_entered_again(trained):
     content = yaml.safe_load((trained.output / "recipe.yaml").read_text())
-    with pytest.raises(UserError, match=r"output: .* is not empty"):
+    with pytest.raises(UserError, match=r"output: the run in .* is finished"):
         run_recipe(Recipe.model_validate(content), Console(quiet=True))

@@ -10,7 +10,7 @@ from mars_platform import __version__, cli
 from mars_platform.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["data", "demo", "generate", "serve", "train"]
+COMMANDS = ["data", "demo", "eval", "generate", "serve", "train"]
 RECIPE = {
     "model": {"base": "./no-such-model"},
     "data": {"train": ["no-such-data.jsonl"]},
@@ -174,7 +174,7 @@ def test_missing_recipe(command):
         ("model={}", "give either base"),
         ("stages.1.block_size=0", "block_size: Input should be greater than or equal to 1"),
         ("stages.0.block_size=4", "block_size: unknown key"),
-        ("scaling.num_workers=5", "batch_size: 384 cannot be shared evenly"),
+        ("scaling.num_workers=500", "batch_size: 384 conversations cannot be shared"),
         ("stages.5.epochs=1", "--set stages.5.epochs: there is no such place"),
         ("stages=[]", "stages: "),
         ("data.train=[]", "data.train: "),

@@ -1,8 +1,12 @@
+import math
+import random
+import statistics
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_platform.statistics import paired_difference
+from mars_platform.statistics import paired_difference, proportion, ratio_of_totals
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -73,3 +77,76 @@ def test_order_of_the_items_does_not_matter(outcomes, random):
 def test_sides_of_different_length():
     with pytest.raises(ValueError, match="shorter"):
         paired_difference([True, False], [True])
+
+
+# Proportions
+
+
+@pytest.mark.parametrize(
+    ("num_successes", "num_trials", "low", "high"),
+    [
+        (8, 10, 0.490162, 0.943318),  # Wilson's interval as published tables give it
+        (0, 10, 0.0, 0.277533),  # z^2 / (n + z^2)
+        (10, 10, 0.722467, 1.0),
+        (1, 1, 0.206549, 1.0),
+        (50, 100, 0.403832, 0.596168),
+    ],
+)
+def test_known_proportions(num_successes, num_trials, low, high):
+    found = proportion(num_successes, num_trials)
+    assert found == pytest.approx((num_successes / num_trials, low, high), abs=1e-6)
+
+
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+@settings(deadline=None)
+def test_a_proportion_lies_in_its_interval_and_mirrors(counts):
+    num_successes, num_trials = counts
+    rate, low, high = proportion(num_successes, num_trials)
+    assert 0.0 <= low <= rate <= high <= 1.0
+    assert low < high
+    mirrored = proportion(num_trials - num_successes, num_trials)
+    assert mirrored == pytest.approx((1 - rate, 1 - high, 1 - low))
+
+
+# Ratios of totals
+
+
+def test_known_ratio():
+    # ratio 12/6 = 2, residuals 4 - 2*1 = 2, 2 - 2*2 = -2, 6 - 2*3 = 0: squares sum to 8,
+    # half width 1.959964 * sqrt(3/2 * 8) / 6
+    expected = (2.0, 2.0 - 1.131586, 2.0 + 1.131586)
+    assert ratio_of_totals([4, 2, 6], [1, 2, 3]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_ratio_over_ones_is_the_mean_with_its_normal_interval():
+    values = [1.0, 5.0, 2.0, 8.0]
+    half = 1.959964 * statistics.stdev(values) / 2
+    expected = (4.0, 4.0 - half, 4.0 + half)
+    assert ratio_of_totals(values, [1] * 4) == pytest.approx(expected)
+
+
+def test_equal_ratios_leave_no_doubt():
+    assert ratio_of_totals([3, 6, 9], [1, 2, 3]) == (3.0, 3.0, 3.0)
+
+
+def test_one_item_tells_nothing_of_the_spread():
+    assert ratio_of_totals([6], [4]) == (1.5, -math.inf, math.inf)
+
+
+def test_order_of_a_ratios_items_does_not_matter():
+    source = random.Random(0)
+    pairs = [(source.random(), 1 + source.random()) for _ in range(50)]
+    shuffled = source.sample(pairs, 50)
+    assert ratio_of_totals(*zip(*pairs, strict=True)) == ratio_of_totals(
+        *zip(*shuffled, strict=True)
+    )
+
+
+def test_the_interval_covers_the_true_ratio_nineteen_times_in_twenty():
+    source, num_covered, num_samples = random.Random(0), 0, 1000
+    for _ in range(num_samples):
+        passes = [source.randint(1, 20) for _ in range(60)]
+        tokens = [sum(source.randint(1, 4) for _ in range(count)) for count in passes]
+        _, low, high = ratio_of_totals(tokens, passes)
+        num_covered += low <= 2.5 <= high
+    assert 0.93 <= num_covered / num_samples <= 0.97

@@ -61,28 +61,24 @@ def plain_model(model):
 # --- the worked example ---------------------------------------------------------------------------
 
 # Prompt 10 11 12, response 13 14 15 16 17, B = 4, so blocks are positions 0-3 and 4-7.
-# Slots 0-7 are the clean stream (c0-c7), slots 8-15 the noisy one (n0-n7): both blocks are needed,
-# since label 4 is predicted at n3 behind one mask and labels 5-7 at n4-n6.
-# Rows are queries and columns keys. Row c_i: clean 0..i, no noisy. Row n_i of block 0: no clean
-# (there is no earlier block), noisy 0..i. Row n_i of block 1: clean 0-3, noisy 4..i.
+# Slots 0-6 are the clean stream (c0-c6): label 7 is predicted at c6, and nothing reads c7. Slots
+# 7-10 are the noisy stream (n3-n6): c0-c2 stand before their block's first mask, so n0-n2 would
+# equal them and n3 sees them instead; nothing reads n7.
+# Rows are queries and columns keys. Row c_i: clean 0..i, no noisy. Row n3: clean 0-2, noisy 3.
+# Row n_i of block 1: clean 0-3, noisy 4..i.
 EXAMPLE_VISIBILITY = """
-    1000 0000  0000 0000
-    1100 0000  0000 0000
-    1110 0000  0000 0000
-    1111 0000  0000 0000
-    1111 1000  0000 0000
-    1111 1100  0000 0000
-    1111 1110  0000 0000
-    1111 1111  0000 0000
+    1000 000  0000
+    1100 000  0000
+    1110 000  0000
+    1111 000  0000
+    1111 100  0000
+    1111 110  0000
+    1111 111  0000
 
-    0000 0000  1000 0000
-    0000 0000  1100 0000
-    0000 0000  1110 0000
-    0000 0000  1111 0000
-    1111 0000  0000 1000
-    1111 0000  0000 1100
-    1111 0000  0000 1110
-    1111 0000  0000 1111
+    1110 000  1000
+    1111 000  0100
+    1111 000  0110
+    1111 000  0111
 """
 
 
@@ -93,10 +89,10 @@ def matrix(text):
 
 def test_example_slots():
     layout = sequence(3, 5, 4).layout()
-    assert layout.tokens.tolist() == [*range(10, 18), 10, 11, 12, *[MASK] * 5]
-    assert layout.positions.tolist() == [*range(8), *range(8)]
-    assert layout.blocks.tolist() == [0, 0, 0, 0, 1, 1, 1, 1] * 2
-    assert layout.noisy.tolist() == [False] * 8 + [True] * 8
+    assert layout.tokens.tolist() == [*range(10, 17), *[MASK] * 4]
+    assert layout.positions.tolist() == [*range(7), 3, 4, 5, 6]
+    assert layout.blocks.tolist() == [-1, -1, -1, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert layout.noisy.tolist() == [False] * 7 + [True] * 4
 
 
 def test_example_labels():
@@ -104,7 +100,7 @@ def test_example_labels():
     assert layout.labels.tolist() == [13, 14, 15, 16, 17]
     assert layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
     # n2 sees no mask, so c2 stands for it; the others are n3, n4, n5, n6
-    assert layout.noisy_sources.tolist() == [2, 11, 12, 13, 14]
+    assert layout.noisy_sources.tolist() == [2, 7, 8, 9, 10]
     assert layout.depths.tolist() == [0, 1, 1, 2, 3]
 
 
@@ -114,29 +110,52 @@ def test_example_visibility():
     assert visible[0].tolist() == matrix(EXAMPLE_VISIBILITY)
 
 
-def test_only_blocks_that_predict_behind_a_mask_are_copied():
-    # labels 6, 7, 8: 6 is predicted at position 5 without a mask, 7 and 8 at 6 and 7;
-    # block 0 predicts nothing, and block 2 (position 8) has no label after it
+def test_only_what_predicts_behind_a_mask_is_copied():
+    # labels 6, 7, 8: 6 is predicted at position 5 without a mask, 7 and 8 at 6 and 7
     layout = sequence(6, 3, 4).layout()
-    assert layout.positions.tolist() == [*range(9), 4, 5, 6, 7]
-    assert layout.tokens[9:].tolist() == [14, 15, MASK, MASK]
-    assert layout.noisy_sources.tolist() == [5, 11, 12]
+    assert layout.positions.tolist() == [*range(8), 6, 7]
+    assert layout.tokens[8:].tolist() == [MASK, MASK]
+    assert layout.noisy_sources.tolist() == [5, 8, 9]
     assert layout.depths.tolist() == [0, 1, 2]
+
+
+def test_prompt_between_masks_of_a_block_is_copied():
+    supervised = np.isin(np.arange(8), [2, 6])
+    layout = lay_out(np.arange(10, 18), supervised, 8, MASK)
+    # label 6 is predicted at position 5, which sees the mask at 2 and the tokens since
+    assert layout.positions.tolist() == [*range(6), 2, 3, 4, 5]
+    assert layout.tokens[6:].tolist() == [MASK, 13, 14, 15]
+    assert layout.depths.tolist() == [0, 1]
+
+
+def test_masks_that_nothing_reads_are_not_copied():
+    supervised = np.isin(np.arange(12), [2, 3, 9])
+    layout = lay_out(np.arange(10, 22), supervised, 4, MASK)
+    # label 3 is predicted at position 2; after the mask at 3 its block has no label to predict
+    assert layout.positions.tolist() == [*range(9), 2]
+    assert layout.noisy_sources.tolist() == [1, 9, 8]
 
 
 def test_offset_moves_block_borders():
     layout = sequence(3, 5, 4, offset=1).layout()
-    # position p lies in block (p + 1) // 4, so block 0 is positions 0-2 and is not needed
-    assert layout.blocks[:8].tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert layout.positions[8:].tolist() == [3, 4, 5, 6]
+    # position p lies in block (p + 1) // 4, so positions 3-6 are block 1
+    assert layout.blocks.tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert layout.positions[7:].tolist() == [3, 4, 5, 6]
     assert layout.depths.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_plain_ar_has_the_clean_stream_alone():
     layout = lay_out(np.arange(10, 18), np.arange(8) >= 3, None, MASK)
-    assert layout.tokens.tolist() == [*range(10, 18)]
+    assert layout.tokens.tolist() == [*range(10, 17)]
     assert not layout.noisy.any()
     assert layout.noisy_sources.tolist() == layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_sequence_without_labels_takes_one_slot():
+    for block_size in (None, 4):
+        layout = lay_out(np.arange(10, 18), np.zeros(8, bool), block_size, MASK)
+        assert layout.tokens.tolist() == [10]
+        assert len(layout.labels) == len(layout.depths) == 0
 
 
 def test_first_token_is_never_a_label():
@@ -207,27 +226,7 @@ def packed(items, row_slots=96):
     return collate(pack([item.layout() for item in items], row_slots), PAD)
 
 
-@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
-def test_loss_equals_plain_computation(model, plain_model, block_size):
-    items = random_sequences(block_size)
-    batch = packed(items)
-    assert batch.tokens.shape[0] > 1
-    assert batch.documents.max() >= 1  # a row holds more than one sequence
-    with torch.no_grad():
-        ours, expected = Objective(model, masked=True)(batch), naive_sums(plain_model, items)
-    torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-4, atol=0)
-    torch.testing.assert_close(ours.noisy, expected["noisy"], rtol=1e-4, atol=0)
-    assert ours.num_labels == sum(int(item.supervised[1:].sum()) for item in items)
-    assert abs(float(ours.noisy - ours.clean)) > 1.0  # the two terms are told apart
-
-
-def test_gradients_equal_plain_computation(model, plain_model):
-    items = random_sequences(4, num=5)
-    model.zero_grad()
-    plain_model.zero_grad()
-    ours, expected = Objective(model, masked=True)(packed(items)), naive_sums(plain_model, items)
-    (ours.noisy + 0.7 * ours.clean).backward()
-    (expected["noisy"] + 0.7 * expected["clean"]).backward()
+def assert_gradients_equal(model, plain_model):
     pairs = zip(model.named_parameters(), plain_model.named_parameters(), strict=True)
     for (name, parameter), (_, plain) in pairs:
         scale = float(plain.grad.abs().max())
@@ -239,6 +238,26 @@ def test_gradients_equal_plain_computation(model, plain_model):
             atol=1e-4 * max(scale, 1e-2),
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+def test_loss_and_gradients_equal_plain_computation(model, plain_model, block_size):
+    items = random_sequences(block_size)
+    ends = [int(np.flatnonzero(item.supervised)[0]) + item.offset for item in items]
+    assert any(end % block_size for end in ends)  # a prompt ends inside a block
+    batch = packed(items)
+    assert batch.tokens.shape[0] > 1
+    assert batch.documents.max() >= 1  # a row holds more than one sequence
+    model.zero_grad()
+    plain_model.zero_grad()
+    ours, expected = Objective(model, masked=True)(batch), naive_sums(plain_model, items)
+    (ours.noisy + 0.7 * ours.clean).backward()
+    (expected["noisy"] + 0.7 * expected["clean"]).backward()
+    torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.noisy, expected["noisy"], rtol=1e-5, atol=0)
+    assert ours.num_labels == sum(int(item.supervised[1:].sum()) for item in items)
+    assert abs(float(ours.noisy.detach() - ours.clean.detach())) > 1.0  # two terms, told apart
+    assert_gradients_equal(model, plain_model)
 
 
 def test_plain_ar_loss_is_the_clean_term(model, plain_model):
@@ -322,21 +341,47 @@ def test_pack_loses_nothing_and_fits(lengths, row_slots, block_size):
     assert sorted(id(layout) for row in rows for layout in row) == sorted(map(id, layouts))
     for row in rows:
         assert row
-        assert len(row) == 1 or sum(len(layout.tokens) for layout in row) <= row_slots
+        longest = max(len(layout.tokens) for layout in layouts)
+        assert sum(len(layout.tokens) for layout in row) <= max(row_slots, longest)
+
+
+def packed_sizes(sizes, row_slots, multiple_of=1):
+    layouts = [lay_out(np.arange(n + 1), np.ones(n + 1, bool), None, MASK) for n in sizes]
+    rows = pack(layouts, row_slots, multiple_of)
+    return [[len(layout.tokens) for layout in row] for row in rows]
 
 
 def test_pack_fills_rows():
-    layouts = [lay_out(np.arange(n), np.zeros(n, bool), None, MASK) for n in (3, 6, 4, 7)]
-    sizes = [[len(layout.tokens) for layout in row] for row in pack(layouts, 10)]
-    assert sizes == [[7, 3], [6, 4]]
+    assert packed_sizes([3, 6, 4, 7], 10) == [[7, 3], [6, 4]]
+
+
+def test_pack_fills_rows_evenly():
+    assert packed_sizes([6, 2, 3] * 3, 16) == [[6, 3, 2]] * 3  # not the fullest rows, 16, 15 and 2
+
+
+def test_pack_takes_more_rows_where_that_leaves_less_padding():
+    assert packed_sizes([7, 3] * 4, 16) == [[7, 3]] * 4  # three rows would be 14, 13 and 13
+
+
+def test_pack_takes_the_shortest_rows_where_padding_is_the_same():
+    assert packed_sizes([5] * 8, 20) == [[5]] * 8
+
+
+def test_pack_fills_rows_up_to_a_layout_longer_than_they():
+    assert packed_sizes([20, 4, 6, 10], 8) == [[20], [10, 6, 4]]
+
+
+def test_pack_counts_what_rows_are_rounded_up_to():
+    assert len(packed_sizes([9] * 6, 32, multiple_of=1)) == 6
+    assert len(packed_sizes([9] * 6, 32, multiple_of=32)) == 2
 
 
 def test_collate_points_sources_at_their_own_row():
     rows = [[sequence(3, 5, 4).layout(), sequence(2, 2, 4).layout()], [sequence(6, 3, 4).layout()]]
     batch = collate(rows, PAD)
     tokens, clean = batch.tokens.flatten(), batch.clean_sources
-    # clean tokens count upwards, so the token after a label's source is the label
-    assert tokens[clean + 1].tolist() == batch.labels.tolist()
+    # clean tokens count upwards, so a label is its source's token plus one
+    assert (tokens[clean] + 1).tolist() == batch.labels.tolist()
     deep = batch.depths > 0
     noisy = batch.noisy.flatten()[batch.noisy_sources]
     assert noisy.tolist() == deep.tolist()
@@ -347,13 +392,21 @@ def test_collate_points_sources_at_their_own_row():
 
 def test_padding_is_a_document_of_its_own():
     batch = collate([[sequence(3, 5, 4).layout()], [sequence(1, 1, 4).layout()]], PAD)
-    assert batch.documents[0].tolist() == [0] * 16
-    assert batch.documents[1].tolist() == [0, 0] + [PADDING_DOCUMENT] * 14
-    assert batch.tokens[1, 2:].tolist() == [PAD] * 14
+    assert batch.documents[0].tolist() == [0] * 11
+    assert batch.documents[1].tolist() == [0] + [PADDING_DOCUMENT] * 10
+    assert batch.tokens[1, 1:].tolist() == [PAD] * 10
     visible = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
-    assert not visible[1, :2, 2:].any()
-    assert not visible[1, 2:, :2].any()
+    assert not visible[1, :1, 1:].any()
+    assert not visible[1, 1:, :1].any()
     assert visible.any(dim=-1).all()  # an empty row would turn into NaN
+
+
+def test_rows_are_rounded_up():
+    layouts = [sequence(3, 5, 4).layout(), sequence(6, 3, 4).layout()]
+    batch = collate([[layout] for layout in layouts], PAD, multiple_of=8)
+    assert batch.tokens.shape == (2, 16)
+    assert batch.documents[0].tolist() == [0] * 11 + [PADDING_DOCUMENT] * 5
+    assert batch.clean_sources.tolist() == [2, 3, 4, 5, 6, 16 + 5, 16 + 6, 16 + 7]
 
 
 def test_heavy_padding_changes_no_loss(model):

@@ -1,12 +1,14 @@
 """Lays training sequences out as a clean and a noisy stream and packs them into rows.
 
 Works on token ids alone; knows no model, tokenizer or file. The layout is the one of the MARS
-paper (arXiv 2604.07023, section 3.2) with what the loss never reads left out: only blocks in
-which a label is predicted from behind a mask get a noisy copy.
+paper (arXiv 2604.07023, section 3.2) with what the loss never reads left out: a block's noisy
+copy runs from its first mask to the last position that predicts a label, and the clean stream
+ends where the last label is predicted.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,28 +55,32 @@ def lay_out(
             position, so training must not tie the borders to the text (data whose prompts all
             have one length would otherwise show the model one alignment only).
     """
-    positions = np.arange(len(input_ids))
     labels_at = np.flatnonzero(supervised[1:]) + 1
     sources = labels_at - 1
-    blocks = np.zeros_like(positions)
-    depths: NDArray[np.int64] = np.zeros(len(sources), np.int64)
+    length = int(sources[-1]) + 1 if len(sources) else 1
+    positions = np.arange(length)
+    blocks = depths = np.zeros_like(positions)
+    copied = positions[:0]
     if block_size is not None:
         blocks = (positions + block_offset) // block_size
-        depths = _depths(supervised, blocks)[sources]
-    # At depth 0 no mask is seen: the noisy logits equal the clean ones, which are read instead.
-    copied = np.flatnonzero(np.isin(blocks, blocks[sources[depths > 0]]))
+        depths = _depths(supervised[:length], blocks)
+        copied = _copied(depths, blocks, sources)
+        # Before its block's first mask a noisy token equals its clean one, which stands in for
+        # it: in visibility's terms, it belongs to the block before.
+        blocks = blocks - (depths == 0)
+    label_depths = depths[sources]
     noisy_slot = np.zeros_like(positions)
-    noisy_slot[copied] = len(positions) + np.arange(len(copied))
+    noisy_slot[copied] = length + np.arange(len(copied))
     hidden = np.where(supervised, mask_token_id, input_ids)
     return Layout(
-        tokens=np.concatenate([input_ids, hidden[copied]]),
+        tokens=np.concatenate([input_ids[:length], hidden[copied]]),
         positions=np.concatenate([positions, copied]),
         blocks=np.concatenate([blocks, blocks[copied]]),
-        noisy=np.arange(len(positions) + len(copied)) >= len(positions),
+        noisy=np.arange(length + len(copied)) >= length,
         labels=input_ids[labels_at],
         clean_sources=sources,
-        noisy_sources=np.where(depths > 0, noisy_slot[sources], sources),
-        depths=depths,
+        noisy_sources=np.where(label_depths > 0, noisy_slot[sources], sources),
+        depths=label_depths,
     )
 
 
@@ -84,6 +90,15 @@ def _depths(supervised: NDArray[np.bool_], blocks: NDArray[np.int64]) -> NDArray
     block_start = np.searchsorted(blocks, blocks)
     depths: NDArray[np.int64] = masks - masks[block_start] + supervised[block_start]
     return depths
+
+
+def _copied(
+    depths: NDArray[np.int64], blocks: NDArray[np.int64], sources: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Positions whose noisy token is read by a source in their block, itself or a later one."""
+    sources_before = np.searchsorted(sources, np.arange(len(blocks)))  # [length]
+    sources_to_block_end = np.searchsorted(sources, np.searchsorted(blocks, blocks, side="right"))
+    return np.flatnonzero((depths > 0) & (sources_to_block_end > sources_before))
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences themselves: no padding, no noisy copies."""
+        """Tokens of the clean stream: no padding, no noisy copies."""
         return int(((self.documents != PADDING_DOCUMENT) & ~self.noisy).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -110,29 +125,49 @@ class Batch:
         return Batch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
-def pack(layouts: Sequence[Layout], row_slots: int) -> list[list[Layout]]:
-    """Group layouts into rows of at most ``row_slots`` slots, first fit decreasing.
+def pack(layouts: Sequence[Layout], row_slots: int, multiple_of: int = 1) -> list[list[Layout]]:
+    """Share layouts out evenly over the number of rows that leaves the least padding.
 
-    A layout longer than ``row_slots`` gets a row of its own.
+    Rows hold at most ``row_slots`` slots, or as many as the longest layout has, since all rows of
+    a batch are padded to that length anyway. ``multiple_of`` is what :func:`collate` is given.
     """
-    rows: list[list[Layout]] = []
-    room: list[int] = []
-    for layout in sorted(layouts, key=lambda item: len(item.tokens), reverse=True):
-        size = len(layout.tokens)
-        for index, free in enumerate(room):
-            if size <= free:
-                rows[index].append(layout)
-                room[index] -= size
-                break
-        else:
-            rows.append([layout])
-            room.append(max(row_slots - size, 0))
+    largest_first = sorted(layouts, key=lambda item: len(item.tokens), reverse=True)
+    sizes = [len(layout.tokens) for layout in largest_first]
+    capacity = max(row_slots, sizes[0])
+    fewest = -(-sum(sizes) // capacity)
+    # Twice the fewest always suffice: if a layout fitted nowhere, every row would be half full.
+    # A row each has the shortest rows, which counts where padding is the same.
+    counts = {*range(fewest, min(2 * fewest, len(sizes)) + 1), len(sizes)}
+    options = [_share_out(sizes, num_rows) for num_rows in sorted(counts)]
+
+    def area(rows: list[list[int]]) -> tuple[int, int]:
+        return _padded(rows, sizes, multiple_of) * len(rows), -len(rows)
+
+    fitting = [rows for rows in options if _padded(rows, sizes) <= capacity]
+    return [[largest_first[item] for item in row] for row in min(fitting, key=area)]
+
+
+def _share_out(sizes: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Each item, largest first, to the row that is emptiest so far; items of each row."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    fills = [(0, row) for row in range(num_rows)]  # a heap
+    for item, size in enumerate(sizes):
+        fill, row = fills[0]
+        rows[row].append(item)
+        heapq.heapreplace(fills, (fill + size, row))
     return rows
 
 
-def collate(rows: Sequence[Sequence[Layout]], pad_token_id: int) -> Batch:
-    """Pad packed rows to the longest one and turn them into tensors."""
-    slots = max(sum(len(layout.tokens) for layout in row) for row in rows)
+def _padded(rows: Sequence[Sequence[int]], sizes: Sequence[int], multiple_of: int = 1) -> int:
+    """Slots of the fullest row, rounded up."""
+    fullest = max(sum(sizes[item] for item in row) for row in rows)
+    return -(-fullest // multiple_of) * multiple_of
+
+
+def collate(rows: Sequence[Sequence[Layout]], pad_token_id: int, multiple_of: int = 1) -> Batch:
+    """Pad packed rows to the longest one, rounded up to ``multiple_of`` slots, as tensors."""
+    fullest = max(sum(len(layout.tokens) for layout in row) for row in rows)
+    slots = -(-fullest // multiple_of) * multiple_of
     shape = (len(rows), slots)
     tokens = np.full(shape, pad_token_id, np.int64)
     positions = np.tile(np.arange(slots), (len(rows), 1))

@@ -38,8 +38,9 @@ class ModelSource(Settings):
 class DataSettings(Settings):
     """Training conversations and what the loss is taken on."""
 
-    train: list[Path] = Field(min_length=1)
-    """JSONL or Parquet files, or directories of them."""
+    train: list[str] = Field(min_length=1)
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories or globs of them; a path, or a
+    URL that fsspec knows (s3://bucket/chats/*.parquet)."""
     loss_on: Literal["last", "all"] = "last"
     """Whether the final assistant turn is supervised, or every one."""
     max_length: int = Field(default=512, ge=8)
@@ -97,14 +98,87 @@ Stage = Annotated[ArStage | MarsStage, Field(discriminator="objective")]
 class Scaling(Settings):
     """Workers of the run."""
 
-    num_workers: int = Field(default=1, ge=1)
-    """Data-parallel workers."""
+    num_workers: int | tuple[int, int] = 1
+    """Data-parallel workers; [least, most] lets the run shrink and grow with the cluster."""
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """ddp keeps the whole model on every worker; fsdp2 shards weights, gradients and optimizer."""
     use_gpu: bool = False
     """One GPU a worker; on the CPU otherwise."""
     cpus_per_worker: float = Field(default=1, gt=0)
     """CPUs that Ray reserves for a worker."""
+    resources_per_worker: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources of a worker, such as memory in bytes or custom ones."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement of workers on nodes."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """Threads of a worker's CPU kernels; by default the machine's cores, shared evenly."""
+    max_failures: int = Field(default=3, ge=-1)
+    """Times that lost workers are replaced before the run gives up; -1 for always. Nodes taken
+    away with notice do not count."""
+
+    @property
+    def least_workers(self) -> int:
+        """Workers that the run needs."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def most_workers(self) -> int:
+        """Workers that the run uses where the cluster has room."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """Ray resources of one worker."""
+        gpus = {"GPU": 1.0} if self.use_gpu else {}
+        return {"CPU": self.cpus_per_worker, **gpus, **self.resources_per_worker}
+
+    @model_validator(mode="after")
+    def _some_workers(self) -> Scaling:
+        if not 1 <= self.least_workers <= self.most_workers:
+            raise ValueError("num_workers: give a number from 1, or [least, most] in this order")
+        return self
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints to resume from."""
+
+    every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between checkpoints."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints of a stage that are kept."""
+    storage: str | None = None
+    """Directory or fsspec URL (s3://...) that every node reaches; output/checkpoints by default.
+    With a URL, data and start weights are passed to the workers through it, too."""
+
+
+class EvaluationSettings(Settings):
+    """Scoring of a held-out set during training."""
+
+    data: list[str] = Field(min_length=1)
+    """JSONL or Parquet files of conversations; a row's ``answer`` makes it checkable."""
+    every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between scorings; the start and the end of a stage are scored as well."""
+    max_items: int = Field(default=200, ge=1)
+    """Conversations at the most, from the beginning of the files."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Output tokens a conversation at the most."""
+    thresholds: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (1.0, 0.95, 0.7)
+    """Confidence thresholds to decode with; 1, plain AR decoding, is always among them."""
+    max_accuracy_drop: float = Field(default=0.02, ge=0, le=1)
+    """Share of checkable answers that one-token decoding may lose against the stage's start
+    before a warning is given."""
+    max_loss_rise: float = Field(default=0.05, ge=0)
+    """Nats a token that the AR loss may rise over the stage's start before a warning is given."""
+
+
+_MAY_CHANGE: dict[str, Any] = {
+    "output": True,
+    "cluster": True,
+    "scaling": True,
+    "checkpoints": True,
+    "max_nonfinite_steps": True,
+}
+"""Settings that do not determine what is trained."""
 
 
 class Recipe(Settings):
@@ -114,13 +188,29 @@ class Recipe(Settings):
     data: DataSettings
     stages: list[Stage] = Field(min_length=1)
     output: Path
-    """Directory that gets the model; must not exist, or be empty."""
+    """Directory that gets the model. An unfinished run of the same recipe in it is resumed."""
+    evaluation: EvaluationSettings | None = None
+    """Held-out scoring; none by default."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
     scaling: Scaling = Scaling()
     cluster: ClusterSettings = ClusterSettings()
     precision: Literal["no", "bf16"] = "bf16"
     """Mixed precision: bf16, or no for float32 throughout."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """flex skips blocks that no token sees, sdpa takes a dense mask; auto is flex on a GPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the decoder with torch.compile."""
+    max_nonfinite_steps: int = Field(default=10, ge=0)
+    """Steps of a stage whose loss or gradient is not finite that are skipped; more are fatal."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, data order and block borders."""
+
+    def differences(self, other: Recipe) -> list[str]:
+        """Top-level settings in which another recipe would train something else."""
+        ours, theirs = (item.model_dump(mode="json", exclude=_MAY_CHANGE) for item in (self, other))
+        return [key for key in ours if ours[key] != theirs[key]]
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -128,10 +218,10 @@ class Recipe(Settings):
         if len(set(names)) < len(names):
             raise ValueError(f"stages: names must differ, got {names}")
         for index, stage in enumerate(self.stages):
-            if stage.batch_size % self.scaling.num_workers:
+            if stage.batch_size < self.scaling.most_workers:
                 raise ValueError(
-                    f"stages.{index}.batch_size: {stage.batch_size} cannot be shared evenly by "
-                    f"scaling.num_workers = {self.scaling.num_workers}; make it a multiple"
+                    f"stages.{index}.batch_size: {stage.batch_size} conversations cannot be shared "
+                    f"by scaling.num_workers = {self.scaling.most_workers}; make it larger"
                 )
             if isinstance(stage, MarsStage) and stage.block_size > self.data.max_length:
                 raise ValueError(

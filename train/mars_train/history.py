@@ -1,0 +1,107 @@
+"""What a stage has recorded so far: one entry a step and the scores. Part of every checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HISTORY_FILE = "history.json"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step; losses are per supervised label over all workers, in nats."""
+
+    loss: float
+    clean_loss: float
+    noisy_loss: float
+    learning_rate: float
+    gradient_norm: float
+    num_tokens: int
+    """Tokens of the conversations: no padding, no noisy copies."""
+    skipped: bool
+    """Whether loss or gradient was not finite, so that the step changed nothing."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be applied."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+@dataclass(frozen=True)
+class ThresholdScore:
+    """Decoding of the held-out set at one threshold."""
+
+    threshold: float
+    accuracy: float | None
+    """Share of checkable answers that are correct; None where none is checkable."""
+    tokens_per_forward: float
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """The held-out set after ``step`` steps."""
+
+    step: int
+    loss_by_depth: list[float]
+    """Nats a label, by the number of masks that the prediction sees; entry 0 is the AR loss."""
+    thresholds: list[ThresholdScore]
+
+    @property
+    def one_token(self) -> ThresholdScore:
+        """Plain AR decoding."""
+        return next(score for score in self.thresholds if score.threshold >= 1.0)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures as flat metrics, for reporting."""
+        found = {f"eval/loss_depth_{i}": loss for i, loss in enumerate(self.loss_by_depth)}
+        for score in self.thresholds:
+            found[f"eval/tokens_per_forward_{score.threshold:g}"] = score.tokens_per_forward
+            if score.accuracy is not None:
+                found[f"eval/accuracy_{score.threshold:g}"] = score.accuracy
+        return found
+
+
+@dataclass
+class History:
+    """Steps and scores of a stage, in order."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    scores: list[HeldOutScore] = field(default_factory=list)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped."""
+        return sum(step.skipped for step in self.steps)
+
+    def write(self, path: Path) -> None:
+        """Write the history as JSON; floats are exact, and not-a-number is null."""
+        steps = [{k: _plain(v) for k, v in asdict(step).items()} for step in self.steps]
+        content = {"steps": steps, "scores": [asdict(score) for score in self.scores]}
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_history(path: Path) -> History:
+    """Read what `History.write` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    steps = [StepRecord(**{k: _number(v) for k, v in step.items()}) for step in content["steps"]]
+    scores = [
+        HeldOutScore(
+            score["step"],
+            score["loss_by_depth"],
+            [ThresholdScore(**item) for item in score["thresholds"]],
+        )
+        for score in content["scores"]
+    ]
+    return History(steps, scores)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    return math.nan if value is None else value
