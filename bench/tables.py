@@ -29,12 +29,13 @@ from mars_platform.cluster import ClusterSettings, ray_session
 from mars_serve.evaluation_report import EvalOptions, evaluate
 from mars_train.data import prepare, read_conversations
 from mars_train.demo_data import write_demo_data
+from mars_train.job import Notice, StageJob
 from mars_train.parallel import Workers
 from mars_train.progress import Progress
 from mars_train.recipe import Recipe
 from mars_train.scratch import create_model
 from mars_train.storage import Storage
-from mars_train.trainer import MODEL, Notice, StageJob, StageTrainer
+from mars_train.trainer import MODEL, StageTrainer
 
 THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 BLOCK_SIZES = (4, 8, 16)

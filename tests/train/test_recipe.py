@@ -1,11 +1,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
-from mars_train.recipe import ArStage, DataSettings, MarsStage, Recipe, ScratchModel
+from mars_train.recipe import ArStage, DataSettings, MarsStage, Recipe, Scaling, ScratchModel
 
 
 def content(**changes):
@@ -25,6 +26,9 @@ def refusal(**changes):
     assert message.startswith("recipe.yaml: ")
     assert "\n" not in message
     return message
+
+
+EVALUATION = {"data": ["held-out.jsonl"]}
 
 
 def stages(**values):
@@ -64,8 +68,18 @@ def test_defaults_of_the_data():
 def test_defaults_of_the_run():
     recipe = Recipe.model_validate(content())
     assert (recipe.precision, recipe.seed, recipe.scaling.num_workers) == ("bf16", 0, 1)
-    assert not recipe.scaling.use_gpu
+    assert (recipe.scaling.strategy, recipe.scaling.use_gpu) == ("ddp", False)
+    assert (recipe.checkpoints.every_steps, recipe.checkpoints.keep) == (100, 2)
+    assert recipe.checkpoints.storage is None
+    assert recipe.evaluation is None
     assert recipe.cluster.address is None
+
+
+def test_defaults_of_the_evaluation():
+    evaluation = Recipe.model_validate(content(evaluation=EVALUATION)).evaluation
+    assert (evaluation.every_steps, evaluation.max_items, evaluation.max_tokens) == (100, 200, 256)
+    assert evaluation.thresholds == (1.0, 0.95, 0.7)
+    assert (evaluation.max_accuracy_drop, evaluation.max_loss_rise) == (0.02, 0.05)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -74,7 +88,8 @@ def test_defaults_of_the_run():
 def test_stages_are_told_apart_by_their_objective():
     recipe = Recipe.model_validate(content())
     assert [type(stage) for stage in recipe.stages] == [ArStage, MarsStage]
-    assert recipe.data.train == [Path("data.jsonl")]
+    assert recipe.data.train == ["data.jsonl"]
+    assert recipe.output == Path("out")
 
 
 def test_scratch_model():
@@ -85,8 +100,52 @@ def test_scratch_model():
 
 
 def test_recipe_survives_writing_and_reading():
-    recipe = Recipe.model_validate(content())
-    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+    scaling = {"num_workers": [1, 4], "resources_per_worker": {"memory": 1e9}}
+    recipe = Recipe.model_validate(content(evaluation=EVALUATION, scaling=scaling))
+    written = yaml.safe_dump(recipe.model_dump(mode="json"))
+    assert Recipe.model_validate(yaml.safe_load(written)) == recipe
+
+
+@pytest.mark.parametrize(("given", "least", "most"), [(3, 3, 3), ([2, 4], 2, 4), ([2, 2], 2, 2)])
+def test_workers_are_a_number_or_a_range(given, least, most):
+    scaling = Recipe.model_validate(content(scaling={"num_workers": given})).scaling
+    assert (scaling.least_workers, scaling.most_workers) == (least, most)
+
+
+def test_resources_of_a_worker():
+    scaling = Scaling(
+        use_gpu=True, cpus_per_worker=2.5, resources_per_worker={"memory": 1e9, "trn": 1}
+    )
+    assert scaling.worker_resources == {"CPU": 2.5, "GPU": 1, "memory": 1e9, "trn": 1}
+    assert Scaling().worker_resources == {"CPU": 1}
+
+
+# --- whether two recipes train the same -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({}, []),
+        ({"output": "elsewhere"}, []),
+        ({"scaling": {"num_workers": [1, 8], "strategy": "fsdp2"}}, []),
+        ({"checkpoints": {"every_steps": 7, "storage": "s3://bucket"}}, []),
+        ({"cluster": {"address": "auto"}}, []),
+        ({"max_nonfinite_steps": 99}, []),
+        ({"seed": 1}, ["seed"]),
+        ({"precision": "no", "compile": True}, ["precision", "compile"]),
+        ({"model": {"base": "other/model"}}, ["model"]),
+        ({"data": {"train": ["data.jsonl"], "max_length": 64}}, ["data"]),
+        ({"stages": [{"objective": "ar"}]}, ["stages"]),
+        ({"evaluation": {"data": ["held-out.jsonl"]}}, ["evaluation"]),
+        ({"gradient_checkpointing": True}, ["gradient_checkpointing"]),
+        ({"attention": "sdpa"}, ["attention"]),
+    ],
+)
+def test_differences_are_the_settings_that_train_something_else(changes, differing):
+    one, other = (Recipe.model_validate(content(**values)) for values in ({}, changes))
+    assert one.differences(other) == other.differences(one) == differing
+    assert other.differences(other) == []
 
 
 def test_recipe_does_not_change():
@@ -157,7 +216,23 @@ def test_data_values(data, named):
         ({"stages": [{"epochs": 3}]}, "stages.0: "),
         ({"precision": "fp16"}, "precision: "),
         ({"seed": -1}, "seed: "),
-        ({"scaling": {"num_workers": 0}}, "scaling.num_workers: "),
+        ({"scaling": {"cpus_per_worker": 0}}, "scaling.cpus_per_worker: "),
+        ({"scaling": {"strategy": "zero3"}}, "scaling.strategy: "),
+        ({"scaling": {"placement": "ANYWHERE"}}, "scaling.placement: "),
+        ({"scaling": {"max_failures": -2}}, "scaling.max_failures: "),
+        ({"checkpoints": {"every_steps": 0}}, "checkpoints.every_steps: "),
+        ({"checkpoints": {"keep": 0}}, "checkpoints.keep: "),
+        ({"evaluation": {}}, "evaluation.data: required, but not given"),
+        ({"evaluation": {"data": []}}, "evaluation.data: "),
+        ({"evaluation": EVALUATION | {"every_steps": 0}}, "evaluation.every_steps: "),
+        ({"evaluation": EVALUATION | {"max_items": 0}}, "evaluation.max_items: "),
+        ({"evaluation": EVALUATION | {"max_tokens": 0}}, "evaluation.max_tokens: "),
+        ({"evaluation": EVALUATION | {"thresholds": [0.5, 0]}}, "evaluation.thresholds.1: "),
+        ({"evaluation": EVALUATION | {"thresholds": [1.01]}}, "evaluation.thresholds.0: "),
+        ({"evaluation": EVALUATION | {"max_accuracy_drop": 1.1}}, "evaluation.max_accuracy_drop: "),
+        ({"evaluation": EVALUATION | {"max_loss_rise": -1}}, "evaluation.max_loss_rise: "),
+        ({"attention": "eager"}, "attention: "),
+        ({"max_nonfinite_steps": -1}, "max_nonfinite_steps: "),
         ({"scaling": {"threads_per_worker": 0}}, "scaling.threads_per_worker: "),
         ({"model": {"scratch": {"config": {}, "vocabulary_size": 263}}}, "vocabulary_size: "),
     ],
@@ -173,9 +248,29 @@ def test_names_of_stages_differ():
     assert len(Recipe.model_validate(content(stages=two)).stages) == 2
 
 
-def test_batch_is_shared_evenly():
-    message = refusal(stages=stages(batch_size=10), scaling={"num_workers": 4})
-    assert "stages.0.batch_size: 10 cannot be shared evenly by scaling.num_workers = 4" in message
+@pytest.mark.parametrize("num_workers", [0, -1, [0, 2], [3, 2]])
+def test_number_of_workers(num_workers):
+    message = refusal(scaling={"num_workers": num_workers})
+    assert message == (
+        "recipe.yaml: scaling: num_workers: give a number from 1, or [least, most] in this order"
+    )
+
+
+@pytest.mark.parametrize("num_workers", ["two", [1], [1, 2, 3], 1.5])
+def test_what_is_no_number_of_workers(num_workers):
+    assert "scaling.num_workers" in refusal(scaling={"num_workers": num_workers})
+
+
+@pytest.mark.parametrize("num_workers", [11, [1, 11]])
+def test_every_worker_gets_a_conversation(num_workers):
+    message = refusal(stages=stages(batch_size=10), scaling={"num_workers": num_workers})
+    assert "stages.0.batch_size: 10 conversations cannot be shared by scaling.num_work" in message
+    assert "num_workers = 11; make it larger" in message
+
+
+def test_batch_need_not_be_shared_evenly():
+    changes = {"stages": stages(batch_size=10), "scaling": {"num_workers": [3, 10]}}
+    assert Recipe.model_validate(content(**changes)).stages[0].batch_size == 10
 
 
 def test_block_fits_into_the_data():
@@ -184,7 +279,7 @@ def test_block_fits_into_the_data():
 
 
 def test_checks_across_fields_do_not_print_the_recipe():
-    message = refusal(stages=stages(batch_size=10), scaling={"num_workers": 4})
+    message = refusal(stages=stages(batch_size=3), scaling={"num_workers": 4})
     assert "some/model" not in message
     assert message.startswith("recipe.yaml: stages.0.batch_size: ")
 

@@ -39,9 +39,11 @@ def plot_curves(histories: Mapping[str, History], path: Path) -> None:
 def _draw_losses(axis: Any, stage: str, history: History) -> None:
     axis.set_title(f"stage {stage}: training loss, nats")
     axis.set_yscale("log")
-    axis.plot(_smoothed([step.clean_loss for step in history.steps]), label="clean (AR)")
+    steps = range(1, len(history.steps) + 1)
+    axis.plot(steps, _smoothed([step.clean_loss for step in history.steps]), label="clean (AR)")
     if any(step.noisy_loss for step in history.steps):
-        axis.plot(_smoothed([step.noisy_loss for step in history.steps]), label="noisy (masked)")
+        noisy = _smoothed([step.noisy_loss for step in history.steps])
+        axis.plot(steps, noisy, label="noisy (masked)")
 
 
 def _draw_depths(axis: Any, history: History) -> None:

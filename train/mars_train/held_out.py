@@ -189,3 +189,13 @@ def warnings_of(
             "that of the model that the stage began with"
         )
     return [f"step {score.step}: {text}; lower learning_rate or raise ar_weight" for text in found]
+
+
+def describe(score: HeldOutScore) -> str:
+    """A score in a line."""
+    parts = [f"AR loss {score.loss_by_depth[0]:.4f}"]
+    for item in score.thresholds:
+        accuracy = "" if item.accuracy is None else f"{100 * item.accuracy:.1f}% correct, "
+        speed = f"{item.tokens_per_forward:.2f} tokens/forward"
+        parts.append(f"τ={item.threshold:g}: {accuracy}{speed}")
+    return f"step {score.step}, held-out: " + "; ".join(parts)

@@ -25,11 +25,6 @@ class StepRecord:
     skipped: bool
     """Whether loss or gradient was not finite, so that the step changed nothing."""
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step may be applied."""
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
-
 
 @dataclass(frozen=True)
 class ThresholdScore:

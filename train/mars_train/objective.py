@@ -65,8 +65,8 @@ class Objective(nn.Module):
         self.attention = attention
         self._token_losses = _token_losses
         if compile:
-            # Layer by layer: one graph serves all layers, and sharding and checkpointing, which
-            # work by layer, stay outside of it.
+            # Layer by layer: one graph serves all layers, and FSDP2, which gathers and frees
+            # layers, works as before.
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
             self._token_losses = torch.compile(_token_losses, dynamic=True)

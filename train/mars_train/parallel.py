@@ -7,7 +7,6 @@ objective, data or checkpoint format.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -88,10 +87,6 @@ class Workers:
         gathered: list[Any] = gather_object([value])
         return gathered
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model that was wrapped."""
-        return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters of a possibly sharded model, whole; every worker must call it."""
@@ -99,8 +94,3 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
     }
-
-
-def is_finite(*values: float) -> bool:
-    """Whether all of the values are numbers."""
-    return all(math.isfinite(value) for value in values)

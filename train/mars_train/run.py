@@ -33,16 +33,18 @@ from mars_platform.checkpoint import Checkpoint, locate_model, read_checkpoint, 
 from mars_platform.cluster import ray_session
 from mars_platform.config import load_settings
 from mars_platform.errors import Stopped, UserError
+from mars_train.batches import num_steps
 from mars_train.curves import plot_curves
 from mars_train.data import check_vocabulary, find_files, prepare, read_conversations
 from mars_train.held_out import HeldOutSet, read_held_out
 from mars_train.history import HISTORY_FILE, read_history
+from mars_train.job import StageJob
 from mars_train.progress import shown_progress
 from mars_train.recipe import Recipe, Stage
 from mars_train.scratch import create_model
 from mars_train.storage import Storage, copy_into, share
 from mars_train.tokens import TokenStore
-from mars_train.trainer import MODEL, StageJob, num_steps
+from mars_train.trainer import MODEL
 from mars_train.worker import StageResult, run_worker
 
 RECIPE_FILE, CURVES_FILE = "recipe.yaml", "curves.png"

@@ -8,19 +8,13 @@ an uninterrupted one does, and the number of workers may change on the way.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
@@ -34,82 +28,21 @@ from mars_platform.checkpoint import (
 )
 from mars_platform.errors import UserError
 from mars_train.attention import FLEX_MULTIPLE, Attention
-from mars_train.held_out import HeldOutSet, score_held_out, warnings_of
-from mars_train.history import HISTORY_FILE, HeldOutScore, History, StepRecord, read_history
-from mars_train.layout import Batch, Layout, collate, lay_out, pack
+from mars_train.batches import StageBatches, num_steps
+from mars_train.checkpoints import Checkpoints, TrainingState
+from mars_train.held_out import describe, score_held_out, warnings_of
+from mars_train.history import HISTORY_FILE, History, StepRecord
+from mars_train.job import Notice, Reporter, StageJob
+from mars_train.layout import Batch
 from mars_train.objective import LossSums, Objective
 from mars_train.parallel import Workers, whole_parameters
 from mars_train.progress import Progress
-from mars_train.recipe import MarsStage, Recipe, Stage
-from mars_train.shards import load_shards, save_shards
-from mars_train.storage import Damaged, SaveFailed, Storage
-from mars_train.tokens import BatchOrder, TokenStore, block_offsets, share
+from mars_train.recipe import Recipe, Stage
+from mars_train.storage import SaveFailed, Storage
+from mars_train.tokens import TokenStore
 
 MODEL = "model"
 """Name of a stage's trained model in its storage."""
-_STATE_FILE = "state.json"
-_STEP_DIGITS = 8
-
-
-@dataclass(frozen=True)
-class StageJob:
-    """What every worker of a stage is handed."""
-
-    recipe: Recipe
-    stage: Stage
-    storage: str
-    """Where the stage's checkpoints go: a directory or an fsspec URL."""
-    start: str
-    """Checkpoint directory that the stage begins with; a path or, at first, a shared URL."""
-    data: str
-    """Directory of the token store, likewise."""
-    held_out: HeldOutSet | None
-    provenance: dict[str, Any]
-
-    @property
-    def block_size(self) -> int | None:
-        """B, or None for plain AR training."""
-        return self.stage.block_size if isinstance(self.stage, MarsStage) else None
-
-    @property
-    def ar_weight(self) -> float:
-        """Weight of the clean stream's loss; it is the whole loss in plain AR training."""
-        return self.stage.ar_weight if isinstance(self.stage, MarsStage) else 1.0
-
-
-def num_steps(stage: Stage, num_examples: int) -> int:
-    """Optimizer steps of a stage; an epoch's incomplete last batch is left out."""
-    steps = num_examples // stage.batch_size * stage.epochs
-    return min(steps, stage.max_steps or steps)
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What the outside asks of the run, between two steps."""
-
-    save: bool = False
-    """Save a checkpoint now: a node is about to be taken away."""
-    stop: bool = False
-    """Save a checkpoint and end."""
-
-
-class Reporter(Protocol):
-    """How a worker speaks to the outside; the first three do something on one worker only."""
-
-    def progress(self, progress: Progress) -> None:
-        """Show where the stage stands."""
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        """Tell the user something."""
-
-    def notice_due(self) -> bool:
-        """Whether this worker wants all of them to look for a notice after this step."""
-
-    def notice(self) -> Notice:
-        """Look for a notice; all workers call it together and get the same."""
-
-    def report(self, metrics: dict[str, Any]) -> None:
-        """Report metrics; all workers call it together."""
 
 
 class StageTrainer:
@@ -123,65 +56,52 @@ class StageTrainer:
         self.job, self.workers, self.reporter = job, workers, reporter
         recipe, stage = job.recipe, job.stage
         set_seed(recipe.seed)
-        self.storage = Storage(job.storage)
-        self.data = TokenStore(Path(job.data))
-        self.order = BatchOrder(len(self.data), stage.batch_size, recipe.seed)
-        self.total_steps = num_steps(stage, len(self.data))
+        data = TokenStore(Path(job.data))
+        self.total_steps = num_steps(stage, len(data))
         self.model, self.checkpoint = self._load_start()
-        self.attention = _attention(recipe, workers)
+        attention = _attention(recipe, workers)
+        self.batches = self._make_batches(data, attention)
         objective = Objective(
             self.model,
             masked=job.block_size is not None,
-            attention=self.attention,
+            attention=attention,
             compile=recipe.compile,
         )
         self.objective = workers.wrap(objective, self.model._no_split_modules or [])
-        self.optimizer = torch.optim.AdamW(
-            self.objective.parameters(), lr=stage.learning_rate, weight_decay=stage.weight_decay
-        )
-        for parameter in self.objective.parameters():
-            # as AdamW itself would before the first step that is not skipped
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
-        self.schedule = get_cosine_schedule_with_warmup(
-            self.optimizer, num_warmup, self.total_steps
-        )
-        self.history = History()
+        self.state = self._initial_state(stage)
+        self.checkpoints = Checkpoints(job, data.fingerprint, workers, reporter)
         self._num_tokens, self._started_s = 0, time.monotonic()
 
     @property
     def step(self) -> int:
         """Optimizer steps done, skipped ones included."""
-        return len(self.history.steps)
+        return self.state.step
+
+    @property
+    def history(self) -> History:
+        """What the stage has recorded so far."""
+        return self.state.history
 
     def run(self) -> bool:
         """Train to the end and store the model; False if a notice stopped the run before."""
-        self._resume()
+        self.checkpoints.load_newest(self.state)
         self._settle_buckets()
         self._score_if_due()
         self._started_s = time.monotonic()
-        for batches in self._batches():
-            record = self._optimize(batches)
-            self.history.steps.append(record)
+        every = self.job.recipe.checkpoints.every_steps
+        for batches in self.batches.from_step(self.step):
+            self.history.steps.append(self._optimize(batches))
             self._refuse_divergence()
-            self._post(record)
+            self._post()
             self._score_if_due()
             notice = self._notice()
             last = self.step == self.total_steps
-            if notice.save or notice.stop or self.step % self._every == 0 or last:
-                self._save(must_succeed=notice.stop or last)
+            if notice.save or notice.stop or self.step % every == 0 or last:
+                self.checkpoints.save(self.state, must_succeed=notice.stop or last)
             if notice.stop and not last:
                 return False
         self._store_model()
         return True
-
-    @property
-    def _every(self) -> int:
-        return self.job.recipe.checkpoints.every_steps
 
     def _load_start(self) -> tuple[PreTrainedModel, Checkpoint]:
         """The start model, with a mask token if the stage needs one, and its description."""
@@ -197,53 +117,42 @@ class StageTrainer:
             )
             checkpoint = checkpoint.with_metadata(metadata)
         if job.recipe.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpoint_activations(model)
         return model, checkpoint
 
+    def _make_batches(self, data: TokenStore, attention: Attention) -> StageBatches:
+        metadata = self.checkpoint.metadata
+        return StageBatches(
+            data=data,
+            stage=self.job.stage,
+            seed=self.job.recipe.seed,
+            rank=self.workers.rank,
+            num_workers=self.workers.num_workers,
+            block_size=self.job.block_size,
+            mask_token_id=metadata.mask_token_id if metadata else 0,
+            pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
+            multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
+        )
+
+    def _initial_state(self, stage: Stage) -> TrainingState:
+        optimizer = torch.optim.AdamW(
+            self.objective.parameters(),
+            lr=stage.learning_rate,
+            weight_decay=stage.weight_decay,
+            fused=True,
+        )
+        for parameter in self.objective.parameters():
+            # as AdamW itself would before the first step that is not skipped
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, self.total_steps)
+        return TrainingState(self.model, optimizer, schedule, History())
+
     # --- steps ------------------------------------------------------------------------------------
-
-    def _batches(self) -> Iterator[list[Batch]]:
-        """This worker's micro-batches of each remaining step, made one step ahead."""
-        with ThreadPoolExecutor(1, thread_name_prefix="layout") as executor:
-            coming: Future[list[Batch]] | None = None
-            for step in range(self.step, self.total_steps):
-                batches = coming.result() if coming else self._micro_batches(step)
-                if step + 1 < self.total_steps:
-                    coming = executor.submit(self._micro_batches, step + 1)
-                yield batches
-
-    def _micro_batches(self, step: int) -> list[Batch]:
-        """The same number on every worker; one that has no conversation left gets a filler."""
-        stage, num_workers = self.job.stage, self.workers.num_workers
-        rows = share(self.order.rows(step), self.workers.rank, num_workers)
-        epoch = self.order.epoch(step)
-        largest_share = -(-stage.batch_size // num_workers)
-        count = -(-largest_share // stage.micro_batch_size)
-        return [self._batch(part, epoch) for part in np.array_split(rows, count)]
-
-    def _batch(self, rows: NDArray[np.int64], epoch: int) -> Batch:
-        block_size, seed = self.job.block_size, self.job.recipe.seed
-        offsets = block_offsets(rows, seed, epoch, block_size or 1)
-        layouts = [
-            lay_out(*self.data[int(row)], block_size, self._mask_id, block_offset=int(offset))
-            for row, offset in zip(rows, offsets, strict=True)
-        ]
-        return self._collate(layouts or [self._filler()])
-
-    def _filler(self) -> Layout:
-        """A conversation without labels."""
-        input_ids, supervised = self.data[0]
-        return lay_out(input_ids[:2], supervised[:2] & False, self.job.block_size, self._mask_id)
-
-    def _collate(self, layouts: list[Layout]) -> Batch:
-        multiple_of = FLEX_MULTIPLE if self.attention == "flex" else 1
-        rows = pack(layouts, self.job.stage.row_slots)
-        padding_id = self.checkpoint.tokenizer.pad_token_id or 0
-        return collate(rows, padding_id, multiple_of=multiple_of)
-
-    @property
-    def _mask_id(self) -> int:
-        return self.checkpoint.metadata.mask_token_id if self.checkpoint.metadata else 0
 
     def _optimize(self, batches: list[Batch]) -> StepRecord:
         """One optimizer step.
@@ -283,15 +192,15 @@ class StageTrainer:
             loss=noisy_loss + self.job.ar_weight * clean_loss,
             clean_loss=clean_loss,
             noisy_loss=noisy_loss,
-            learning_rate=self.schedule.get_last_lr()[0],
+            learning_rate=float(self.state.schedule.get_last_lr()[0]),
             gradient_norm=norm,
             num_tokens=num_tokens,
             skipped=not (math.isfinite(clean_sum + noisy_sum) and math.isfinite(norm)),
         )
         if not record.skipped:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
+            self.state.optimizer.step()
+        self.state.optimizer.zero_grad()
+        self.state.schedule.step()
         return record
 
     def _dropout_seed(self) -> int:
@@ -304,8 +213,8 @@ class StageTrainer:
         Data parallelism regroups gradients after its first one, and with them the order in which
         they are summed over more than two workers. A resumed run must not differ in that.
         """
-        self._backward(self._collate([self._filler()]), 0.0, last=True)
-        self.optimizer.zero_grad()
+        self._backward(self.batches.filler(), 0.0, last=True)
+        self.state.optimizer.zero_grad()
 
     def _refuse_divergence(self) -> None:
         limit, skipped = self.job.recipe.max_nonfinite_steps, self.history.num_skipped
@@ -321,7 +230,8 @@ class StageTrainer:
                 "learning_rate, or look for broken data"
             )
 
-    def _post(self, record: StepRecord) -> None:
+    def _post(self) -> None:
+        record = self.history.steps[-1]
         self._num_tokens += record.num_tokens
         self.reporter.progress(
             Progress(
@@ -352,7 +262,7 @@ class StageTrainer:
         for text in warnings_of(score, (self.history.scores or [score])[0], settings):
             self.reporter.say(f"stage {self.job.stage.name}, {text}", warning=True)
         self.history.scores.append(score)
-        self.reporter.say(_describe(self.job.stage.name, score))
+        self.reporter.say(f"stage {self.job.stage.name}, {describe(score)}")
         self.reporter.report({"step": self.step, **score.metrics()})
 
     def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
@@ -367,113 +277,22 @@ class StageTrainer:
         assert isinstance(copy, PreTrainedModel)
         return copy.to(self.workers.device).eval()
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def _state_tensors(self) -> dict[str, Tensor]:
-        """Weights and the optimizer's moments, by name."""
-        tensors = {}
-        for name, parameter in self.model.named_parameters():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        return tensors
-
-    def _save(self, *, must_succeed: bool) -> None:
-        """Store a checkpoint; if that fails, the one before stays, and the run goes on."""
-        name = f"step-{self.step:0{_STEP_DIGITS}d}"
-        if name in self.workers.gather(self.storage.names())[0]:
-            return
-        tensors = self._state_tensors()
-
-        def write(directory: Path) -> None:
-            save_shards(directory, tensors, self.workers.rank, self.workers.num_workers)
-            if self.workers.rank == 0:
-                self._write_state(directory)
-
-        try:
-            self.storage.save(name, write, self.workers)
-        except SaveFailed as error:
-            if must_succeed:
-                raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
-            self.reporter.say(f"checkpoint skipped: {error}", warning=True)
-            return
-        if self.workers.rank == 0:
-            for old in _step_names(self.storage)[: -self.job.recipe.checkpoints.keep]:
-                self.storage.remove(old)
-        record = asdict(self.history.steps[-1])
-        self.reporter.report({"step": self.step, **record, "checkpoint": self.storage.path(name)})
-
-    def _write_state(self, directory: Path) -> None:
-        state = {
-            "stage": self.job.stage.name,
-            "step": self.step,
-            "seed": self.job.recipe.seed,  # with the step it gives data position and random state
-            "data_fingerprint": self.data.fingerprint,
-            "schedule": self.schedule.state_dict(),
-            "recipe": self.job.recipe.model_dump(mode="json"),
-        }
-        text = json.dumps(state, indent=1)
-        (directory / _STATE_FILE).write_text(text + "\n", encoding="utf-8")
-        self.history.write(directory / HISTORY_FILE)
-
-    def _resume(self) -> None:
-        """Continue from the newest intact checkpoint, if there is one."""
-        name = self.workers.gather(self._newest_intact() if self.workers.rank == 0 else None)[0]
-        if name is None:
-            return
-        directory = self.storage.fetch(name)
-        state = json.loads((directory / _STATE_FILE).read_text(encoding="utf-8"))
-        self._refuse_other_run(state, name)
-        load_shards(directory, self._state_tensors())
-        self.schedule.load_state_dict(state["schedule"])
-        for group, rate in zip(
-            self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True
-        ):
-            group["lr"] = rate
-        self.history = read_history(directory / HISTORY_FILE)
-        self.reporter.say(f"stage {self.job.stage.name}: resumed from {self.storage.path(name)}")
-
-    def _refuse_other_run(self, state: dict[str, Any], name: str) -> None:
-        changed = self.job.recipe.differences(Recipe.model_validate(state["recipe"]))
-        if state["data_fingerprint"] != self.data.fingerprint:
-            changed.append("its data")
-        if changed:
-            raise UserError(
-                f"checkpoints.storage: {self.storage.path(name)} is of another run, which differs "
-                f"in {', '.join(changed)}; name another storage"
-            )
-
-    def _newest_intact(self) -> str | None:
-        self.storage.remove_partial()
-        for name in reversed(_step_names(self.storage)):
-            try:
-                self.storage.verify(name)
-            except Damaged as error:
-                path = self.storage.path(name)
-                self.reporter.say(
-                    f"checkpoint {path} is damaged and not used: {error}", warning=True
-                )
-                self.storage.set_aside(name)
-            else:
-                return name
-        return None
-
     def _store_model(self) -> None:
         """Write the trained model as a Hugging Face checkpoint."""
         model = self._whole_model(keep=self.workers.rank == 0)
-        checkpoint = self.checkpoint
+        checkpoint, storage = self.checkpoint, Storage(self.job.storage)
 
         def write(directory: Path) -> None:
             if model is not None:
                 save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
                 self.history.write(directory / HISTORY_FILE)
 
-        if MODEL not in self.workers.gather(self.storage.names())[0]:
+        if MODEL not in self.workers.gather(storage.names())[0]:
             try:
-                self.storage.save(MODEL, write, self.workers)
+                storage.save(MODEL, write, self.workers)
             except SaveFailed as error:
                 raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
-        self.reporter.report({"step": self.step, "model": self.storage.path(MODEL)})
+        self.reporter.report({"step": self.step, "model": storage.path(MODEL)})
 
 
 def _attention(recipe: Recipe, workers: Workers) -> Attention:
@@ -485,15 +304,7 @@ def _attention(recipe: Recipe, workers: Workers) -> Attention:
     return recipe.attention
 
 
-def _step_names(storage: Storage) -> list[str]:
-    return [name for name in storage.names() if name.startswith("step-")]
-
-
-def _describe(stage: str, score: HeldOutScore) -> str:
-    parts = [f"AR loss {score.loss_by_depth[0]:.4f}"]
-    for item in score.thresholds:
-        accuracy = "" if item.accuracy is None else f"{100 * item.accuracy:.1f}% correct, "
-        parts.append(
-            f"τ={item.threshold:g}: {accuracy}{item.tokens_per_forward:.2f} tokens/forward"
-        )
-    return f"stage {stage}, step {score.step}, held-out: " + "; ".join(parts)
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute activations again in the backward pass; transformers renamed the switch in 5.2x."""
+    switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    switch({"use_reentrant": False})

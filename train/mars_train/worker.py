@@ -13,11 +13,12 @@ import torch
 from ray.actor import ActorHandle
 
 from mars_platform.errors import UserError
+from mars_train.job import Notice, StageJob
 from mars_train.parallel import Workers
 from mars_train.progress import Message, Progress
 from mars_train.recipe import Scaling
 from mars_train.storage import fetch_shared
-from mars_train.trainer import Notice, StageJob, StageTrainer
+from mars_train.trainer import StageTrainer
 
 _POST_INTERVAL_S = 0.5
 _NOTICE_INTERVAL_S = 2.0

@@ -1,0 +1,227 @@
+"""Runs of a stage on processes of their own, exchanging through gloo, without Ray."""
+
+import multiprocessing
+import os
+import pickle
+import resource
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_platform.errors import UserError
+from mars_train.history import History
+from mars_train.job import Notice, StageJob
+from mars_train.parallel import Workers, whole_parameters
+from mars_train.recipe import Recipe, ScratchModel
+from mars_train.scratch import create_model
+from mars_train.tokens import TokenStoreWriter
+from mars_train.trainer import StageTrainer
+
+TIMEOUT_S = 120
+MAX_LENGTH = 48
+PROBE = torch.arange(3, 40)[None]  # token ids [1, 37]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["mars_train.trainer"])  # imported once, not by every process
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+def write_start(path, *, family="qwen2", texts=("1 2 3",), **config):
+    """A tiny checkpoint to start from."""
+    settings = {
+        "model_type": family,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **config,
+    }
+    create_model(ScratchModel(config=settings, vocabulary_size=264), texts, 96, path, seed=0)
+    return path
+
+
+def write_rows(path, num, *, seed=0):
+    """A store of random conversations of any length, ragged in tokens and in labels."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, MAX_LENGTH, num).astype(np.int32)
+    begins = rng.integers(1, lengths)
+    with TokenStoreWriter(path) as writer:
+        writer.append(
+            keys=np.stack([np.zeros(num, np.int64), np.arange(num)], axis=1),
+            lengths=lengths,
+            tokens=rng.integers(3, 250, lengths.sum()).astype(np.int32),
+            supervised=np.concatenate(
+                [np.arange(n) >= b for n, b in zip(lengths, begins, strict=True)]
+            ),
+        )
+        writer.finish()
+    return path
+
+
+def build_job(storage, start, data, *, stage=(), held_out=None, workers=1, strategy="ddp", **rest):
+    """A job of one stage; ``stage`` and ``rest`` change the recipe."""
+    values = {"objective": "mars", "batch_size": 16, "micro_batch_size": 4, "row_slots": 128}
+    recipe = Recipe.model_validate(
+        {
+            "model": {"base": str(start)},
+            "data": {"train": ["rows.jsonl"], "max_length": MAX_LENGTH},
+            "stages": [values | {"learning_rate": 5e-3, "epochs": 4} | dict(stage)],
+            "output": str(storage),
+            "precision": "no",
+            "scaling": {"num_workers": workers, "strategy": strategy},
+            "checkpoints": {"every_steps": 1000},
+            **rest,
+        }
+    )
+    return StageJob(recipe, recipe.stages[0], str(storage), str(start), str(data), held_out, {})
+
+
+# --- running it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to a run from outside; steps are counted from 1."""
+
+    stop_at: int | None = None
+    save_at: tuple[int, ...] = ()
+    full_disk_at: tuple[int, ...] = ()
+    """Steps after which a file cannot grow beyond a few bytes."""
+
+
+@dataclass
+class Spoken:
+    """A reporter that keeps what it is told."""
+
+    plan: Plan
+    step: int = 0
+    said: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    reported: list[dict[str, Any]] = field(default_factory=list)
+
+    def progress(self, progress):
+        self.step = progress.step
+        limit = 100 if self.step in self.plan.full_disk_at else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    def say(self, text, *, warning=False):
+        (self.warned if warning else self.said).append(text)
+
+    def notice_due(self):
+        return torch.distributed.get_rank() == 0 and (
+            self.step == self.plan.stop_at or self.step in self.plan.save_at
+        )
+
+    def notice(self):
+        return Notice(save=self.step in self.plan.save_at, stop=self.step == self.plan.stop_at)
+
+    def report(self, metrics):
+        self.reported.append(metrics)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left, as one worker saw it."""
+
+    finished: bool | None
+    error: str | None
+    history: History
+    weights: dict[str, Tensor]
+    logits: Tensor | None
+    spoken: Spoken
+
+    @property
+    def losses(self):
+        return [step.loss for step in self.history.steps]
+
+
+def run_stage(job, **plan) -> Outcome:
+    """Run a stage on as many processes as its recipe says; rank 0's view of it."""
+    outcomes = run_group(_run_stage, job.recipe.scaling.num_workers, job, Plan(**plan))
+    for outcome in outcomes[1:]:
+        assert (outcome.finished, outcome.error) == (outcomes[0].finished, outcomes[0].error)
+        assert repr(outcome.spoken.reported) == repr(outcomes[0].spoken.reported)  # may hold NaN
+    return outcomes[0]
+
+
+def _run_stage(job, plan):
+    scaling, spoken = job.recipe.scaling, Spoken(plan)
+    workers = Workers(scaling.strategy, use_gpu=False, precision=job.recipe.precision)
+    trainer, finished, error = None, None, None
+    try:
+        trainer = StageTrainer(job, workers, spoken)
+        finished = trainer.run()
+    except UserError as raised:
+        error = str(raised)
+    if trainer is None:
+        return Outcome(finished, error, History(), {}, None, spoken)
+    weights = {name: weight.clone() for name, weight in whole_parameters(trainer.model).items()}
+    logits = None
+    if scaling.strategy == "ddp":
+        with torch.no_grad():
+            logits = trainer.model.eval()(PROBE).logits
+    return Outcome(finished, error, trainer.history, weights, logits, spoken)
+
+
+def run_group(function: Callable[..., Any], num_workers: int, *arguments: Any) -> list[Any]:
+    """Call a module's function on processes that form a gloo group; their results by rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        meeting = Path(directory) / "meeting"
+        members, ends = [], []
+        for rank in range(num_workers):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            member = _CONTEXT.Process(
+                target=_member, args=(theirs, meeting, rank, num_workers, function, arguments)
+            )
+            member.start()
+            theirs.close()
+            members.append(member)
+            ends.append(ours)
+        try:
+            return [_received(end) for end in ends]
+        except BaseException:
+            for member in members:
+                member.kill()  # it may wait for one that failed
+            raise
+        finally:
+            for member in members:
+                member.join()
+
+
+def _received(end):
+    assert end.poll(TIMEOUT_S), "a process does not answer"
+    result, failure = pickle.loads(end.recv_bytes())  # noqa: S301 - our own process's
+    assert failure is None, failure
+    return result
+
+
+def _member(end, meeting, rank, num_workers, function, arguments):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": num_workers, "LOCAL_WORLD_SIZE": num_workers, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in {**numbers, **sizes}.items()})
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_workers
+    )
+    result = failure = None
+    try:
+        result = function(*arguments)
+    except BaseException:
+        failure = f"rank {rank}:\n{traceback.format_exc()}"
+    end.send_bytes(pickle.dumps((result, failure)))
+    if failure is None:
+        torch.distributed.destroy_process_group()
