@@ -248,17 +248,16 @@ def test_names_of_stages_differ():
     assert len(Recipe.model_validate(content(stages=two)).stages) == 2
 
 
-@pytest.mark.parametrize("num_workers", [0, -1, [0, 2], [3, 2]])
-def test_number_of_workers(num_workers):
-    message = refusal(scaling={"num_workers": num_workers})
-    assert message == (
-        "recipe.yaml: scaling: num_workers: give a number from 1, or [least, most] in this order"
+@pytest.mark.parametrize("num_workers", [0, -1, [0, 2], "two", [1], [1, 2, 3], 1.5, True])
+def test_what_is_no_number_of_workers(num_workers):
+    assert refusal(scaling={"num_workers": num_workers}).startswith(
+        "recipe.yaml: scaling.num_workers: give a number from 1, or a range [least, most]"
     )
 
 
-@pytest.mark.parametrize("num_workers", ["two", [1], [1, 2, 3], 1.5])
-def test_what_is_no_number_of_workers(num_workers):
-    assert "scaling.num_workers" in refusal(scaling={"num_workers": num_workers})
+def test_range_of_workers_is_in_order():
+    message = refusal(scaling={"num_workers": [3, 2]})
+    assert message == "recipe.yaml: scaling: num_workers: give the range as [least, most]"
 
 
 @pytest.mark.parametrize("num_workers", [11, [1, 11]])

@@ -36,12 +36,6 @@ class StageJob:
         return self.stage.ar_weight if isinstance(self.stage, MarsStage) else 1.0
 
 
-def num_steps(stage: Stage, num_examples: int) -> int:
-    """Optimizer steps of a stage; an epoch's incomplete last batch is left out."""
-    steps = num_examples // stage.batch_size * stage.epochs
-    return min(steps, stage.max_steps or steps)
-
-
 @dataclass(frozen=True)
 class Notice:
     """What the outside asks of the run, between two steps."""

@@ -88,9 +88,14 @@ class Workers:
         return gathered
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of a possibly sharded model, whole; every worker must call it."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for name, p in model.named_parameters()
-    }
+def whole_parameters(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Parameters of a possibly sharded model, whole; every worker must call it.
+
+    A worker that does not ``keep`` them takes part, gets nothing, and holds one at a time.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if keep:
+            found[name] = whole.detach()
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mars_platform.cluster import ClusterSettings
 from mars_platform.config import Settings
@@ -95,10 +95,17 @@ class MarsStage(_StageSettings):
 Stage = Annotated[ArStage | MarsStage, Field(discriminator="objective")]
 
 
+def _number_or_range(value: Any) -> Any:
+    numbers = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
+    if not all(type(number) is int and number >= 1 for number in numbers):
+        raise ValueError("give a number from 1, or a range [least, most] of such numbers")
+    return value
+
+
 class Scaling(Settings):
     """Workers of the run."""
 
-    num_workers: int | tuple[int, int] = 1
+    num_workers: Annotated[int | tuple[int, int], BeforeValidator(_number_or_range)] = 1
     """Data-parallel workers; [least, most] lets the run shrink and grow with the cluster."""
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """ddp keeps the whole model on every worker; fsdp2 shards weights, gradients and optimizer."""
@@ -134,8 +141,8 @@ class Scaling(Settings):
 
     @model_validator(mode="after")
     def _some_workers(self) -> Scaling:
-        if not 1 <= self.least_workers <= self.most_workers:
-            raise ValueError("num_workers: give a number from 1, or [least, most] in this order")
+        if self.least_workers > self.most_workers:
+            raise ValueError("num_workers: give the range as [least, most]")
         return self
 
 

@@ -174,8 +174,11 @@ class Storage:
         """Delete what killed writers left behind."""
         if not self._fs.isdir(self._root):
             return
+        complete = set(self.names())
         for path in self._fs.ls(self._root, detail=False):
-            if Path(path).name.startswith(_PARTIAL):
+            name = Path(path).name
+            unfinished = not self.is_local and not name.startswith(".") and name not in complete
+            if unfinished or name.startswith(_PARTIAL):
                 self._remove_if_present(path)
 
     def fetch(self, name: str) -> Path:

@@ -267,7 +267,7 @@ class StageTrainer:
 
     def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
         """A copy of the model as it is now, for decoding or export; None where not to be kept."""
-        weights = whole_parameters(self.model)
+        weights = whole_parameters(self.model, keep=keep)
         if not keep:
             return None
         config = type(self.model.config).from_dict(self.model.config.to_dict())

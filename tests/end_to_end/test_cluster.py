@@ -1,0 +1,186 @@
+"""Two raylets on this machine as two nodes: runs across both, and runs that lose the second one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+from rich.console import Console
+
+from mars_platform.config import load_settings
+from mars_train.demo_data import write_demo_data
+from mars_train.history import read_history
+from mars_train.recipe import Recipe
+from mars_train.run import run_recipe
+
+EVERY_STEPS = 50
+NODE = {"resources": {"place": 1}, "object_store_memory": 100 * 2**20}
+TIMEOUT_S = 200
+RECIPE = f"""
+model:
+  scratch:
+    vocabulary_size: 320
+    config:
+      {{model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+       num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}
+data: {{train: [], max_length: 128}}
+stages:
+  - {{objective: mars, block_size: 4, epochs: 100, max_steps: 20, batch_size: 16,
+     micro_batch_size: 8, learning_rate: 3.0e-3, row_slots: 192}}
+checkpoints: {{every_steps: {EVERY_STEPS}}}
+scaling: {{num_workers: 2, threads_per_worker: 1}}
+precision: "no"
+output: out
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with (
+        tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as short,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+        # Reservations lag behind the cluster by up to 20 s; places that are gone wait this long.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
+        head = {**NODE, "num_cpus": 2, "include_dashboard": False, "temp_dir": short}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            ray.init(address=made.address, log_to_driver=False)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@pytest.fixture
+def second_node(cluster):
+    node = cluster.add_node(**NODE, num_cpus=1)
+    yield node
+    if node in cluster.worker_nodes:
+        cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    work = tmp_path_factory.mktemp("nodes")
+    write_demo_data(work / "data", num_train=500, num_eval=1, seed=1)
+    text = RECIPE.replace("train: []", f"train: [{work / 'data' / 'train.jsonl'}]")
+    (work / "recipe.yaml").write_text(text)
+    return work / "recipe.yaml"
+
+
+class Run:
+    """A run of the recipe in another thread."""
+
+    def __init__(self, executor, recipe_file, output, overrides):
+        self.output = output
+        self._log = output.with_suffix(".txt")
+        recipe = load_settings(recipe_file, Recipe, [f"output={output}", *overrides])
+        self._done = executor.submit(self._run, recipe)
+
+    def _run(self, recipe):
+        with self._log.open("w", buffering=1) as printed:
+            run_recipe(recipe, Console(file=printed, width=200))
+
+    @property
+    def printed(self):
+        return self._log.read_text()
+
+    @property
+    def steps(self):
+        directory = self.output / "checkpoints" / "mars"
+        return sorted(int(path.name[5:]) for path in directory.glob("step-*"))
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert not self._done.done(), self._done.result() or self.printed
+            assert time.monotonic() < deadline, self.printed
+            time.sleep(0.02)
+
+    def finish(self):
+        self._done.result(TIMEOUT_S)
+
+
+@contextmanager
+def started(recipe_file, output, *overrides):
+    with ThreadPoolExecutor(1) as executor:
+        yield Run(executor, recipe_file, output, overrides)
+
+
+def count_workers(node):
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return sum(is_worker(process) for process in raylet.children(recursive=True))
+
+
+def is_worker(process):
+    try:
+        return "ray::RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
+
+
+def result(output):
+    model = output / "model"
+    return read_history(model / "history.json"), (model / "model.safetensors").read_bytes()
+
+
+def test_two_nodes_give_what_one_gives(cluster, second_node, recipe_file, tmp_path):
+    nodes = [cluster.head_node, second_node]
+    with started(recipe_file, tmp_path / "two", "scaling.placement=STRICT_SPREAD") as run:
+        run.wait_until(lambda: [count_workers(node) for node in nodes] == [1, 1])
+        run.finish()
+    with started(recipe_file, tmp_path / "one", "scaling.placement=STRICT_PACK") as run:
+        run.wait_until(lambda: [count_workers(node) for node in nodes] == [2, 0])
+        run.finish()
+    assert result(tmp_path / "two") == result(tmp_path / "one")
+
+
+LONG = [
+    "stages.0.max_steps=400",
+    "scaling.num_workers=[1, 2]",
+    "scaling.resources_per_worker={place: 1}",
+]
+
+
+def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
+    cluster, second_node, recipe_file, tmp_path
+):
+    with started(recipe_file, tmp_path / "out", *LONG) as run:
+        run.wait_until(lambda: run.steps)
+        assert [count_workers(node) for node in (cluster.head_node, second_node)] == [1, 1]
+        cluster.remove_node(second_node, allow_graceful=False)
+        run.wait_until(lambda: "resumed from" in run.printed)
+        assert count_workers(cluster.head_node) == 1
+        run.finish()
+    history, _ = result(tmp_path / "out")
+    assert len(history.steps) == 400
+    assert history.steps[-1].loss < 0.5 * history.steps[0].loss
+
+
+def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
+    cluster, second_node, recipe_file, tmp_path
+):
+    with started(recipe_file, tmp_path / "out", *LONG, "checkpoints.keep=100") as run:
+        run.wait_until(lambda: run.steps)
+        deadline_ms = time.time_ns() // 10**6 + 5_000
+        client = ray._private.worker.global_worker.gcs_client
+        accepted, _ = client.drain_node(
+            second_node.node_id, DRAIN_NODE_REASON_PREEMPTION, "test", deadline_ms
+        )
+        assert accepted
+        run.wait_until(lambda: "about to be taken away: saving a checkpoint" in run.printed)
+        run.wait_until(lambda: any(step % EVERY_STEPS for step in run.steps))
+        cluster.remove_node(second_node, allow_graceful=False)
+        run.finish()
+    history, _ = result(tmp_path / "out")
+    assert len(history.steps) == 400
