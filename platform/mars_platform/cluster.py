@@ -41,6 +41,7 @@ def ray_session(settings: ClusterSettings, *, min_cpus: int) -> Iterator[None]:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
         ray.init(
+            address="local",  # also where another cluster runs on this machine
             num_cpus=max(min_cpus, os.cpu_count() or 1),
             object_store_memory=settings.object_store_mib * 2**20,
             include_dashboard=False,
