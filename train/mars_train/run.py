@@ -67,11 +67,16 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
         Stopped: the process was told to terminate; the run can be resumed.
     """
     output = recipe.output.resolve()
-    _is_resumed(recipe, output)  # refuses what it must before anything is written
+    # what can be refused is refused before anything is written or started
+    _is_resumed(recipe, output)
     base = None if recipe.model.base is None else locate_model(recipe.model.base)
     if base is not None:
-        read_checkpoint(base)  # refuses what cannot be trained before anything is started
+        read_checkpoint(base)
     find_files(recipe.data.train)
+    if recipe.evaluation is not None:
+        find_files(recipe.evaluation.data, "evaluation.data")
+    storage = recipe.checkpoints.storage or str(output / "checkpoints")
+    Storage(storage)
     with _claimed(output):
         if _is_resumed(recipe, output):
             console.print(f"resuming the run in {output}", highlight=False)
@@ -81,7 +86,7 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
             _termination() as terminated,  # within: Ray's start puts a handler of its own in place
         ):
             _check_resources(recipe, console)
-            run = _prepare(recipe, output, base, console)
+            run = _Run(recipe, output, storage, *_prepare(recipe, output, base, console), console)
             for stage in recipe.stages:
                 run.train(stage, terminated)
             run.tidy()
@@ -256,7 +261,9 @@ def _termination() -> Iterator[Callable[[], bool]]:
 # --- preparation ----------------------------------------------------------------------------------
 
 
-def _prepare(recipe: Recipe, output: Path, base: Path | None, console: Console) -> _Run:
+def _prepare(
+    recipe: Recipe, output: Path, base: Path | None, console: Console
+) -> tuple[Path, HeldOutSet | None]:
     """Start model, data and held-out set; on a refusal the output directory is left free."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     resumed = (output / _DATA).exists()
@@ -276,8 +283,7 @@ def _prepare(recipe: Recipe, output: Path, base: Path | None, console: Console) 
         if not resumed:
             _clear(output)
         raise
-    storage = recipe.checkpoints.storage or str(output / "checkpoints")
-    return _Run(recipe, output, storage, start, held_out, console)
+    return start, held_out
 
 
 def _new_model(recipe: Recipe, output: Path, console: Console) -> Path:
