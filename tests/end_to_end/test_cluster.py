@@ -117,16 +117,22 @@ def started(recipe_file, output, *overrides):
         yield Run(executor, recipe_file, output, overrides)
 
 
-def count_workers(node):
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    return sum(is_worker(process) for process in raylet.children(recursive=True))
+def count(name, *nodes):
+    """Processes of Ray actors of a class on the nodes."""
+    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
+    processes = [process for raylet in raylets for process in raylet.children(recursive=True)]
+    return sum(title(process).startswith(f"ray::{name}") for process in processes)
 
 
-def is_worker(process):
+def title(process):
     try:
-        return "ray::RayTrainWorker" in " ".join(process.cmdline())
+        return " ".join(process.cmdline())
     except psutil.Error:  # it has ended meanwhile
-        return False
+        return ""
+
+
+def count_workers(nodes):
+    return [count("RayTrainWorker", node) for node in nodes]
 
 
 def result(output):
@@ -137,50 +143,61 @@ def result(output):
 def test_two_nodes_give_what_one_gives(cluster, second_node, recipe_file, tmp_path):
     nodes = [cluster.head_node, second_node]
     with started(recipe_file, tmp_path / "two", "scaling.placement=STRICT_SPREAD") as run:
-        run.wait_until(lambda: [count_workers(node) for node in nodes] == [1, 1])
+        run.wait_until(lambda: count_workers(nodes) == [1, 1])
         run.finish()
     with started(recipe_file, tmp_path / "one", "scaling.placement=STRICT_PACK") as run:
-        run.wait_until(lambda: [count_workers(node) for node in nodes] == [2, 0])
+        run.wait_until(lambda: count_workers(nodes) == [2, 0])
         run.finish()
     assert result(tmp_path / "two") == result(tmp_path / "one")
 
 
-LONG = [
-    "stages.0.max_steps=400",
-    "scaling.num_workers=[1, 2]",
-    "scaling.resources_per_worker={place: 1}",
-]
+def elastic(num_steps):
+    """Overrides for one worker a node, and as many as there are nodes."""
+    return [
+        f"stages.0.max_steps={num_steps}",
+        "scaling.num_workers=[1, 2]",
+        "scaling.resources_per_worker={place: 1}",
+    ]
 
 
 def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
     cluster, second_node, recipe_file, tmp_path
 ):
-    with started(recipe_file, tmp_path / "out", *LONG) as run:
+    with started(recipe_file, tmp_path / "out", *elastic(400)) as run:
         run.wait_until(lambda: run.steps)
-        assert [count_workers(node) for node in (cluster.head_node, second_node)] == [1, 1]
+        assert count_workers([cluster.head_node, second_node]) == [1, 1]
         cluster.remove_node(second_node, allow_graceful=False)
         run.wait_until(lambda: "resumed from" in run.printed)
-        assert count_workers(cluster.head_node) == 1
+        assert count_workers([cluster.head_node]) == [1]
         run.finish()
     history, _ = result(tmp_path / "out")
     assert len(history.steps) == 400
     assert history.steps[-1].loss < 0.5 * history.steps[0].loss
 
 
+@pytest.mark.full
 def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
     cluster, second_node, recipe_file, tmp_path
 ):
-    with started(recipe_file, tmp_path / "out", *LONG, "checkpoints.keep=100") as run:
-        run.wait_until(lambda: run.steps)
-        deadline_ms = time.time_ns() // 10**6 + 5_000
-        client = ray._private.worker.global_worker.gcs_client
-        accepted, _ = client.drain_node(
-            second_node.node_id, DRAIN_NODE_REASON_PREEMPTION, "test", deadline_ms
-        )
-        assert accepted
+    overrides = [*elastic(300), "stages.0.batch_size=32", "checkpoints.every_steps=1000"]
+    with started(recipe_file, tmp_path / "out", *overrides) as run:
+        run.wait_until(lambda: count("PreemptionWatcher", cluster.head_node, second_node))
+        run.wait_until(lambda: "/300 loss" in run.printed)
+        assert not run.steps
+        drain(second_node)
         run.wait_until(lambda: "about to be taken away: saving a checkpoint" in run.printed)
-        run.wait_until(lambda: any(step % EVERY_STEPS for step in run.steps))
+        run.wait_until(lambda: run.steps)
         cluster.remove_node(second_node, allow_graceful=False)
+        run.wait_until(lambda: "resumed from" in run.printed)
         run.finish()
     history, _ = result(tmp_path / "out")
-    assert len(history.steps) == 400
+    assert len(history.steps) == 300
+
+
+def drain(node):
+    """Tell Ray, as a cloud's agent does, that a node will be gone in 20 seconds."""
+    deadline_ms = time.time_ns() // 10**6 + 20_000
+    accepted, _ = ray._private.worker.global_worker.gcs_client.drain_node(
+        node.node_id, DRAIN_NODE_REASON_PREEMPTION, "test", deadline_ms
+    )
+    assert accepted
