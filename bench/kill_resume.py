@@ -40,7 +40,7 @@ from rich.table import Table
 _STAGES = ("ar", "mars")
 _EVERY_STEPS = 5
 _TERMINATED = 143
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 900.0
 _SETTLE_S = 0.3  # a survivor finishes a save at once, if it has all that it needs for that
 _WEIGHTS = "model.safetensors"
 _RESUMED = re.compile(r"stage (\w+): resumed from .*/step-(\d+)")
@@ -389,8 +389,12 @@ def training_of(
 
 
 def ray_environment(directory: str) -> dict[str, str]:
-    """Settings that keep Ray's files and token out of the user's directories."""
+    """Settings that keep Ray's files and token out of the user's directories, and its waits short.
+
+    Ray Train takes reports from the workers at this interval; they save faster than its default.
+    """
     return {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_TMPDIR": directory,  # short: Unix sockets lie in it
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),

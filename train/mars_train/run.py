@@ -42,7 +42,7 @@ from mars_train.job import StageJob
 from mars_train.progress import shown_progress
 from mars_train.recipe import Recipe, Stage
 from mars_train.scratch import create_model
-from mars_train.storage import Storage, copy_into, share
+from mars_train.storage import Damaged, Storage, copy_into, share
 from mars_train.tokens import TokenStore
 from mars_train.trainer import MODEL
 from mars_train.worker import StageResult, run_worker
@@ -123,6 +123,8 @@ class _Run:
         self.start = target
 
     def _fit(self, stage: Stage, terminated: Callable[[], bool]) -> StageResult:
+        if terminated():
+            raise Stopped(f"stopped before stage {stage.name}; the same command resumes the run")
         shared = Storage(self.storage)
         job = StageJob(
             recipe=self.recipe,
@@ -156,7 +158,14 @@ class _Run:
     def _take_out(self, stage: Stage, target: Path) -> None:
         """Move the trained model to its place, draw the curves, drop what resuming needed."""
         storage = Storage(Storage(self.storage).path(stage.name))
-        storage.verify(MODEL)
+        try:
+            storage.verify(MODEL)
+        except Damaged as error:
+            storage.set_aside(MODEL)
+            raise UserError(
+                f"checkpoints.storage: the trained model in {storage.path(MODEL)} is damaged and "
+                f"set aside ({error}); the same command stores it again"
+            ) from error
         partial_target = target.with_name(f".partial-{target.name}")
         shutil.rmtree(partial_target, ignore_errors=True)
         copy_into(partial_target, storage.fetch(MODEL))
