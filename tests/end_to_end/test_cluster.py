@@ -160,6 +160,7 @@ def elastic(num_steps):
     ]
 
 
+@pytest.mark.full
 def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
     cluster, second_node, recipe_file, tmp_path
 ):
