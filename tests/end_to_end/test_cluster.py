@@ -180,10 +180,11 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
 def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
     cluster, second_node, recipe_file, tmp_path
 ):
-    overrides = [*elastic(300), "stages.0.batch_size=32", "checkpoints.every_steps=1000"]
+    # long enough for Ray Train's watcher to start and to see the notice
+    overrides = [*elastic(900), "stages.0.batch_size=32", "checkpoints.every_steps=1000"]
     with started(recipe_file, tmp_path / "out", *overrides) as run:
         run.wait_until(lambda: count("PreemptionWatcher", cluster.head_node, second_node))
-        run.wait_until(lambda: "/300 loss" in run.printed)
+        run.wait_until(lambda: "/900 loss" in run.printed)
         assert not run.steps
         drain(second_node)
         run.wait_until(lambda: "about to be taken away: saving a checkpoint" in run.printed)
@@ -192,7 +193,7 @@ def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
         run.wait_until(lambda: "resumed from" in run.printed)
         run.finish()
     history, _ = result(tmp_path / "out")
-    assert len(history.steps) == 300
+    assert len(history.steps) == 900
 
 
 def drain(node):

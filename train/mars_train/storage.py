@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
+from mars_train.disk import sync
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
@@ -240,9 +241,9 @@ class Storage:
             path = Path(partial)
             (path / MANIFEST).write_bytes(text)
             for item in [path / MANIFEST, path]:
-                _flush(item)
+                sync(item)
             path.rename(self._path(name))
-            _flush(path.parent)
+            sync(path.parent)
         except OSError as error:
             return str(error.strerror or error)
         return None
@@ -292,7 +293,7 @@ def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEn
     write(directory)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
-        _flush(path)
+        sync(path)
     return {str(path.relative_to(directory)): _describe(path) for path in files}
 
 
@@ -306,11 +307,3 @@ def _sha256(handle: IO[bytes]) -> str:
     while chunk := handle.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

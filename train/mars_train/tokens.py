@@ -8,7 +8,6 @@ Knows no cluster, no text and no model.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from mars_platform.config import Settings, describe_validation_error
 from mars_platform.errors import UserError
+from mars_train.disk import sync
 
 HEADER_FILE, INDEX_FILE = "store.json", "index.npy"
 TOKENS_FILE, SUPERVISED_FILE = "tokens.bin", "supervised.bin"
@@ -137,9 +137,9 @@ class TokenStoreWriter:
         header = StoreHeader(num_rows=len(index), num_tokens=num_tokens, fingerprint=fingerprint)
         (self._partial / HEADER_FILE).write_text(header.model_dump_json(indent=2) + "\n")
         for file in (*self._partial.iterdir(), self._partial):
-            _sync(file)
+            sync(file)
         self._partial.rename(self._path)
-        _sync(self._path.parent)
+        sync(self._path.parent)
         return TokenStore(self._path)
 
 
@@ -190,15 +190,6 @@ def _fingerprint(
         for begin, end in zip(begins, ends, strict=True):
             digest.update(payload[begin:end].data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Force a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- order ----------------------------------------------------------------------------------------
