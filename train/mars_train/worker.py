@@ -29,7 +29,8 @@ class StageResult:
     """How a stage ended."""
 
     status: Literal["finished", "stopped", "refused"]
-    step: int
+    step: int = 0
+    """Optimizer steps done; of no meaning after a refusal."""
     reason: str = ""
     """Of a refusal: what the user has to change."""
 
@@ -44,15 +45,13 @@ def run_worker(config: dict[str, Any]) -> StageResult:
     _set_threads(scaling)
     workers = Workers(scaling.strategy, use_gpu=scaling.use_gpu, precision=job.recipe.precision)
     reporter = _RayReporter(workers, config["board"])
-    step = 0
     try:
         job = replace(job, start=fetch_shared(job.start), data=fetch_shared(job.data))
         trainer = StageTrainer(job, workers, reporter)
         finished = trainer.run()
-        step = trainer.step
     except UserError as error:
-        return StageResult("refused", step, str(error))
-    return StageResult("finished" if finished else "stopped", step)
+        return StageResult("refused", reason=str(error))
+    return StageResult("finished" if finished else "stopped", trainer.step)
 
 
 def _set_threads(scaling: Scaling) -> None:
