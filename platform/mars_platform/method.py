@@ -1,15 +1,18 @@
 """The MARS method as pure functions: blocks, visibility, confidence and the acceptance rule.
 
-Knows tensors and nothing else: no model, no cache, no data format. The source of every rule is
-the MARS paper (arXiv 2604.07023); section numbers stand beside each function.
+Knows tensors and nothing else: no model, no cache, no data format. The source of the rules is
+the MARS paper (arXiv 2604.07023), with section numbers beside them, unless said otherwise.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mars_platform.mode import Confidence
 
 
 class Slots(NamedTuple):
@@ -59,19 +62,57 @@ def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor)
     return sees(query, key)
 
 
-def confidence(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Probability of each token at temperature 1 from the raw logits (section 3.3).
+def confidence(
+    logits: Tensor, tokens: Tensor, measure: Confidence = Confidence.PROBABILITY
+) -> Tensor:
+    """How sure the model is of each token, at temperature 1 and from the raw logits.
+
+    All measures are over the whole vocabulary, tokens that are never emitted included. Higher is
+    surer in each, so that a higher threshold is always the more careful one.
+
+    - ``PROBABILITY``: probability of the token (section 3.3).
+    - ``MARGIN``: that probability less the highest one of any other token; 0 where another token
+      is likelier. This project's own, not the paper's.
+    - ``ENTROPY``: ``1 - H / ln V`` with the entropy H in nats over V tokens, whichever token is
+      asked for. This project's own, not the paper's.
 
     Args:
-        logits: float [..., vocabulary], as the model returned them.
-        tokens: int [...], the tokens that would be emitted.
+        logits: float [..., vocabulary], as the model returned them; at least two tokens.
+        tokens: int64 [...], the tokens that would be emitted.
+        measure: what to compute.
 
     Returns:
-        float32 [...], in [0, 1].
+        float32 [...], in [0, 1]; NaN where the logits hold a NaN or +inf, or are all -inf.
     """
-    scores = logits.float()
-    chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return (chosen - scores.logsumexp(-1)).exp()
+    return confidence_of(log_probabilities(logits), tokens, measure)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Logarithms of the probabilities at temperature 1: float32 [..., vocabulary]."""
+    return logits.log_softmax(-1, dtype=torch.float32)
+
+
+def confidence_of(log_probabilities: Tensor, tokens: Tensor, measure: Confidence) -> Tensor:
+    """The measures of :func:`confidence` where the log-probabilities are at hand.
+
+    Args:
+        log_probabilities: float32 [..., vocabulary].
+        tokens: int64 [...].
+        measure: what to compute.
+
+    Returns:
+        float32 [...].
+    """
+    if measure is Confidence.ENTROPY:
+        finite = log_probabilities.clamp(min=torch.finfo(torch.float32).min)  # 0 * -inf is NaN
+        negative_entropy: Tensor = torch.linalg.vecdot(log_probabilities.exp(), finite)
+        return (1 + negative_entropy / math.log(log_probabilities.shape[-1])).clamp(0, 1)
+    chosen = tokens.unsqueeze(-1)
+    sure = log_probabilities.gather(-1, chosen).squeeze(-1).exp()
+    if measure is Confidence.MARGIN:
+        others = log_probabilities.scatter(-1, chosen, -torch.inf).amax(-1)
+        return (sure - others.exp()).clamp(min=0)
+    return sure
 
 
 def num_accepted(confidences: Tensor, thresholds: Tensor, num_proposed: Tensor) -> Tensor:

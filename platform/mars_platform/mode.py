@@ -1,4 +1,4 @@
-"""The decoding modes. Imports nothing heavy: the command line names them in its help."""
+"""Decoding modes and confidence measures. Imports nothing heavy: the command line names them."""
 
 from __future__ import annotations
 
@@ -10,3 +10,11 @@ class Mode(StrEnum):
 
     THRESHOLD = "threshold"
     AR = "ar"
+
+
+class Confidence(StrEnum):
+    """How sure the model is of a token that it proposes, a number in [0, 1]."""
+
+    PROBABILITY = "probability"
+    MARGIN = "margin"
+    ENTROPY = "entropy"

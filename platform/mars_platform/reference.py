@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import SpecialTokens
+from mars_platform.errors import UserError
 from mars_platform.method import confidence, num_accepted
+from mars_platform.mode import Confidence
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ def decode(
     *,
     max_tokens: int,
     threshold: float = 1.0,
-    num_masks: int = 0,
+    num_masks: int | Sequence[int] = 0,
     mask_token_id: int | None = None,
+    measure: Confidence = Confidence.PROBABILITY,
 ) -> Decoded:
     """Decode greedily with a sliding window of masks (arXiv 2604.07023, section 3.3).
 
@@ -46,24 +49,41 @@ def decode(
         special: ids that end the sequence, and ids never emitted.
         max_tokens: most output tokens.
         threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding.
-        num_masks: window B, masks fed behind the cursor.
+        num_masks: window B, masks fed behind the cursor; a sequence gives the window of each pass,
+            so that the trace recorded from an engine can be replayed.
         mask_token_id: id of the mask; needed where masks are fed.
+        measure: what is compared with the threshold.
+
+    Raises:
+        UserError: decoding takes more passes than ``num_masks`` gives windows for.
     """
     committed, passes = list(prompt), list[list[int]]()
-    window = num_masks if threshold < 1.0 else 0
-    banned = torch.tensor(sorted(special.never_emitted), dtype=torch.long)
-    while sum(map(len, passes)) < max_tokens:
+    banned = torch.tensor(sorted(special.never_emitted), dtype=torch.long, device=model.device)
+    while (num_output := len(committed) - len(prompt)) < max_tokens:
+        window = _window(num_masks, len(passes)) if threshold < 1.0 else 0
         masks = [] if window == 0 else [mask_token_id] * window
-        logits = model(input_ids=torch.tensor([committed + masks]), use_cache=False).logits[0]
+        ids = torch.tensor([committed + masks], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0]
         logits = logits[len(committed) - 1 :]  # [window + 1, vocabulary]
         proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
-        sure = confidence(logits, proposed)
+        sure = confidence(logits, proposed, measure).cpu()
         count = num_accepted(sure[None], torch.tensor([threshold]), torch.tensor([window + 1]))
-        accepted = proposed[: int(count)].tolist()
-        accepted = accepted[: max_tokens - sum(map(len, passes))]
+        accepted = proposed[: int(count)].tolist()[: max_tokens - num_output]
         ends = [i for i, token in enumerate(accepted) if token in special.eos]
         passes.append(accepted[: ends[0] + 1] if ends else accepted)
         committed += passes[-1]
         if ends:
             break
     return Decoded(passes)
+
+
+def _window(num_masks: int | Sequence[int], index: int) -> int:
+    """Window of a pass."""
+    if isinstance(num_masks, int):
+        return num_masks
+    if index >= len(num_masks):
+        raise UserError(
+            f"num_masks: windows of {len(num_masks)} passes are given and decoding takes more; "
+            "record the whole trace or lower max_tokens"
+        )
+    return num_masks[index]

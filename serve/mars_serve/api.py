@@ -19,9 +19,10 @@ from mars_platform.checkpoint import Checkpoint
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
-from mars_serve.engine.loop import EngineDied, QueueFull
+from mars_serve.engine.loop import EngineDied, QueueFull, RequestFailed
 from mars_serve.engine.request import DecodingOptions, EngineStatus, StepOutput
 from mars_serve.engine.request import Request as EngineRequest
+from mars_serve.engine.settings import CPU_PAGES
 from mars_serve.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -64,7 +65,10 @@ class ServedModel:
     @property
     def max_length(self) -> int:
         """Tokens of a request, prompt and output together, at the most."""
-        return min(self.checkpoint.max_length, self.settings.engine.capacity)
+        sizes = self.settings.engine
+        if sizes.num_pages is None and self.settings.num_gpus:
+            return self.checkpoint.max_length  # the replica takes what its GPU holds
+        return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * sizes.page_size)
 
 
 @dataclass
@@ -338,6 +342,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(
             503, "the replica has failed", code="not_ready", retry_after_s=_RETRY_AFTER_S
         )
+    if isinstance(error, RequestFailed):
+        return ApiError(500, "the model failed on this request", code="request_failed")
     return ApiError(500, f"internal error ({type(error).__name__})", code="internal_error")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +25,9 @@ _MAX_ONGOING = 100_000
 """Far above any batch: requests queue in the engine, the only place that knows its load."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class ModelReplica:
     """One engine with its thread."""
 
@@ -35,6 +39,7 @@ class ModelReplica:
             dtype=getattr(torch, settings.dtype),
             device="cuda" if settings.num_gpus else "cpu",
         )
+        engine.warm_up(_log_progress)
         self._loop = EngineLoop(engine)
 
     async def complete(self, request: Request) -> list[StepOutput]:
@@ -97,6 +102,11 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve once the replica is constructed."""
         return create_app(self._models)
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % 8 == 0:
+        _log.info("warm-up: %d of %d step sizes timed", done, total)
 
 
 def build_application(settings: ServeSettings) -> Application:

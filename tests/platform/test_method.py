@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mars_platform.method import confidence, num_accepted, visibility
+from mars_platform.mode import Confidence
 
 
 def accepted(confidences, threshold, num_proposed=None):
@@ -117,6 +118,80 @@ def test_confidence_is_computed_in_float32():
 def test_confidence_survives_huge_logits():
     logits = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
     assert confidence(logits, torch.tensor([0, 0])).tolist() == [1.0, 0.0]
+
+
+def plain_confidence(logits, token, measure):
+    """The definitions, in double precision."""
+    probabilities = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities /= probabilities.sum()
+    if measure is Confidence.PROBABILITY:
+        return probabilities[token]
+    if measure is Confidence.MARGIN:
+        return max(0.0, probabilities[token] - np.delete(probabilities, token).max())
+    some = probabilities[probabilities > 0]
+    return 1 + (some * np.log(some)).sum() / np.log(len(probabilities))
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@given(
+    hnp.arrays(np.float32, (2, 7), elements=st.floats(-30, 30, width=32)),
+    hnp.arrays(np.int64, (2,), elements=st.integers(0, 6)),
+)
+@settings(deadline=None, max_examples=100)
+def test_measures_equal_their_definitions(measure, logits, tokens):
+    found = confidence(torch.from_numpy(logits), torch.from_numpy(tokens), measure)
+    expected = [plain_confidence(*row, measure) for row in zip(logits, tokens, strict=True)]
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert ((found >= 0) & (found <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (Confidence.PROBABILITY, [0.5, 0.3, 0.2]),
+        (Confidence.MARGIN, [0.2, 0.0, 0.0]),
+        (Confidence.ENTROPY, [0.06277] * 3),  # H = 1.02965 of ln 3 = 1.09861
+    ],
+)
+def test_measures_known_values(measure, expected):
+    logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1) - 4.0
+    found = confidence(logits, torch.tensor([1, 2, 0]), measure)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_measures_at_their_ends():
+    flat, sharp = torch.zeros(1, 8), torch.tensor([[0.0, 1e4, 0.0, 0.0]])
+    for logits, expected in [(flat, {Confidence.PROBABILITY: 1 / 8}), (sharp, {})]:
+        for measure in Confidence:
+            value = expected.get(measure, 0.0 if logits is flat else 1.0)
+            found = confidence(logits, torch.tensor([1]), measure)
+            assert found.tolist() == pytest.approx([value], abs=1e-6)
+
+
+def test_entropy_of_ten_thousand_equal_tokens_is_not_below_zero():
+    found = confidence(torch.full((1, 10_007), 9.0), torch.tensor([0]), Confidence.ENTROPY)
+    assert 0 <= float(found) < 1e-5
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_impossible_tokens_count_for_nothing(measure, dtype):
+    logits = torch.tensor([[1.0, -torch.inf, 3.0, 2.0]], dtype=dtype)
+    finite = logits.float().clamp(min=-300)
+    found = confidence(logits, torch.tensor([2]), measure)
+    assert found.dtype == torch.float32
+    assert found.tolist() == confidence(finite, torch.tensor([2]), measure).tolist()
+    assert 0 < float(found) < 1
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@pytest.mark.parametrize("place", [0, 2])
+def test_damaged_logits_have_no_confidence(measure, place):
+    logits = torch.tensor([[1.0, 0.5, 3.0], [1.0, 0.5, 3.0]])
+    logits[0, place] = torch.nan
+    found = confidence(logits, torch.tensor([2, 2]), measure)
+    assert found.isnan().tolist() == [True, False]
 
 
 # --- visibility -----------------------------------------------------------------------------------

@@ -3,6 +3,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_platform.checkpoint import SpecialTokens
+from mars_platform.errors import UserError
+from mars_platform.method import confidence
+from mars_platform.mode import Confidence
 from mars_platform.reference import Decoded, decode
 
 MASK, PAD = 60, 0
@@ -30,7 +33,7 @@ def model():
     return Qwen2ForCausalLM(config).eval()
 
 
-def windowed(model, prompt, special=PLAIN, threshold=ALWAYS, max_tokens=24, num_masks=3):
+def windowed(model, prompt, special=PLAIN, threshold=ALWAYS, max_tokens=24, num_masks=3, **options):
     return decode(
         model,
         prompt,
@@ -39,6 +42,7 @@ def windowed(model, prompt, special=PLAIN, threshold=ALWAYS, max_tokens=24, num_
         threshold=threshold,
         num_masks=num_masks,
         mask_token_id=MASK,
+        **options,
     )
 
 
@@ -128,6 +132,45 @@ def test_passes_equal_plain_window_decoding(model, threshold):
             committed += tokens
         lengths |= {len(tokens) for tokens in decoded.passes}
     assert len(lengths) > 1  # runs of more than one length occurred
+
+
+def test_measure_decides_the_passes(model):
+    passes = {
+        measure: windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40, measure=measure).passes
+        for measure in Confidence
+    }
+    assert (
+        passes[Confidence.PROBABILITY]
+        == windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40).passes
+    )
+    for measure, decoded in passes.items():
+        committed = list(PROMPTS[0])
+        for tokens in decoded[:-1]:
+            with torch.no_grad():
+                ids = torch.tensor([committed + [MASK] * 3])
+                logits = model(input_ids=ids).logits[0, len(committed) - 1 :]
+            proposed = logits.index_fill(-1, torch.tensor([MASK, PAD]), -torch.inf).argmax(-1)
+            passing = [float(c) >= 0.25 for c in confidence(logits, proposed, measure)[1:]]
+            run = [*passing, False].index(False)
+            assert tokens == proposed[: 1 + run].tolist()
+            committed += tokens
+    assert len({str(decoded) for decoded in passes.values()}) == len(Confidence)
+
+
+def test_windows_of_each_pass_are_followed(model, fed):
+    decoded = windowed(model, PROMPTS[0], max_tokens=12, num_masks=[0, 3, 1, 5])
+    assert [len(tokens) for tokens in decoded.passes] == [1, 4, 2, 5]
+    assert [ids.count(MASK) for ids in fed] == [0, 3, 1, 5]
+
+
+def test_one_window_for_all_passes_is_the_same_as_a_list_of_it(model):
+    free = windowed(model, PROMPTS[0], threshold=0.3)
+    assert windowed(model, PROMPTS[0], threshold=0.3, num_masks=[3] * len(free.passes)) == free
+
+
+def test_too_few_windows_are_refused(model):
+    with pytest.raises(UserError, match="num_masks: windows of 2 passes"):
+        windowed(model, PROMPTS[0], max_tokens=9, num_masks=[3, 3])
 
 
 def test_lowest_threshold_takes_the_whole_window(model):

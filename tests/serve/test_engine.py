@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -17,9 +15,7 @@ from mars_platform.checkpoint import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import DecodingOptions, FinishReason, Request
-from mars_serve.engine.scheduler import Scheduler, Work
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({PAD, MASK}))
@@ -276,10 +272,10 @@ def test_masks_leave_no_keys_or_values(
     assert request.finish_reason is None
     keys, values = _cached(model, request.tokens[: request.num_stored])
     for stored, expected in (
-        (engine._runner.storage.keys, keys),
-        (engine._runner.storage.values, values),
+        (engine._attention.keys, keys),
+        (engine._attention.values, values),
     ):
-        own = stored[:, request.pages].flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
+        own = stored[:, request.pages].transpose(2, 3).flatten(1, 2)  # [layers, slots, kv_heads, d]
         torch.testing.assert_close(own[:, : request.num_stored], expected, rtol=1e-4, atol=1e-4)
         assert own[:, : request.num_stored].abs().sum() > 0
         assert own[:, request.num_stored :].abs().sum() == 0
@@ -391,129 +387,7 @@ def test_longest_request_fits(tiny_model: Models, make_engine: Engines) -> None:
     assert passes[request.id] == oracle(model, request, ENDLESS)
 
 
-# Pages
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60))
-def test_pool_keeps_integrity(operations: list[tuple[bool, int]]) -> None:
-    pool, held = PagePool(16, page_size=4), list[list[int]]()
-    for takes, number in operations:
-        if takes and number <= pool.num_free:
-            held.append(pool.allocate(number))
-            assert len(held[-1]) == number
-        elif not takes and number < len(held):
-            pages = held.pop(number)
-            pool.release(pages)
-            assert pages == []
-        pool.check_integrity(held)
-        assert pool.num_free == 16 - sum(map(len, held))
-
-
-def test_pool_detects_a_leaked_page() -> None:
-    pool = PagePool(8, page_size=4)
-    pages = pool.allocate(3)
-    with pytest.raises(AssertionError, match="leaked or shared"):
-        pool.check_integrity([pages[:-1]])
-
-
-def test_pool_detects_a_page_held_twice() -> None:
-    pool = PagePool(8, page_size=4)
-    pages = pool.allocate(3)
-    with pytest.raises(AssertionError, match="leaked or shared"):
-        pool.check_integrity([pages, pages[:1]])
-
-
-def test_pool_detects_a_page_released_twice() -> None:
-    pool = PagePool(8, page_size=4)
-    pages = pool.allocate(3)
-    pool.release(list(pages))
-    with pytest.raises(AssertionError, match="leaked or shared"):
-        pool.check_integrity([pages])
-
-
-def test_pool_never_gives_more_than_it_has() -> None:
-    pool = PagePool(4, page_size=4)
-    with pytest.raises(AssertionError):
-        pool.allocate(5)
-    assert pool.num_free == 4
-
-
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_pages_for(tokens: int, pages: int) -> None:
-    assert PagePool(4, page_size=4).pages_for(tokens) == pages
-
-
-# Scheduler
-
-
-def make_scheduler(max_batch: int = 4, max_positions: int = 20, window: int = 4) -> Scheduler:
-    pool = PagePool(64, page_size=4)
-    return Scheduler(pool, max_batch=max_batch, max_positions=max_positions, window=window)
-
-
-def apply(scheduler: Scheduler, work: Work, num_accepted: int) -> None:
-    """What the engine does after a step, without a model."""
-    request = work.request
-    request.num_stored += work.num_tokens
-    if work.reads_logits:
-        rest = request.options.max_tokens - request.num_output
-        request.tokens += [7] * min(num_accepted, work.num_masks + 1, rest)
-        if request.num_output == request.options.max_tokens:
-            scheduler.finish(request)
-
-
-_WORKLOADS = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0.5, 1.0])),
-    min_size=1,
-    max_size=12,
-)
-
-
-@settings(deadline=None)
-@given(_WORKLOADS, st.integers(1, 8), st.integers(5, 40), st.integers(0, 4), st.randoms())
-def test_every_step_keeps_the_rules(
-    workload: list[tuple[int, int, float]],
-    max_batch: int,
-    max_positions: int,
-    window: int,
-    source: random.Random,
-) -> None:
-    scheduler = make_scheduler(max_batch, max_positions, window)
-    for index, (length, max_tokens, threshold) in enumerate(workload):
-        scheduler.add(one_request(length, max_tokens, threshold=threshold, name=str(index)))
-    while scheduler.running or scheduler.waiting:
-        works = scheduler.schedule()
-        assert works, "requests remain and nothing moves"
-        assert len(scheduler.running) <= max_batch
-        assert sum(work.num_tokens + work.num_masks for work in works) <= max_positions
-        assert len({work.request.id for work in works}) == len(works)
-        for work in works:
-            _check_work(work, window)
-        for work in works:
-            apply(scheduler, work, source.randint(1, window + 1))
-    assert scheduler.pool.num_free == 64
-
-
-def _check_work(work: Work, window: int) -> None:
-    assert 1 <= work.num_tokens <= work.request.num_unstored
-    if work.reads_logits:
-        assert work.num_tokens == work.request.num_unstored
-        assert work.num_masks == work.request.num_masks(window), "a window is never cut short"
-    else:
-        assert work.num_masks == 0
-        assert work.num_tokens < work.request.num_unstored
-
-
-def test_admission_is_first_come_first_served() -> None:
-    scheduler = make_scheduler()
-    for name, length in (("a", 150), ("b", 120), ("c", 2)):  # of 256 tokens, a and b do not fit
-        scheduler.add(one_request(length, 10, name=name))
-    scheduler.schedule()
-    assert [request.id for request in scheduler.running] == ["a"]
-    assert [request.id for request in scheduler.waiting] == ["b", "c"]
-    scheduler.finish(scheduler.running[0])
-    scheduler.schedule()
-    assert [request.id for request in scheduler.running] == ["b", "c"]
+# Scheduling
 
 
 @pytest.mark.parametrize("long_comes_first", [False, True])
@@ -533,22 +407,3 @@ def test_a_long_prompt_is_chunked_while_others_advance(
         assert 0 < long.num_stored - before <= engine.settings.max_positions
         num_steps += 1
     assert num_steps >= 4  # 200 tokens, 65 positions a step
-
-
-@pytest.mark.parametrize(
-    ("mode", "threshold", "num_output", "expected"),
-    [
-        (Mode.THRESHOLD, 0.5, 0, 4),
-        (Mode.THRESHOLD, 0.5, 5, 4),
-        (Mode.THRESHOLD, 0.5, 7, 2),
-        (Mode.THRESHOLD, 0.5, 9, 0),
-        (Mode.THRESHOLD, 1.0, 0, 0),
-        (Mode.AR, 0.5, 0, 0),
-    ],
-)
-def test_no_mask_is_fed_in_vain(
-    mode: Mode, threshold: float, num_output: int, expected: int
-) -> None:
-    request = Request("one", [5, 6], DecodingOptions(10, mode, threshold))
-    request.tokens += [7] * num_output
-    assert request.num_masks(window=4) == expected

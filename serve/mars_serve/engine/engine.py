@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+
 import torch
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
-from mars_serve.engine.forward import ModelRunner
+from mars_serve.engine.attention import KeyValueShape
+from mars_serve.engine.choose import choose_attention
+from mars_serve.engine.forward import Accepted, ModelRunner
+from mars_serve.engine.graphs import CudaCapture, GraphSizes
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
-from mars_serve.engine.scheduler import Scheduler
-from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.scheduler import Scheduler, Work
+from mars_serve.engine.settings import CPU_PAGES, EngineSettings
+from mars_serve.engine.warm_up import measure_steps
+from mars_serve.engine.window import WindowChooser
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAILURES = 3
+"""Steps in a row that may fail altogether before the engine itself is held to be broken."""
 
 
 class Engine:
@@ -28,27 +41,53 @@ class Engine:
         model: PreTrainedModel | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        draw_accepted: Callable[[Request, int], int] | None = None,
     ) -> None:
-        """Load a checkpoint's weights (or take over ``model``) and reserve its pages."""
+        """Load a checkpoint's weights (or take over ``model``) and reserve its pages.
+
+        Args:
+            checkpoint: what to decode with.
+            settings: sizes.
+            model: a model to take over instead of loading; its attention and linear layers change.
+            dtype: of the weights to load.
+            device: where to run.
+            draw_accepted: given a request and how many tokens are proposed for it, says how many
+                are accepted, instead of the method's rule. For measuring steps with untrained
+                weights.
+
+        Raises:
+            UserError: the weights cannot be loaded, or the pages do not fit.
+        """
         metadata = checkpoint.metadata
         self.checkpoint = checkpoint
-        self.settings = settings
         self.window = metadata.block_size if metadata else 0
-        self._pool = PagePool(settings.num_pages, settings.page_size)
+        weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
+        shape = KeyValueShape.of(weights.config)
+        self.num_pages = _num_pages(settings, shape, weights)
+        self.settings = settings
+        self._vocabulary = weights.get_input_embeddings().weight.shape[0]
+        self._pool = PagePool(self.num_pages, settings.page_size)
         self._scheduler = Scheduler(
             self._pool,
             max_batch=settings.max_batch,
             max_positions=settings.max_positions,
             window=self.window,
+            reuse_prefixes=settings.reuse_prefixes,
+        )
+        self._attention = choose_attention(
+            weights, settings, num_pages=self.num_pages, max_masks=self.window
         )
         self._runner = ModelRunner(
-            (model or load_model(checkpoint.path, dtype=dtype)).to(device),
+            weights,
+            self._attention,
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
-            num_pages=settings.num_pages,
-            page_size=settings.page_size,
+            batch_invariant=settings.batch_invariant,
+            draw_accepted=draw_accepted,
         )
         self._requests: dict[str, Request] = {}
+        self._chooser: WindowChooser | None = None
+        self._num_failures = 0
 
     @property
     def has_work(self) -> bool:
@@ -57,16 +96,50 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """How full the engine is."""
+        num_running = len(self._scheduler.running)
         return EngineStatus(
             num_requests=len(self._requests),
+            num_running=num_running,
+            num_waiting=len(self._requests) - num_running,
             num_pages=self._pool.num_pages,
             num_free_pages=self._pool.num_free,
+            num_reused_tokens=self._scheduler.num_reused_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
         )
 
     @property
     def max_length(self) -> int:
         """Tokens of a request, prompt and output together, at the most."""
-        return min(self.checkpoint.max_length, self.settings.capacity)
+        return min(self.checkpoint.max_length, self.num_pages * self.settings.page_size)
+
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Run steps of the sizes to come and, by their times, let windows adapt to the batch.
+
+        Args:
+            on_progress: called with the steps that are done and their number.
+        """
+        assert not self.has_work, "warm up before the first request"
+        if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
+            self._runner.capture(self._graph_sizes(), CudaCapture(), on_progress)
+        times = measure_steps(
+            self._runner.run,
+            self._pool,
+            max_batch=self.settings.max_batch,
+            max_positions=self.settings.max_positions,
+            max_length=self.max_length,
+            window=self.window,
+            on_progress=on_progress,
+        )
+        if self.window and self.settings.adaptive_windows:
+            self._chooser = WindowChooser(times, self.window)
+
+    def _graph_sizes(self) -> GraphSizes:
+        return GraphSizes(
+            max_rows=self.settings.max_batch,
+            max_masks=self.window,
+            max_positions=self.settings.max_positions,
+            max_pages=self._pool.pages_for(self.max_length),
+        )
 
     def add(self, request: Request) -> None:
         """Take a request in; see `check` for what is refused."""
@@ -83,6 +156,11 @@ class Engine:
         """
         if not request.tokens:
             raise UserError("prompt: it has no tokens; give at least one")
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
+            raise UserError(
+                f"prompt: token ids must lie between 0 and {self._vocabulary - 1}, the model's "
+                "vocabulary; use the model's own tokenizer"
+            )
         if request.max_length > self.max_length:
             raise UserError(
                 f"max_tokens: {request.num_prompt} prompt tokens and {request.options.max_tokens} "
@@ -97,21 +175,28 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its pages; one that has ended already is no error."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None:
-            request.finish_reason = FinishReason.CANCELLED
-            self._scheduler.finish(request)
+            self._end(request, FinishReason.CANCELLED)
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass for every scheduled request and commit what was accepted."""
-        works = self._scheduler.schedule()
-        if not works:
-            return []
+        """Run one forward pass for every scheduled request and commit what was accepted.
+
+        A request whose own share of the pass fails is ended with `FinishReason.ERROR`; the others
+        go on.
+
+        Raises:
+            RuntimeError: pass after pass fails for every request.
+        """
+        works = self._scheduler.schedule(self._choose if self._chooser else None)
         outputs = []
-        for work, accepted in zip(works, self._runner.run(works), strict=True):
-            work.request.num_stored += work.num_tokens
+        for work, result in zip(works, self._run(works), strict=True):
+            if isinstance(result, Exception):
+                outputs.append(self._fail(work.request, result))
+                continue
+            self._scheduler.stored(work)
             if work.reads_logits:
-                outputs.append(self._commit(work.request, accepted))
+                outputs.append(self._commit(work, result))
         return outputs
 
     def check_integrity(self) -> None:
@@ -120,20 +205,97 @@ class Engine:
         Raises:
             AssertionError: one does.
         """
-        self._pool.check_integrity(request.pages for request in self._requests.values())
-        assert all(not request.pages for request in self._scheduler.waiting)
+        self._scheduler.check_integrity()
 
-    def _commit(self, request: Request, accepted: list[int]) -> StepOutput:
-        accepted = accepted[: request.options.max_tokens - request.num_output]
+    def _choose(self, rows: list[Request]) -> list[int]:
+        """Masks of the rows that leave them to the engine, beside all others that run."""
+        assert self._chooser is not None
+        asked, running = set(rows), self._scheduler.running
+        others = [request for request in running if request not in asked]
+        prompts = sum(max(0, request.num_unstored - self.window - 1) for request in running)
+        windows = self._chooser.choose(
+            rows + others, other_positions=min(prompts, self.settings.max_positions)
+        )
+        return windows[: len(rows)]
+
+    def _run(self, works: Sequence[Work]) -> list[Accepted | Exception]:
+        """Run a step; where it raises, find out whose share does."""
+        if not works:
+            return []
+        results = self._run_or_halve(works)
+        if all(isinstance(result, Exception) for result in results):
+            self._num_failures += 1
+            if len(works) > 1 or self._num_failures >= _MAX_FAILURES:
+                raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
+        else:
+            self._num_failures = 0
+        return results
+
+    def _run_or_halve(self, works: Sequence[Work]) -> list[Accepted | Exception]:
+        try:
+            return [_checked(result) for result in self._runner.run(works)]
+        except Exception as error:
+            if len(works) == 1:
+                _log.exception("the forward pass of request %s failed", works[0].request.id)
+                return [error]
+            middle = len(works) // 2
+            return self._run_or_halve(works[:middle]) + self._run_or_halve(works[middle:])
+
+    def _commit(self, work: Work, result: Accepted) -> StepOutput:
+        request = work.request
+        if self._chooser is not None:
+            self._chooser.observe(request, work.num_masks, len(result.tokens))
+        accepted = result.tokens[: request.options.max_tokens - request.num_output]
         ends = [i for i, token in enumerate(accepted) if token in self.checkpoint.special.eos]
         if ends:
             accepted = accepted[: ends[0] + 1]
         request.tokens += accepted
         if ends:
-            request.finish_reason = FinishReason.STOP
+            self._end(request, FinishReason.STOP)
         elif request.num_output >= request.options.max_tokens:
-            request.finish_reason = FinishReason.LENGTH
-        if request.finish_reason is not None:
-            del self._requests[request.id]
+            self._end(request, FinishReason.LENGTH)
+        return StepOutput(
+            request.id,
+            accepted,
+            request.finish_reason,
+            num_masks=work.num_masks,
+            confidences=result.confidences[: len(accepted)],
+        )
+
+    def _fail(self, request: Request, error: Exception) -> StepOutput:
+        self._attention.recover()
+        self._end(request, FinishReason.ERROR)
+        return StepOutput(request.id, [], request.finish_reason, error=str(error))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        del self._requests[request.id]
+        if reason is FinishReason.ERROR:
+            self._scheduler.discard(request)
+        else:
             self._scheduler.finish(request)
-        return StepOutput(request.id, accepted, request.finish_reason)
+        if self._chooser is not None:
+            self._chooser.forget(request.id)
+
+
+def _checked(result: Accepted) -> Accepted | Exception:
+    """A row whose logits are not numbers has failed; its neighbours have not."""
+    if result.confidences and result.confidences[0] != result.confidences[0]:
+        return ArithmeticError("the model's output is not a number for this request")
+    return result
+
+
+def _num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
+    if settings.num_pages is not None:
+        return settings.num_pages
+    if model.device.type != "cuda":
+        return CPU_PAGES
+    free, _ = torch.cuda.mem_get_info(model.device)
+    page_bytes = shape.elements_per_token * settings.page_size * model.dtype.itemsize
+    num_pages: int = int(free * settings.memory_fraction) // page_bytes
+    if num_pages < 1:
+        raise UserError(
+            f"engine.memory_fraction: {free / 2**20:.0f} MiB are free beside the weights, less "
+            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or a smaller model"
+        )
+    return num_pages

@@ -11,13 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import EngineStatus, Request, StepOutput
+from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 
 _log = logging.getLogger(__name__)
 
 
 class EngineDied(RuntimeError):
     """The engine's thread has ended on an error; the replica must be replaced."""
+
+
+class RequestFailed(RuntimeError):
+    """The forward pass of this request failed; others are not affected."""
 
 
 class QueueFull(RuntimeError):
@@ -72,6 +76,7 @@ class EngineLoop:
         Raises:
             UserError: the request can never run.
             QueueFull: too many requests wait already.
+            RequestFailed: its own forward pass failed.
             EngineDied: the engine failed, before or meanwhile.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
@@ -84,6 +89,8 @@ class EngineLoop:
                     finished = True
                     raise output
                 finished = output.finish_reason is not None
+                if output.finish_reason is FinishReason.ERROR:
+                    raise RequestFailed(output.error)
                 yield output
         finally:
             if not finished:

@@ -1,44 +1,147 @@
-"""Fixed-size pages of key/value storage and who holds them. Knows no model and no request."""
+"""Fixed-size pages of key/value storage: who holds them, and which content they hold.
+
+A page whose tokens are all stored can be registered under a key of its content. It is then found
+by other requests with the same leading tokens, also after its last holder let go of it: it stays
+until its space is needed, least recently used first. Knows no model and no request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain
+
+_KEY_BYTES = 16
+
+
+def root_key(tenant: str) -> bytes:
+    """Parent of a tenant's first pages; two tenants' pages never have the same key."""
+    return blake2b(tenant.encode(), digest_size=_KEY_BYTES, person=b"tenant").digest()
+
+
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Key of a full page: what it holds depends on its tokens and, by ``parent``, all before."""
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
 
 
 class PagePool:
-    """Hands out page numbers; a page is free or held by exactly one owner."""
+    """Counts the references on each page and finds pages by the key of their content.
+
+    A page without references is plain free or, where it is registered, cached. Both can be
+    allocated: the cached ones once no plain free one is left.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._cached = OrderedDict[int, None]()  # least recently used first
+        self._page_of = dict[bytes, int]()
+        self._key_of = dict[int, bytes]()
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+        """Pages that can be allocated: nobody holds them."""
+        return len(self._free) + len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free pages; the caller has checked that there are as many."""
-        assert count <= len(self._free), "allocation without admission check"
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken
+        """Take one reference on each of ``count`` free pages; the caller knows that they exist."""
+        assert count <= self.num_free, "allocation without a check of num_free"
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Take one reference on each page of the longest leading run of ``keys`` that is stored."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self._hold(page)
+            pages.append(page)
+        return pages
+
+    def register(self, page: int, key: bytes) -> int:
+        """Say what a held page holds, now that it is full, and return the page to go on with.
+
+        Where another page holds the same, that one is returned with a reference taken, and the
+        reference on ``page`` is dropped.
+        """
+        assert self._references[page] > 0, "a page is registered by who holds it"
+        known = self._page_of.setdefault(key, page)
+        if known == page:
+            assert self._key_of.setdefault(page, key) == key, "a full page never changes"
+        else:
+            self._hold(known)
+            self._drop(page)
+        return known
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take back what held pages were registered under: nobody finds them from now on."""
+        for page in pages:
+            assert self._references[page] > 0, "a page is forgotten by who holds it"
+            if page in self._key_of:
+                del self._page_of[self._key_of.pop(page)]
 
     def release(self, pages: list[int]) -> None:
-        """Give pages back and empty the caller's list."""
-        self._free.extend(pages)
-        pages.clear()
+        """Drop one reference on each page and empty the caller's list.
+
+        The last page goes first, so that a prefix is evicted from its end: pages whose beginning
+        is gone could not be found any more.
+        """
+        while pages:
+            self._drop(pages.pop())
+
+    def num_released(self, held: Iterable[list[int]]) -> int:
+        """Pages that would become free if all these lists were released."""
+        counts = Counter(chain.from_iterable(held))
+        return sum(self._references[page] == count for page, count in counts.items())
+
+    def key_of(self, page: int) -> bytes | None:
+        """What the page is registered under, or None."""
+        return self._key_of.get(page)
 
     def check_integrity(self, held: Iterable[list[int]]) -> None:
-        """Prove that the free and the held pages are each page exactly once.
+        """Prove that each page is free, cached or held, and held as often as it is referenced.
 
         Raises:
-            AssertionError: a page leaked or is held twice.
+            AssertionError: a page leaked or is held by mistake, or the index is wrong.
         """
-        seen = sorted([*self._free, *(page for pages in held for page in pages)])
-        assert seen == list(range(self.num_pages)), f"pages leaked or shared by mistake: {seen}"
+        counts = Counter(chain.from_iterable(held))
+        places = sorted([*self._free, *self._cached, *counts])
+        assert places == list(range(self.num_pages)), f"pages leaked or shared by mistake: {places}"
+        assert all(counts[page] == n for page, n in enumerate(self._references)), (
+            f"pages leaked or shared by mistake: {self._references} references, held {counts}"
+        )
+        assert {page: key for key, page in self._page_of.items()} == self._key_of
+        assert len(self._page_of) == len(self._key_of)
+        assert self._key_of.keys().isdisjoint(self._free), "a free page is registered"
+        assert self._key_of.keys() >= self._cached.keys(), "a cached page is not registered"
+
+    def _hold(self, page: int) -> None:
+        if self._references[page] == 0:
+            del self._cached[page]
+        self._references[page] += 1
+
+    def _drop(self, page: int) -> None:
+        assert self._references[page] > 0, "a page is released more often than it is held"
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page

@@ -1,15 +1,21 @@
-"""Decides what each request feeds into the next step. Knows no tensor.
+"""Decides what each request feeds into the next step, and which requests hold pages. No tensor.
 
 There are no phases: every running request gets the positions it can use, the rest of its prompt
-in chunks or its unstored tokens plus masks, under one budget of positions a step.
+in chunks or its unstored tokens plus masks, under one budget of positions a step. Requests are
+ordered by priority, then by arrival. Pages are held for committed tokens only; where they run
+out, the last request in order gives its own up and waits again.
+
+The first running request in order gets work in every step, and whatever pages it needs. So every
+request whose longest possible length fits the pool ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mars_serve.engine.pages import PagePool
+from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
 
 
@@ -23,66 +29,282 @@ class Work:
     reads_logits: bool
     """Whether the share reaches the cursor, so that the step proposes tokens."""
 
+    @property
+    def num_positions(self) -> int:
+        """Positions of the step that it takes."""
+        return self.num_tokens + self.num_masks
+
 
 class Scheduler:
-    """First come, first served; a request is admitted once its worst case fits the free pages."""
+    """Admits, chunks and preempts requests, and finds what they can share.
 
-    def __init__(self, pool: PagePool, *, max_batch: int, max_positions: int, window: int) -> None:
+    Between two steps the engine may add and finish requests. A step is `schedule`, the forward
+    pass, then `stored` for each work whose keys and values were written. A work that is not
+    reported as stored (its step failed) is scheduled again.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_batch: int,
+        max_positions: int,
+        window: int,
+        reuse_prefixes: bool = True,
+    ) -> None:
+        """Share ``pool`` out; ``window`` is the model's block size, 0 where it has none."""
         assert max_positions > window, "one row and its window must fit a step"
         self.pool = pool
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.window = window
-        self.waiting: deque[Request] = deque()
+        self.reuse_prefixes = reuse_prefixes
+        self.waiting: list[Request] = []  # in order, as is `running`
         self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_reused_tokens = 0
+        """Tokens found stored, over all admissions and while prompts were being fed."""
+        self._num_arrived = 0
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        insort(self.waiting, request, key=_order)
 
     def finish(self, request: Request) -> None:
-        """Forget a request, wherever it stands, and free its pages."""
+        """Forget a request, wherever it stands, and release its pages."""
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
         self.pool.release(request.pages)
 
-    def schedule(self) -> list[Work]:
-        """Work of the next step: running requests in order of arrival, then admitted ones.
+    def discard(self, request: Request) -> None:
+        """`finish` a request whose pages may hold what is not to be reused."""
+        self.pool.forget(request.pages)
+        self.finish(request)
 
-        Decoding requests go first, so that a long prompt never holds the others up by more than
-        what the budget leaves for its chunk.
+    def schedule(self, choose: Callable[[list[Request]], list[int]] | None = None) -> list[Work]:
+        """Work of the next step, in order; each request's pages suffice for it.
+
+        Args:
+            choose: gives the masks of each of the running requests that leave them to the
+                engine. Without it they get the full window.
         """
         self._admit()
-        budget = self.max_positions
-        works = []
-        for request in sorted(self.running, key=lambda item: item.num_unstored > self.window + 1):
-            work = self._share(request, budget)
-            if work is not None:
-                works.append(work)
-                budget -= work.num_tokens + work.num_masks
-        return works
+        for request in self.running:
+            if self._in_prefill(request):
+                self.num_reused_tokens += self._match(request)
+        return self._give_pages(self._plan(self._num_masks(choose), may_shrink=choose is not None))
+
+    def stored(self, work: Work) -> None:
+        """Note that a work's tokens are stored, and share the pages that became full."""
+        request = work.request
+        first = request.num_stored // self.pool.page_size
+        request.num_stored += work.num_tokens
+        if self.reuse_prefixes:
+            last = request.num_stored // self.pool.page_size
+            for index, key in enumerate(self._keys(request, first, last), start=first):
+                request.pages[index] = self.pool.register(request.pages[index], key)
+
+    def check_integrity(self) -> None:
+        """Prove that no page leaks, is shared by mistake or holds what its key does not say.
+
+        Raises:
+            AssertionError: one does.
+        """
+        self.pool.check_integrity(request.pages for request in self.running)
+        assert all(not request.pages and not request.num_stored for request in self.waiting)
+        assert self.running == sorted(self.running, key=_order)
+        assert self.waiting == sorted(self.waiting, key=_order)
+        for request in self.running:
+            most = self.pool.pages_for(len(request.tokens))
+            assert self.pool.pages_for(request.num_stored) <= len(request.pages) <= most
+            keys = self._keys(request, 0, request.num_stored // self.pool.page_size)
+            for page, key in zip(request.pages, keys, strict=False):
+                assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
+
+    # Who runs
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch:
-            needed = self.pool.pages_for(self.waiting[0].max_length)
-            if needed > self.pool.num_free:
-                return
-            request = self.waiting.popleft()
-            request.pages = self.pool.allocate(needed)
-            self.running.append(request)
+        """Admit waiting requests in order until one does not fit: nobody overtakes it.
 
-    def _share(self, request: Request, budget: int) -> Work | None:
-        """Work within ``budget`` positions, or None.
-
-        A row reaches its cursor with its whole window or not at all: a window cut short by its
-        neighbours' needs would make its output depend on them.
+        A request fits if free pages remain for the committed tokens of all that run, and one
+        more each. It preempts requests of lower priority if, and only if, it fits then.
         """
-        num_masks = request.num_masks(self.window)
-        if request.num_unstored + num_masks <= budget:
-            return Work(request, request.num_unstored, num_masks, reads_logits=True)
-        num_tokens = min(request.num_unstored - 1, budget)
-        if num_tokens < 1:
+        while self.waiting:
+            request = self.waiting[0]
+            priority = -request.options.priority
+            num_kept = bisect_right(self.running, priority, key=lambda item: _order(item)[0])
+            if num_kept == self.max_batch:
+                return
+            num_reused = self._match(request)
+            if not self._fits(request, num_kept):
+                self._let_go(request)
+                return
+            del self.waiting[0]
+            while not self._fits(request, len(self.running)):
+                self._preempt_last()
+            insort(self.running, request, key=_order)
+            self.num_reused_tokens += num_reused
+            if request.num_preemptions == 0:
+                request.num_reused = num_reused
+
+    def _fits(self, request: Request, num_kept: int) -> bool:
+        """Whether a request could run beside the first ``num_kept`` of those that run now."""
+        kept, others = self.running[:num_kept], self.running[num_kept:]
+        num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
+        return num_kept < self.max_batch and self._num_lacking([*kept, request]) <= num_free
+
+    def _num_lacking(self, requests: Iterable[Request]) -> int:
+        """Pages that the committed tokens, and one more each, need beyond those held."""
+        pages_for = self.pool.pages_for
+        return sum(pages_for(len(item.tokens) + 1) - len(item.pages) for item in requests)
+
+    def _preempt_last(self) -> None:
+        request = self.running.pop()
+        self._let_go(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=_order)
+
+    def _let_go(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.num_stored = 0
+
+    # What is shared
+
+    def _keys(self, request: Request, start: int, stop: int) -> list[bytes]:
+        """Keys of a request's pages from ``start`` to before ``stop``, all full."""
+        keys, size = request.page_keys, self.pool.page_size
+        for index in range(len(keys), stop):
+            parent = keys[-1] if keys else root_key(request.tenant)
+            keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
+        return keys[start:stop]
+
+    def _match(self, request: Request) -> int:
+        """Take over stored pages that continue a request's own; return how many tokens they hold.
+
+        At least the last token stays unstored: what follows it is read from its own forward pass.
+        """
+        size = self.pool.page_size
+        if not self.reuse_prefixes or request.num_stored % size:
+            return 0
+        first, last = request.num_stored // size, (len(request.tokens) - 1) // size
+        pages = self.pool.match(self._keys(request, first, last))
+        unused = request.pages[first:]  # of a work that was not stored
+        request.pages[first:] = pages
+        self.pool.release(unused)
+        request.num_stored += len(pages) * size
+        return len(pages) * size
+
+    def _next_key(self, request: Request) -> bytes | None:
+        """Key of the page that a request computes next, where it could take over another's."""
+        index, inside = divmod(request.num_stored, self.pool.page_size)
+        last = (len(request.tokens) - 1) // self.pool.page_size
+        if not self.reuse_prefixes or inside or index >= last:
             return None
-        return Work(request, num_tokens, num_masks=0, reads_logits=False)
+        return self._keys(request, index, index + 1)[0]
+
+    def _computed_keys(self, work: Work) -> list[bytes]:
+        """Keys of the pages that a work computes, in whole or in part."""
+        if not self.reuse_prefixes:
+            return []
+        request, size = work.request, self.pool.page_size
+        end = self.pool.pages_for(request.num_stored + work.num_tokens)
+        full = len(request.tokens) // size
+        return self._keys(request, request.num_stored // size, min(end, full))
+
+    # What is fed
+
+    def _in_prefill(self, request: Request) -> bool:
+        """Whether more is unstored than one step's acceptance can leave."""
+        return request.num_unstored > self.window + 1
+
+    def _num_masks(self, choose: Callable[[list[Request]], list[int]] | None) -> dict[Request, int]:
+        windows = dict.fromkeys(self.running, self.window)
+        if choose is not None:
+            needy = [request for request in self.running if request.options.needs_masks]
+            adaptive = [request for request in needy if request.options.window is None]
+            if adaptive:
+                windows.update(zip(adaptive, choose(adaptive), strict=True))
+        return {request: request.num_masks(window) for request, window in windows.items()}
+
+    def _plan(self, num_masks: dict[Request, int], *, may_shrink: bool) -> dict[Request, Work]:
+        """Share the step's positions out: to decoding requests first, then to prompts, in order.
+
+        So a long prompt never holds the decoding ones up. Where the first request in order is
+        still in its prompt, one position is set aside for it.
+
+        A prompt whose next page an earlier one computes in this step is passed over: it finds
+        that page later. So requests that come together compute a common prefix once.
+
+        With ``may_shrink``, windows that were left to the engine give way to the budget. Others are
+        fed whole or not at all: one cut short by its neighbours' needs would make its output
+        depend on them.
+        """
+
+        def share(request: Request, budget: int) -> Work | None:
+            masks = num_masks[request]
+            if may_shrink and request.options.window is None:
+                masks = max(0, min(masks, budget - request.num_unstored))
+            return _share(request, masks, budget)
+
+        prompts = [request for request in self.running if self._in_prefill(request)]
+        decoding = [request for request in self.running if not self._in_prefill(request)]
+        set_aside = 1 if prompts and prompts[0] is self.running[0] else 0
+        plan = dict[Request, Work]()
+        budget = self.max_positions - set_aside
+        for request in decoding:
+            if work := share(request, budget):
+                plan[request] = work
+                budget -= work.num_positions
+        budget += set_aside
+        computed = set[bytes]()
+        for request in prompts:
+            if self._next_key(request) in computed:
+                continue
+            if work := share(request, budget):
+                plan[request] = work
+                budget -= work.num_positions
+                computed.update(self._computed_keys(work))
+        return plan
+
+    def _give_pages(self, plan: dict[Request, Work]) -> list[Work]:
+        """Allocate each work's pages, in order of the requests, and return what can run.
+
+        Where pages run out, the last running request is preempted. That is one whose turn has
+        not come yet or, at the last, the request itself: nothing that has its pages loses them.
+        """
+        works: list[Work] = []
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            work = plan.get(request)
+            if work is not None:
+                end = self.pool.pages_for(request.num_stored + work.num_tokens)
+                missing = max(0, end - len(request.pages))
+                if missing > self.pool.num_free:
+                    self._preempt_last()
+                    continue
+                request.pages += self.pool.allocate(missing)
+                works.append(work)
+            index += 1
+        return works
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.options.priority, request.arrival
+
+
+def _share(request: Request, num_masks: int, budget: int) -> Work | None:
+    """Work of a request within ``budget`` positions, up to its cursor with all masks if they fit,
+    or None.
+    """
+    if request.num_unstored + num_masks <= budget:
+        return Work(request, request.num_unstored, num_masks, reads_logits=True)
+    num_tokens = min(request.num_unstored - 1, budget)
+    if num_tokens < 1:
+        return None
+    return Work(request, num_tokens, num_masks=0, reads_logits=False)

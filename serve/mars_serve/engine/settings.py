@@ -6,22 +6,35 @@ from pydantic import Field
 
 from mars_platform.config import Settings
 
+CPU_PAGES = 2048
+"""Pages of a pool in main memory whose size is not given."""
+
 
 class EngineSettings(Settings):
     """Sizes of one engine."""
 
     page_size: int = Field(default=16, ge=1, le=1024)
     """Tokens a page."""
-    num_pages: int = Field(default=2048, ge=1)
-    """Pages in the pool; all requests' prompts and outputs share them."""
+    num_pages: int | None = Field(default=None, ge=1)
+    """Pages in the pool; all requests' prompts and outputs share them. By default, what
+    ``memory_fraction`` leaves on a GPU, and 2048 on a CPU."""
+    memory_fraction: float = Field(default=0.85, gt=0, lt=1)
+    """Share of a GPU's free memory, once the weights are loaded, that the pool takes."""
     max_batch: int = Field(default=32, ge=1)
     """Requests that run at once."""
     max_positions: int = Field(default=1024, ge=65)
     """Positions a step may feed: prompt chunks, unstored tokens and masks together."""
     max_requests: int = Field(default=1024, ge=1)
     """Requests that may run and wait at once; further ones are refused."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the pages hold."""
-        return self.num_pages * self.page_size
+    reuse_prefixes: bool = True
+    """Keep the pages of finished requests while there is room, and start requests of the same
+    tenant whose prompts begin alike from them."""
+    adaptive_windows: bool = True
+    """Choose the masks of each row by what they gain and what a step costs here; otherwise always
+    feed the whole block."""
+    cuda_graphs: bool = True
+    """On a GPU, capture decoding steps as CUDA graphs at start, where attention reads pages in
+    place."""
+    batch_invariant: bool = False
+    """Compute in fixed shapes, so that a request's numbers do not depend on its neighbours down to
+    the last bit. Slower."""

@@ -1,0 +1,98 @@
+"""What one step feeds, laid out for the forward pass. Plain integers: knows no tensor, no device.
+
+The rows of a step (one a request) lie side by side, each its committed tokens and then its masks.
+A place is an index into that line, padded at its end to a length that recurs: matrix libraries and
+captured graphs prepare themselves once for each length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mars_serve.engine.scheduler import Work
+
+_EXACT_UP_TO = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's places in a step."""
+
+    start: int
+    """Its first place."""
+    num_stored: int
+    """Tokens whose keys and values are in its pages."""
+    num_tokens: int
+    num_masks: int
+    pages: list[int]
+    """Pages of its stored tokens and of those that it feeds."""
+    reads_logits: bool
+
+    @property
+    def length(self) -> int:
+        """Places that it takes."""
+        return self.num_tokens + self.num_masks
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's input."""
+
+    ids: list[int]  # [places]
+    positions: list[int]  # [places], position ids; 0 for padding
+    rows: list[Row]
+    num_places: int
+    """Places in use; ids and positions may be longer."""
+
+    @property
+    def reads(self) -> list[int]:
+        """Places whose logits are read: each reading row's last committed token and its masks."""
+        places: list[int] = []
+        for row in self.rows:
+            if row.reads_logits:
+                cursor = row.start + row.num_tokens - 1
+                places += range(cursor, cursor + row.num_masks + 1)
+        return places
+
+
+def bucket(count: int) -> int:
+    """The padded length of ``count`` places: few lengths, and at most a quarter more."""
+    if count <= _EXACT_UP_TO:
+        return count
+    step = max(2, 1 << ((count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+def build_batch(
+    works: Sequence[Work], mask_token_id: int | None, multiple_of: int = 1
+) -> StepBatch:
+    """Lay out a step.
+
+    Args:
+        works: each request's share, in order.
+        mask_token_id: id of the mask; needed where masks are fed.
+        multiple_of: pad the places to a multiple of this, besides to their bucket.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    rows = []
+    for work in works:
+        request, begin = work.request, work.request.num_stored
+        row = Row(
+            start=len(ids),
+            num_stored=begin,
+            num_tokens=work.num_tokens,
+            num_masks=work.num_masks,
+            pages=request.pages,
+            reads_logits=work.reads_logits,
+        )
+        ids += request.tokens[begin : begin + work.num_tokens]
+        if work.num_masks:
+            assert mask_token_id is not None
+            ids += [mask_token_id] * work.num_masks
+        positions += range(begin, begin + row.length)
+        rows.append(row)
+    num_places = len(ids)
+    padding = -(-bucket(num_places) // multiple_of) * multiple_of - num_places
+    return StepBatch(ids + [0] * padding, positions + [0] * padding, rows, num_places)

@@ -1,0 +1,136 @@
+"""Linear layers in the layout that this machine multiplies fastest. Knows no attention, no step.
+
+On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
+poorly on some machines. oneDNN keeps a weight in a packed layout of its own (the one that
+``torch.compile`` freezes weights into); for each shape of a layer, both ways are timed at load and
+the faster is kept. On other devices nothing is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
+
+_TIMED_ROWS = (1, 4, 16, 64)
+"""Rows of the timed products: one-token decoding of small and large batches, and windows."""
+_REPEATS = 7
+_PACKED_FOR_ROWS = 32
+"""Rows that oneDNN picks the layout for; it serves others as well (measured)."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradients whose weight lies in oneDNN's packed layout."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = _pack(linear.weight.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            inputs, self._packed, self.bias, "none", [], ""
+        )
+        return output
+
+
+class TiledLinear(nn.Module):
+    """A linear layer that multiplies ``tile`` rows at a time, whatever it is given.
+
+    Matrix libraries pick their summation order by the shape of the product; with one shape only,
+    a row's result does not depend on how many rows stand beside it.
+    """
+
+    def __init__(self, linear: nn.Linear | PackedLinear, tile: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.linear, self.tile = linear, tile
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        rows = inputs.reshape(-1, self.in_features)
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % self.tile))
+        outputs = torch.cat([self.linear(part) for part in torch.split(padded, self.tile)])
+        return outputs[: len(rows)].view(*inputs.shape[:-1], self.out_features)
+
+
+def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
+    """Swap, in place, each linear layer on the CPU for its packed form where that is faster.
+
+    Without ``timed`` it is taken to be, so that the choice is the same at each load.
+    """
+    packs: dict[tuple[int, int], bool] = {}
+    for parent, name, linear in _linears(model, (nn.Linear,)):
+        shape = (linear.out_features, linear.in_features)
+        if shape not in packs:
+            packs[shape] = _can_pack(linear) and (not timed or _is_faster_packed(linear))
+        if packs[shape]:
+            setattr(parent, name, PackedLinear(linear))
+    packed = [f"{rows}x{columns}" for (rows, columns), chosen in packs.items() if chosen]
+    _log.info("packed linear layers: %s", ", ".join(packed) or "none")
+
+
+def tile_linears(model: nn.Module, tile: int) -> None:
+    """Make, in place, every linear layer multiply in products of ``tile`` rows."""
+    for parent, name, linear in _linears(model, (nn.Linear, PackedLinear)):
+        setattr(parent, name, TiledLinear(linear, tile))
+
+
+def _linears(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...]
+) -> list[tuple[nn.Module, str, Any]]:
+    """The layers of exactly these kinds, each with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) in kinds
+    ]
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return packed
+
+
+def _can_pack(linear: nn.Linear) -> bool:
+    if linear.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        _pack(linear.weight.detach()[:1])
+    except (AttributeError, RuntimeError) as error:  # no such operator, or not for this type here
+        _log.info("weights stay unpacked: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _is_faster_packed(linear: nn.Linear) -> bool:
+    packed = PackedLinear(linear)
+    ratios = []
+    for rows in _TIMED_ROWS:
+        inputs = linear.weight.new_ones(rows, linear.in_features)
+        plain_s, packed_s = _alternate(partial(linear, inputs), partial(packed, inputs))
+        ratios.append(packed_s / plain_s)
+    return sum(ratios) < len(ratios)
+
+
+def _alternate(*actions: Callable[[], object]) -> list[float]:
+    """Least seconds that each action took, run in turn."""
+    best = [float("inf")] * len(actions)
+    for _ in range(_REPEATS):
+        for index, action in enumerate(actions):
+            begin = time.perf_counter()
+            action()
+            best[index] = min(best[index], time.perf_counter() - begin)
+    return best

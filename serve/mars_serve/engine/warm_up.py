@@ -1,0 +1,95 @@
+"""Times steps of made-up requests, so that windows can be chosen by what they cost here.
+
+Knows the runner only as a function, and nothing of what the model computes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from mars_serve.engine.pages import PagePool
+from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.scheduler import Work
+from mars_serve.engine.window import StepTimes
+
+_REPEATS = 5
+_GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Positions that are timed: closely at first, where a step's time may even fall as they grow."""
+_SHORT, _LONG = 16, 512
+"""Stored tokens of each row, by which the cost of reading them is told apart."""
+
+
+def measure_steps(
+    run: Callable[[Sequence[Work]], object],
+    pool: PagePool,
+    *,
+    max_batch: int,
+    max_positions: int,
+    max_length: int,
+    window: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> StepTimes:
+    """Seconds of a step over (positions, stored tokens), each the median of a few runs.
+
+    A stored token is taken to cost the same in every step, since what its reading costs does not
+    depend on the positions as long as they are few; it is measured on a full batch.
+
+    Args:
+        run: runs a step; waits for its results.
+        pool: with all its pages free; they are free again afterwards.
+        max_batch: rows of a step at the most.
+        max_positions: positions of a step at the most.
+        max_length: tokens of a row at the most.
+        window: masks of a row at the most.
+        on_progress: called with the steps that are done and their number.
+    """
+    max_batch = min(max_batch, pool.num_free // pool.pages_for(2 * window + 1))
+    assert max_batch > 0, "the pool holds a row with its window"
+    largest = min(max_positions, max_batch * (2 * window + 1))
+    positions = [places for places in _GRID if places < largest] + [largest]
+    room = min(pool.num_free // max_batch * pool.page_size, max_length) - 2 * window - 1
+    short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
+    shapes = [(max_batch, long), (max_batch, short), *((places, short) for places in positions)]
+    seconds = []
+    for done, (places, stored) in enumerate(shapes, start=1):
+        works = _works(pool, places, min(places, max_batch), stored, window)
+        seconds.append(_time(run, works))
+        for work in works:
+            pool.release(work.request.pages)
+        if on_progress is not None:
+            on_progress(done, len(shapes))
+    difference = max_batch * (long - short)
+    per_token = max(0.0, seconds[0] - seconds[1]) / difference if difference else 0.0
+    bare = [
+        max(time_s - per_token * min(places, max_batch) * short, 0.0)
+        for places, time_s in zip(positions, seconds[2:], strict=True)
+    ]
+    most = max_batch * max(long, 1)
+    rows = tuple((time_s, time_s + per_token * most) for time_s in bare)
+    return StepTimes(tuple(positions), (0, most), rows)
+
+
+def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: int) -> list[Work]:
+    """Rows that share ``places`` positions evenly, as far as possible as masks."""
+    works = []
+    for row in range(num_rows):
+        length = places // num_rows + (row < places % num_rows)
+        num_masks = min(window, length - 1)
+        num_tokens = length - num_masks
+        request = Request("warm-up", [0] * (num_stored + num_tokens), DecodingOptions(1))
+        request.num_stored = num_stored
+        request.pages = pool.allocate(pool.pages_for(num_stored + num_tokens))
+        works.append(Work(request, num_tokens, num_masks, reads_logits=True))
+    return works
+
+
+def _time(run: Callable[[Sequence[Work]], object], works: Sequence[Work]) -> float:
+    run(works)  # prepares this shape
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        run(works)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
