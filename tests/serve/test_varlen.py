@@ -21,7 +21,7 @@ from mars_serve.engine.batch import build_batch
 from mars_serve.engine.choose import choose_attention
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.forward import ModelRunner
-from mars_serve.engine.paged_kernel import load_kernel, refusal, varlen_available
+from mars_serve.engine.paged_kernel import PagedKernel, load_kernel, refusal, varlen_available
 from mars_serve.engine.plain_kernel import plain_kernel, plain_varlen_attn
 from mars_serve.engine.request import DecodingOptions, FinishReason, Request
 from mars_serve.engine.scheduler import Work
@@ -164,12 +164,10 @@ def cached(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def test_what_is_no_number_stays_in_its_row_and_leaves_its_pages(
-    tiny_model: Models, make_engine: Engines
-) -> None:
+def test_what_is_no_number_stays_in_its_row(tiny_model: Models, make_engine: Engines) -> None:
     model = tiny_model("qwen2")
     engine = make_engine(model, SPECIAL, num_pages=300)
-    attention = read_in_place(engine)
+    read_in_place(engine)
     with torch.no_grad():
         engine._runner.model.get_input_embeddings().weight[POISONED] = torch.nan
     requests = ragged_requests(6)
@@ -178,6 +176,109 @@ def test_what_is_no_number_stays_in_its_row_and_leaves_its_pages(
     assert requests[2].finish_reason is FinishReason.ERROR
     for request in requests[:2] + requests[3:]:
         assert passes[request.id] == oracle(model, request)
+
+
+# One step
+
+
+class Step:
+    """One step of rows of (stored, tokens, masks), with random numbers, and a row's pages apart."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int, int]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        page_size: int = 4,
+    ) -> None:
+        torch.manual_seed(0)
+        self.sizes = {"dtype": dtype, "device": device}
+        self.page_size, most = page_size, 1 + max(sum(row) for row in rows) // page_size
+        works = []
+        for index, (stored, tokens, masks) in enumerate(rows):
+            request = Request(str(index), [5] * (stored + tokens), DecodingOptions(9))
+            request.num_stored = stored
+            request.pages = [index + len(rows) * page for page in range(most)]
+            works.append(Work(request, tokens, masks, reads_logits=True))
+        self.batch = build_batch(works, MASK)
+        places = len(self.batch.ids)
+        self.query = torch.randn(places, 8, 64, **self.sizes)
+        self.key, self.value = torch.randn(2, places, 2, 64, **self.sizes)
+        self.num_pages = len(rows) * most
+        self.pages = torch.randn(2, self.num_pages + 1, page_size, 2, 64, **self.sizes)
+
+    def attend(self, kernel: PagedKernel) -> tuple[Tensor, VarlenAttention]:
+        attention = VarlenAttention(
+            KeyValueShape(num_layers=1, num_heads=2, head_dim=64),
+            num_query_heads=8,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            kernel=kernel,
+            **self.sizes,
+        )
+        attention.keys[0], attention.values[0] = self.pages
+        plan = attention.plan(self.batch)
+        output = attention.attend(0, self.query, self.key, self.value, 0.125, plan)
+        return output[: self.batch.num_places], attention
+
+    def expected(self) -> Tensor:
+        """Of each row by itself: what is stored, then causally what it feeds."""
+        outputs = []
+        for row in self.batch.rows:
+            own = slice(row.start, row.start + row.length)
+            keys, values = (
+                torch.cat([pages[row.pages].flatten(0, 1)[: row.num_stored], fresh[own]])
+                .float()
+                .transpose(0, 1)
+                for pages, fresh in zip(self.pages, (self.key, self.value), strict=True)
+            )
+            seen = torch.ones(row.length, keys.shape[1], device=keys.device).tril(row.num_stored)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                self.query[own].float().transpose(0, 1),
+                keys,
+                values,
+                attn_mask=seen.bool(),
+                scale=0.125,
+                enable_gqa=True,
+            )
+            outputs.append(output.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("needs_key_starts", [False, True])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(7, 1, 4), (0, 70, 0), (9, 3, 0), (16, 90, 2), (0, 2, 1), (5, 66, 0)],
+        [(0, 65, 0), (0, 64, 0)],
+        [(0, 1, 0)],
+        [(3, 80, 4)],
+    ],
+)
+def test_a_step_equals_dense_attention(
+    rows: list[tuple[int, int, int]], needs_key_starts: bool
+) -> None:
+    step = Step(rows, torch.device("cpu"))
+    output, attention = step.attend(plain_kernel(needs_key_starts=needs_key_starts))
+    torch.testing.assert_close(output, step.expected())
+    for row in step.batch.rows:
+        end, fed = row.num_stored + row.num_tokens, slice(row.start, row.start + row.num_tokens)
+        for stored, fresh in ((attention.keys[0], step.key), (attention.values[0], step.value)):
+            assert stored[row.pages].flatten(0, 1)[row.num_stored : end].equal(fresh[fed])
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_no_row_attends_to_its_neighbours(bad: int) -> None:
+    step = Step([(0, 2, 1), (5, 1, 4), (9, 66, 0), (0, 8, 3)], torch.device("cpu"))
+    row = step.batch.rows[bad]
+    own = slice(row.start, row.start + row.length)
+    for part in (step.query, step.key, step.value):
+        part[own] = torch.nan
+    step.pages[:, row.pages] = torch.nan
+    output, attention = step.attend(plain_kernel())
+    assert output[own].isnan().all()
+    assert output.isnan().any(-1).any(-1).sum() == row.length
+    attention.recover()
     assert attention.keys.isfinite().all()
     assert attention.values.isfinite().all()
 
@@ -244,31 +345,12 @@ def on_gpu() -> torch.device:
 
 @needs_gpu
 @pytest.mark.parametrize("stored", [0, 1, 255, 256, 700])
-def test_a_gpu_kernel_equals_plain_torch(stored: int) -> None:
+def test_a_gpu_kernel_equals_dense_attention(stored: int) -> None:
     device = on_gpu()
-    torch.manual_seed(0)
-    shape = KeyValueShape(num_layers=1, num_heads=2, head_dim=64)
-    kernels = load_kernel(device), plain_kernel(needs_key_starts=True)
-    outputs = []
-    works = []
-    for row, (length, masks) in enumerate([(stored, 4), (3, 0), (0, 2), (600, 7)]):
-        request = Request(str(row), [5] * (length + 80), DecodingOptions(9))
-        request.num_stored, request.pages = length, [4 * row + i for i in range(4)]
-        works.append(Work(request, 80 if row == 1 else 3, masks, reads_logits=True))
-    batch = build_batch(works, MASK)
-    sizes = {"dtype": torch.bfloat16, "device": device}
-    query = torch.randn(len(batch.ids), 8, 64, **sizes)
-    key, value = torch.randn(2, len(batch.ids), 2, 64, **sizes)
-    pages = torch.randn(2, 1, 17, PAGE, 2, 64, **sizes)
-    for kernel in kernels:
-        attention = VarlenAttention(
-            shape, num_query_heads=8, num_pages=16, page_size=PAGE, kernel=kernel, **sizes
-        )
-        attention.keys.copy_(pages[0])
-        attention.values.copy_(pages[1])
-        outputs.append(attention.attend(0, query, key, value, 0.125, attention.plan(batch)))
-    used = slice(batch.num_places)
-    torch.testing.assert_close(outputs[0][used], outputs[1][used], rtol=2e-2, atol=2e-2)
+    step = Step([(stored, 3, 4), (3, 80, 0), (0, 3, 2), (600, 70, 7)], device, torch.bfloat16, PAGE)
+    torch.testing.assert_close(
+        step.attend(load_kernel(device))[0].float(), step.expected(), rtol=2e-2, atol=2e-2
+    )
 
 
 @needs_gpu

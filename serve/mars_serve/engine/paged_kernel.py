@@ -2,9 +2,9 @@
 
 Source: ``torch.nn.attention.varlen``, its kernels ``torch.nn.attention._fa3`` and ``_fa4``, and
 FlashAttention's own checks. FlashAttention 2, which torch carries, reads pages of a multiple of 256
-tokens, wants cumulative key lengths beside the page table, and goes wrong when it splits the keys
-of several rows (pytorch issue 194167). FlashAttention 3 takes pages of any size and refuses those
-lengths; it runs on compute capability 9 only and comes in a package of its own.
+tokens, wants cumulative key lengths beside the page table, and must not split a row's keys: it then
+misplaces the results of all rows but the first. FlashAttention 3 takes pages of any size and
+refuses those lengths; it runs on compute capability 9 only and comes in a package of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """What a paged attention kernel computes, spelled out in plain torch: the oracle of the fast ones.
 
-Slow, and exact on any device in any float type. It is as unhelpful as a kernel may be where a query
-has no key: what it returns there is no number.
+Slow; computes in float32 on any device. It is as unhelpful as a kernel may be where a query has no
+key: what it returns there is no number.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def plain_varlen_attn(
     output = torch.full_like(query, torch.nan)
     lse = query.new_full(query.shape[1::-1], torch.inf, dtype=torch.float32)
     starts = cu_seq_q.tolist()
-    for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (begin, end) in enumerate(pairwise(starts)):
         keys, values = (
             _of_row(part, row, cu_seq_k, seqused_k, block_table) for part in (key, value)
         )
@@ -51,16 +53,15 @@ def plain_varlen_attn(
         if begin == end or not len(keys):
             continue
         keys, values = (
-            part.repeat_interleave(query.shape[1] // part.shape[1], dim=1)
+            part.float().repeat_interleave(query.shape[1] // part.shape[1], dim=1)
             for part in (keys, values)
         )
-        scores = torch.einsum("qhd,khd->hqk", query[begin:end], keys).float() * scale
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), keys) * scale
         if window_size == (-1, 0):
             hidden = torch.ones_like(scores[0], dtype=torch.bool)
             scores = scores.masked_fill(hidden.triu(1 + len(keys) - (end - begin)), -torch.inf)
         lse[:, begin:end] = scores.logsumexp(-1)
-        weights = scores.softmax(-1).to(values.dtype)
-        output[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
+        output[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return output, lse
 
 

@@ -14,23 +14,36 @@ _ALIGNMENT = 8
 def stage(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors from the host to a device, all at once.
 
-    For a GPU they go through pinned memory, so that the host does not wait. That memory comes from
-    torch's caching allocator, which hands it out again only when the copy is through.
+    They go through pinned memory, so that the host does not wait. That memory comes from torch's
+    caching allocator, which hands it out again only when the copy is through.
 
     Args:
         tensors: on the CPU, of any types and shapes.
-        device: where to.
+        device: where to; on the CPU nothing is copied.
 
     Returns:
-        Tensors of the same types, shapes and values; all are views of one.
+        Tensors of the same types, shapes and values.
     """
-    used = [tensor.numel() * tensor.itemsize for tensor in tensors]
-    sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in used]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, size, tensor in zip(torch.split(packed, sizes), used, tensors, strict=True):
-        part[:size].copy_(tensor.flatten().view(torch.uint8))
-    parts = torch.split(packed.to(device, non_blocking=True), sizes)
+    if device.type == "cpu":
+        return list(tensors)
+    return unpack(pack(tensors, pinned=True).to(device, non_blocking=True), tensors)
+
+
+def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
+    """The bytes of tensors side by side: uint8 [bytes]."""
+    packed = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pinned)
+    for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+        part.copy_(tensor)
+    return packed
+
+
+def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What `pack` made of tensors, as views of their types and shapes."""
     return [
-        part[:size].view(tensor.dtype).view(tensor.shape)
-        for part, size, tensor in zip(parts, used, tensors, strict=True)
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(torch.split(packed, [*map(_room, tensors)]), tensors, strict=True)
     ]
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -63,7 +63,7 @@ def measure_steps(
     difference = max_batch * (long - short)
     per_token = max(0.0, seconds[0] - seconds[1]) / difference if difference else 0.0
     bare = [
-        max(time_s - per_token * min(places, max_batch) * short, 0.0)
+        max(time_s - per_token * min(places, max_batch) * short, time_s / 2)  # noise has limits
         for places, time_s in zip(positions, seconds[2:], strict=True)
     ]
     most = max_batch * max(long, 1)

@@ -1,0 +1,158 @@
+"""Where the time of an engine's step goes, as a table and as a flame graph.
+
+    python bench/step_profile.py --untrained qwen2-100m --batch 16 --flame steps.svg
+    python bench/step_profile.py MODEL --batch 1 --mode ar
+
+The table comes from clocks around the engine's own functions; an indented line is part of the one
+above it. "outside the model" is all that is not the model's forward pass. The flame graph is drawn
+by py-spy (``pip install py-spy``) from samples of a second, longer run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mars_platform.mode import Mode
+from mars_serve.bench.contenders import build_engine
+from mars_serve.bench.models import trained_model, untrained_model
+from mars_serve.bench.workload import (
+    PAPER_ACCEPTANCE,
+    RaggedShape,
+    generated_requests,
+    read_acceptance,
+)
+from mars_serve.engine import forward
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import DecodingOptions, Request
+
+_SKIPPED_STEPS = 8
+"""Steps that feed the prompts and prepare kernels."""
+_SHAPE = RaggedShape(prompt=(64, 256), output=(256, 256))
+
+
+class Clock:
+    """Seconds spent in functions, callees included."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, owner: Any, name: str, label: str) -> None:
+        """Count what ``owner.name`` takes."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds[label] += time.perf_counter() - begin
+
+        setattr(owner, name, timed)
+
+
+def _engine(model: str | None, untrained: str | None, batch: int) -> tuple[Engine, list[Request]]:
+    if untrained is not None:
+        bench = untrained_model(untrained, torch.float32, "cpu", 0)
+        acceptance = read_acceptance(PAPER_ACCEPTANCE)
+    else:
+        assert model is not None, "name a model or give --untrained"
+        bench, acceptance = trained_model(model, torch.float32, "cpu").without_end(), None
+    shape = _SHAPE
+    if bench.checkpoint.max_length < 512:
+        shape = replace(shape, prompt=(8, 24), output=(64, 64))
+    vocabulary = range(4, bench.checkpoint.config.vocab_size - 1)
+    prompts = generated_requests(batch, shape, list(vocabulary), 0)
+    engine = build_engine(bench, prompts, batch, acceptance, 0)
+    return engine, [
+        Request(each.id, list(each.prompt), DecodingOptions(each.max_tokens)) for each in prompts
+    ]
+
+
+def _decode(engine: Engine, requests: list[Request], mode: Mode, clock: Clock) -> tuple[int, float]:
+    """Steps counted and what they took."""
+    for request in requests:
+        options = replace(request.options, mode=mode)
+        engine.add(replace(request, tokens=list(request.tokens), options=options))
+    for _ in range(_SKIPPED_STEPS):
+        engine.step()
+    clock.seconds.clear()
+    num_steps, begin = 0, time.perf_counter()
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    return num_steps, time.perf_counter() - begin
+
+
+def _watch(engine: Engine) -> Clock:
+    clock, runner = Clock(), engine._runner
+    clock.watch(engine._scheduler, "schedule", "schedule, windows included")
+    clock.watch(forward, "build_batch", "lay the batch out")
+    clock.watch(engine._attention, "plan", "plan attention")
+    clock.watch(runner.model, "forward", "model")
+    clock.watch(engine._attention, "attend", "  attention")
+    clock.watch(runner.model.lm_head, "forward", "  output layer")
+    clock.watch(forward, "accept", "accept")
+    clock.watch(forward, "unpack", "copy to the host")
+    clock.watch(engine._scheduler, "stored", "note what is stored")
+    return clock
+
+
+def _print(clock: Clock, num_steps: int, seconds: float, title: str) -> dict[str, float]:
+    per_step = {label: value / num_steps * 1e3 for label, value in clock.seconds.items()}
+    step = seconds / num_steps * 1e3
+    outside = step - per_step["model"]
+    known = sum(value for label, value in per_step.items() if not label.startswith(" "))
+    lines = {**per_step, "all else": step - known, "whole step": step, "outside the model": outside}
+    table = Table("part", "ms a step", "share", title=title)
+    for label, value in lines.items():
+        table.add_row(label, f"{value:.3f}", f"{value / step:.1%}")
+    Console().print(table)
+    return lines
+
+
+def _record(path: Path, arguments: list[str]) -> None:
+    command = ["py-spy", "record", "--rate", "200", "--format", "flamegraph", "-o", str(path), "--"]
+    subprocess.run([*command, sys.executable, *arguments], check=True)  # noqa: S603 - own command
+
+
+def main(
+    model: Annotated[str | None, typer.Argument()] = None,
+    untrained: Annotated[str | None, typer.Option()] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 16,
+    mode: Annotated[Mode | None, typer.Option(help="Else both.")] = None,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    flame: Annotated[Path | None, typer.Option(help="Draw a flame graph into this SVG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Profile the steps that decode a batch."""
+    torch.set_num_threads(threads)
+    engine, requests = _engine(model, untrained, batch)
+    clock, found = _watch(engine), {}
+    for each in [mode] if mode else [Mode.AR, Mode.THRESHOLD]:
+        num_steps, seconds = _decode(engine, requests, each, clock)
+        title = f"{untrained or model}, batch {batch}, {each}, {num_steps} steps"
+        found[each] = _print(clock, num_steps, seconds, title)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    if flame is not None:
+        source = [model] if model else ["--untrained", str(untrained)]
+        chosen = ["--mode", mode] if mode else []
+        sizes = ["--batch", str(batch), "--threads", str(threads)]
+        _record(flame, [__file__, *source, *sizes, *chosen])
+
+
+if __name__ == "__main__":
+    typer.run(main)
