@@ -16,6 +16,10 @@ from rich.console import Console
 from mars_platform import __version__
 from mars_platform.errors import Stopped, UserError
 
+_SPIN_COUNT = "20000"
+"""Turns that a CPU thread without work waits before it sleeps. Waking it costs more than a small
+model's operation, and with OpenMP's default of 300,000 a step can take ten times as long once other
+processes want its cores (both measured)."""
 _INTERRUPTED, _TERMINATED = 130, 143  # the shell's status for SIGINT and SIGTERM
 
 
@@ -62,6 +66,8 @@ def main() -> None:
     """Entry point of the ``marsray`` script."""
     if not sys.stderr.isatty():  # Hugging Face's bars are for terminals
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # OpenMP reads this when it is loaded, here and in Ray's workers; see the constant.
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     sys.exit(run(sys.argv[1:]))
 
 

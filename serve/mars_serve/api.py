@@ -68,7 +68,8 @@ class ServedModel:
         sizes = self.settings.engine
         if sizes.num_pages is None and self.settings.num_gpus:
             return self.checkpoint.max_length  # the replica takes what its GPU holds
-        return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * sizes.page_size)
+        page_size = sizes.page_size_on("cuda" if self.settings.num_gpus else "cpu")
+        return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * page_size)
 
 
 @dataclass

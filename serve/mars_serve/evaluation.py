@@ -162,8 +162,9 @@ def evaluation_engine(
         max_batch, (min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items)
     )
     window = checkpoint.metadata.block_size if checkpoint.metadata else 0
+    page_size = defaults.page_size_on(torch.device(device).type)
     settings = EngineSettings(
-        num_pages=max(sum(-(-length // defaults.page_size) for length in longest), 1),
+        num_pages=max(sum(-(-length // page_size) for length in longest), 1),
         max_batch=max_batch,
         # all rows decode in one step: each feeds up to window + 1 unstored tokens and its masks
         max_positions=max(defaults.max_positions, max_batch * (2 * window + 1)),

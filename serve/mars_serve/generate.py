@@ -58,7 +58,7 @@ def generate_once(
         max_tokens = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
     settings = EngineSettings(max_batch=1)
     settings = settings.model_copy(
-        update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size)}
+        update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )
     options = DecodingOptions(max_tokens, mode, 1.0 if mode is Mode.AR else threshold)
     engine = Engine(checkpoint, settings)

@@ -115,11 +115,19 @@ def test_an_engine_that_fails_for_everyone_raises(engine: Engine) -> None:
 
 def test_an_engine_that_goes_on_failing_raises(engine: Engine) -> None:
     """One request at a time, nobody else can tell whose fault it is."""
+    for index in range(3):
+        engine.add(Request(str(index), [RAISING, 5], DecodingOptions(2)))
+        if index < 2:
+            assert [output.finish_reason for output in engine.step()] == [FinishReason.ERROR]
     with pytest.raises(RuntimeError, match="fails for every request"):
-        for index in range(10):
-            engine.add(Request(str(index), [RAISING, 5], DecodingOptions(2)))
-            engine.step()
-    assert index == 2
+        engine.step()
+
+
+def test_a_step_that_works_clears_the_record(engine: Engine) -> None:
+    for index in range(8):
+        engine.add(Request(str(index), [RAISING if index % 2 else 4, 5], DecodingOptions(1)))
+        (output,) = engine.step()
+        assert (output.finish_reason is FinishReason.ERROR) == bool(index % 2)
 
 
 def test_ids_outside_the_vocabulary_are_refused(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""A request's numbers in company and alone: equal tokens, and equal bits where that is asked for."""
+"""A request's numbers in company and alone: equal tokens, and equal bits where asked for."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,10 +89,6 @@ def decode(
     steps cost where no trained weights are at hand. Its file holds {"tokens_per_forward": {"1":
     0.6, "2": 0.4}}: how often a pass gives so many tokens.
     """
-    # Spinning threads make a run many times slower once another process wants a core. The kernels
-    # read this when they are loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
     import torch
     from rich.console import Console
 

@@ -85,7 +85,8 @@ def build_engine(
         seed: of the draws from ``acceptance``.
     """
     defaults = EngineSettings()
-    pages = [-(-(len(r.prompt) + r.max_tokens) // defaults.page_size) for r in requests]
+    page_size = defaults.page_size_on(model.device)
+    pages = [-(-(len(r.prompt) + r.max_tokens) // page_size) for r in requests]
     metadata = model.checkpoint.metadata
     window = metadata.block_size if metadata else 0
     settings = EngineSettings(

@@ -15,7 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 def choose_attention(
-    model: PreTrainedModel, settings: EngineSettings, *, num_pages: int, max_masks: int
+    model: PreTrainedModel,
+    settings: EngineSettings,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_masks: int,
 ) -> Attention:
     """Pages for a model, read in place by a kernel where one can, and gathered elsewhere.
 
@@ -23,6 +28,7 @@ def choose_attention(
         model: on its device and in its type.
         settings: sizes.
         num_pages: of committed tokens.
+        page_size: tokens a page.
         max_masks: masks of a row at the most.
     """
     shape = KeyValueShape.of(model.config)
@@ -31,9 +37,7 @@ def choose_attention(
         # where a prompt is cut into chunks depends on its neighbours, and with it what is merged
         reason: str | None = "engine.batch_invariant is set"
     else:
-        reason = varlen_available(
-            device, dtype, page_size=settings.page_size, head_dim=shape.head_dim
-        )
+        reason = varlen_available(device, dtype, page_size=page_size, head_dim=shape.head_dim)
     if reason is None:
         kernel = load_kernel(device)
         _log.info("attention reads pages in place with %s", kernel.name)
@@ -41,7 +45,7 @@ def choose_attention(
             shape,
             num_query_heads=model.config.num_attention_heads,
             num_pages=num_pages,
-            page_size=settings.page_size,
+            page_size=page_size,
             dtype=dtype,
             device=device,
             kernel=kernel,
@@ -50,7 +54,7 @@ def choose_attention(
     return GatheredAttention(
         shape,
         num_pages=num_pages,
-        page_size=settings.page_size,
+        page_size=page_size,
         max_rows=settings.max_batch,
         max_masks=max_masks,
         dtype=dtype,

@@ -12,7 +12,7 @@ from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
 from mars_serve.engine.attention import KeyValueShape
 from mars_serve.engine.choose import choose_attention
-from mars_serve.engine.forward import Accepted, ModelRunner
+from mars_serve.engine.forward import Accepted, FailedLaunch, Launched, ModelRunner
 from mars_serve.engine.graphs import CudaCapture, GraphSizes
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
@@ -22,6 +22,8 @@ from mars_serve.engine.warm_up import measure_steps
 from mars_serve.engine.window import WindowChooser
 
 _log = logging.getLogger(__name__)
+
+Step = Launched | FailedLaunch
 
 _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""
@@ -63,10 +65,11 @@ class Engine:
         self.window = metadata.block_size if metadata else 0
         weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
         shape = KeyValueShape.of(weights.config)
-        self.num_pages = _num_pages(settings, shape, weights)
         self.settings = settings
+        self.page_size = settings.page_size_on(weights.device.type)
+        self.num_pages = _num_pages(settings, shape, weights)
         self._vocabulary = weights.get_input_embeddings().weight.shape[0]
-        self._pool = PagePool(self.num_pages, settings.page_size)
+        self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
             max_batch=settings.max_batch,
@@ -75,7 +78,11 @@ class Engine:
             reuse_prefixes=settings.reuse_prefixes,
         )
         self._attention = choose_attention(
-            weights, settings, num_pages=self.num_pages, max_masks=self.window
+            weights,
+            settings,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_masks=self.window,
         )
         self._runner = ModelRunner(
             weights,
@@ -88,6 +95,11 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._chooser: WindowChooser | None = None
         self._num_failures = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the caller has time to use between `begin_step` and `finish_step`."""
+        return bool(self._runner.model.device.type == "cuda")
 
     @property
     def has_work(self) -> bool:
@@ -110,7 +122,7 @@ class Engine:
     @property
     def max_length(self) -> int:
         """Tokens of a request, prompt and output together, at the most."""
-        return min(self.checkpoint.max_length, self.num_pages * self.settings.page_size)
+        return min(self.checkpoint.max_length, self.num_pages * self.page_size)
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Run steps of the sizes to come and, by their times, let windows adapt to the batch.
@@ -182,15 +194,35 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward pass for every scheduled request and commit what was accepted.
 
+        Raises:
+            RuntimeError: see `finish_step`.
+        """
+        return self.finish_step(self.begin_step())
+
+    def begin_step(self) -> Step | None:
+        """Schedule a step and start it; None where there is nothing to do.
+
+        On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
+        not cancelled.
+        """
+        works = self._scheduler.schedule(self._choose if self._chooser else None)
+        if not works:
+            return None
+        return self._launch(works)
+
+    def finish_step(self, step: Step | None) -> list[StepOutput]:
+        """Wait for a step and commit what was accepted.
+
         A request whose own share of the pass fails is ended with `FinishReason.ERROR`; the others
         go on.
 
         Raises:
             RuntimeError: pass after pass fails for every request.
         """
-        works = self._scheduler.schedule(self._choose if self._chooser else None)
+        if step is None:
+            return []
         outputs = []
-        for work, result in zip(works, self._run(works), strict=True):
+        for work, result in zip(step.works, self._results(step), strict=True):
             if isinstance(result, Exception):
                 outputs.append(self._fail(work.request, result))
                 continue
@@ -218,28 +250,35 @@ class Engine:
         )
         return windows[: len(rows)]
 
-    def _run(self, works: Sequence[Work]) -> list[Accepted | Exception]:
-        """Run a step; where it raises, find out whose share does."""
-        if not works:
-            return []
-        results = self._run_or_halve(works)
+    def _results(self, step: Step) -> list[Accepted | Exception]:
+        """What a step gave; where it raises, whose share does."""
+        results = self._wait_or_halve(step)
         if all(isinstance(result, Exception) for result in results):
             self._num_failures += 1
-            if len(works) > 1 or self._num_failures >= _MAX_FAILURES:
+            if len(results) > 1 or self._num_failures >= _MAX_FAILURES:
                 raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
         else:
             self._num_failures = 0
         return results
 
-    def _run_or_halve(self, works: Sequence[Work]) -> list[Accepted | Exception]:
+    def _wait_or_halve(self, step: Step) -> list[Accepted | Exception]:
+        """A failed step is run again in halves, down to single requests."""
+        works = step.works
         try:
-            return [_checked(result) for result in self._runner.run(works)]
+            return [_checked(result) for result in step.wait()]
         except Exception as error:
             if len(works) == 1:
                 _log.exception("the forward pass of request %s failed", works[0].request.id)
                 return [error]
-            middle = len(works) // 2
-            return self._run_or_halve(works[:middle]) + self._run_or_halve(works[middle:])
+        middle = len(works) // 2
+        halves = (self._launch(works[:middle]), self._launch(works[middle:]))
+        return [result for half in halves for result in self._wait_or_halve(half)]
+
+    def _launch(self, works: Sequence[Work]) -> Step:
+        try:
+            return self._runner.launch(works)
+        except Exception as error:
+            return FailedLaunch(works, error)
 
     def _commit(self, work: Work, result: Accepted) -> StepOutput:
         request = work.request
@@ -291,7 +330,8 @@ def _num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrained
     if model.device.type != "cuda":
         return CPU_PAGES
     free, _ = torch.cuda.mem_get_info(model.device)
-    page_bytes = shape.elements_per_token * settings.page_size * model.dtype.itemsize
+    page_size = settings.page_size_on(model.device.type)
+    page_bytes = shape.elements_per_token * page_size * model.dtype.itemsize
     num_pages: int = int(free * settings.memory_fraction) // page_bytes
     if num_pages < 1:
         raise UserError(

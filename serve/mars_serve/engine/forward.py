@@ -40,6 +40,34 @@ class Accepted:
 _NOTHING = Accepted([], [])
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that may still be running."""
+
+    works: Sequence[Work]
+    packed: Tensor | None
+    """What `accept` gave; None where no work reads logits."""
+
+    def wait(self) -> list[Accepted]:
+        """For each work, at least one token where it reads logits, and none elsewhere."""
+        if self.packed is None:
+            return [_NOTHING] * len(self.works)
+        accepted = iter(unpack(self.packed))  # the one copy to the host
+        return [Accepted(*next(accepted)) if work.reads_logits else _NOTHING for work in self.works]
+
+
+@dataclass(frozen=True)
+class FailedLaunch:
+    """A step that could not be started."""
+
+    works: Sequence[Work]
+    error: Exception
+
+    def wait(self) -> list[Accepted]:
+        """Raise what kept it from starting."""
+        raise self.error
+
+
 class ModelRunner:
     """Owns the model; its attention owns the pages."""
 
@@ -71,18 +99,18 @@ class ModelRunner:
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
 
-    @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Accepted]:
-        """Run one step.
+        """Run one step: `launch`, and wait for what it gives."""
+        return self.launch(works).wait()
 
-        Returns:
-            For each work, at least one token where it reads logits, and none elsewhere.
-        """
+    @torch.inference_mode()
+    def launch(self, works: Sequence[Work]) -> Launched:
+        """Start one step. On a GPU this returns while it runs."""
         batch = build_batch(works, self.mask_token_id, self._multiple_of)
         reading = [work for work in works if work.reads_logits]
         if not reading:
             self._forward(batch, [])
-            return [_NOTHING] * len(works)
+            return Launched(works, None)
         logits, tensors = self._forward(batch, _reads_on_host(reading))  # the one copy from it
         row, depth, num_proposed, thresholds, measures = tensors
         reads = Reads(
@@ -94,9 +122,7 @@ class ModelRunner:
             used=frozenset(work.request.options.confidence for work in reading),
             max_depth=max(work.num_masks for work in reading) + 1,
         )
-        packed = accept(logits, reads, self._banned, self._drawn(reading))
-        accepted = iter(unpack(packed))  # the one copy to the host
-        return [Accepted(*next(accepted)) if work.reads_logits else _NOTHING for work in works]
+        return Launched(works, accept(logits, reads, self._banned, self._drawn(reading)))
 
     def capture(
         self,

@@ -121,9 +121,15 @@ class EngineLoop:
             self._changed.notify()
 
     def _run(self) -> None:
+        outputs: list[StepOutput] = []
         try:
             while self._take_inbox():
-                self._deliver(self.engine.step())
+                step = self.engine.begin_step()
+                self._deliver(outputs)  # of the step before, while a GPU runs this one
+                outputs = self.engine.finish_step(step)
+                if not (self.engine.overlaps and self.engine.has_work):
+                    self._deliver(outputs)
+                    outputs = []
         except Exception:
             _log.exception("the engine failed")
         finally:

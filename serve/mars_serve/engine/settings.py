@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mars_platform.config import Settings
 
+_CPU_PAGE_SIZE, _GPU_PAGE_SIZE = 16, 256
 CPU_PAGES = 2048
 """Pages of a pool in main memory whose size is not given."""
 
@@ -13,8 +14,8 @@ CPU_PAGES = 2048
 class EngineSettings(Settings):
     """Sizes of one engine."""
 
-    page_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens a page."""
+    page_size: int | None = Field(default=None, ge=1, le=1024)
+    """Tokens a page. By default 16 on a CPU, and 256 on a GPU, whose kernels want a multiple."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages in the pool; all requests' prompts and outputs share them. By default, what
     ``memory_fraction`` leaves on a GPU, and 2048 on a CPU."""
@@ -38,3 +39,7 @@ class EngineSettings(Settings):
     batch_invariant: bool = False
     """Compute in fixed shapes, so that a request's numbers do not depend on its neighbours down to
     the last bit. Slower."""
+
+    def page_size_on(self, device: str) -> int:
+        """Tokens a page on a type of device."""
+        return self.page_size or (_GPU_PAGE_SIZE if device == "cuda" else _CPU_PAGE_SIZE)
