@@ -38,6 +38,7 @@ from mars_serve.engine import forward
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import DecodingOptions, Request
 
+_MODEL, _OUTPUT = "model up to its output layer", "output layer"
 _SKIPPED_STEPS = 8
 """Steps that feed the prompts and prepare kernels."""
 _SHAPE = RaggedShape(prompt=(64, 256), output=(256, 256))
@@ -101,9 +102,9 @@ def _watch(engine: Engine) -> Clock:
     clock.watch(engine._scheduler, "schedule", "schedule, windows included")
     clock.watch(forward, "build_batch", "lay the batch out")
     clock.watch(engine._attention, "plan", "plan attention")
-    clock.watch(runner.model, "forward", "model")
+    clock.watch(runner.model.base_model, "forward", _MODEL)
     clock.watch(engine._attention, "attend", "  attention")
-    clock.watch(runner.model.lm_head, "forward", "  output layer")
+    clock.watch(runner.model.get_output_embeddings(), "forward", _OUTPUT)
     clock.watch(forward, "accept", "accept")
     clock.watch(forward, "unpack", "copy to the host")
     clock.watch(engine._scheduler, "stored", "note what is stored")
@@ -113,7 +114,7 @@ def _watch(engine: Engine) -> Clock:
 def _print(clock: Clock, num_steps: int, seconds: float, title: str) -> dict[str, float]:
     per_step = {label: value / num_steps * 1e3 for label, value in clock.seconds.items()}
     step = seconds / num_steps * 1e3
-    outside = step - per_step["model"]
+    outside = step - per_step[_MODEL] - per_step[_OUTPUT]
     known = sum(value for label, value in per_step.items() if not label.startswith(" "))
     lines = {**per_step, "all else": step - known, "whole step": step, "outside the model": outside}
     table = Table("part", "ms a step", "share", title=title)

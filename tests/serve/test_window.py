@@ -155,7 +155,7 @@ def test_malformed_grids_are_refused(
 
 def teach(acceptance: Acceptance, row: Request, outcomes: Sequence[tuple[int, int]]) -> None:
     for num_masks, num_accepted in outcomes:
-        acceptance.advance()
+        acceptance.advance(1)
         acceptance.observe(row, num_masks, num_accepted)
 
 
@@ -179,7 +179,7 @@ def test_estimates_approach_each_depth_s_own_acceptance() -> None:
     acceptance, rows = Acceptance(3), make_rows(8)
     source, truth = np.random.default_rng(0), np.array([0.8, 0.3, 0.6])
     for _ in range(600):
-        acceptance.advance()
+        acceptance.advance(1)
         for row in rows:
             run = int(np.cumprod(source.random(3) < truth).sum())
             acceptance.observe(row, 3, run + 1)
@@ -223,7 +223,7 @@ def test_rows_of_unlike_luck_are_told_apart_and_evidence_fades() -> None:
     assert estimate(acceptance, good)[0] > 0.8
     assert estimate(acceptance, bad)[0] < 0.25
     for _ in range(20_000):
-        acceptance.advance()
+        acceptance.advance(1)
     assert estimate(acceptance, bad)[0] == pytest.approx(prior, abs=0.01)
 
 

@@ -23,7 +23,7 @@ _MAX_PART = 2**17
 
 @dataclass(frozen=True)
 class Reads:
-    """Which logits a step reads: every depth of each row that reaches its cursor, in any order."""
+    """Which logits a step reads: every depth of each row that reaches its cursor, in order."""
 
     row: Tensor
     """int64 [reads], row of each read, counted from 0."""
@@ -55,29 +55,31 @@ def accept(logits: Tensor, reads: Reads, banned: Tensor, counts: Tensor | None =
         counts: int64 [rows], 1 .. ``num_proposed``; replaces the acceptance rule where given.
 
     Returns:
-        int32 [rows, 1 + 2 * max_depth], for :func:`unpack`: the count, the token at each depth, and
-        the bits of the float32 confidence at each depth.
+        int32 [rows, 1 + 2 * max_depth], for :func:`unpack`: the count, and at each depth the token
+        and the bits of its float32 confidence.
     """
-    num_rows = reads.num_proposed.shape[0]
-    # a depth that a row does not propose is surely below its threshold
-    table = torch.full((num_rows, 1 + 2 * reads.max_depth), -1.0, device=logits.device)
-    packed = table.view(torch.int32)
-    values = torch.cat([_propose(*part, reads, banned) for part in _parts(logits, reads.row)])
-    packed[:, 1:].view(num_rows, 2, -1)[reads.row, :, reads.depth] = values
+    num_rows, depths = reads.num_proposed.shape[0], reads.max_depth
+    parts = [_propose(*part, reads, banned) for part in _parts(logits, reads.row)]
+    table = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(table) < num_rows * depths:
+        # a depth that a row does not propose is surely below its threshold
+        proposed, table = table, torch.full((num_rows, depths, 2), -1.0, device=logits.device)
+        table = table.view(torch.int32)
+        table[reads.row, reads.depth] = proposed
+    table = table.view(num_rows, depths, 2)
     if counts is None:
-        counts = _num_accepted(table[:, 1 + reads.max_depth :], reads.thresholds)
-    packed[:, 0] = counts
-    return packed
+        counts = _num_accepted(table[:, :, 1].view(torch.float32), reads.thresholds)
+    return torch.cat([counts.int()[:, None], table.flatten(1)], dim=1)
 
 
 def unpack(packed: Tensor) -> list[tuple[list[int], list[float]]]:
     """Accepted tokens of each row and their confidences, from what :func:`accept` returned."""
     packed = packed.cpu()
-    depths = (packed.shape[1] - 1) // 2
-    confidences = packed[:, 1 + depths :].view(torch.float32).tolist()
-    rows = packed[:, : 1 + depths].tolist()
+    rows = packed[:, 1::2].tolist()
+    confidences = packed[:, 2::2].view(torch.float32).tolist()
     return [
-        (row[1 : 1 + row[0]], sure[: row[0]]) for row, sure in zip(rows, confidences, strict=True)
+        (tokens[:count], sure[:count])
+        for count, tokens, sure in zip(packed[:, 0].tolist(), rows, confidences, strict=True)
     ]
 
 
@@ -111,6 +113,8 @@ def _confidences(log_probs: Tensor, tokens: Tensor, row: Tensor, reads: Reads) -
 
 def _num_accepted(sure: Tensor, thresholds: Tensor) -> Tensor:
     """`method.num_accepted` where what is not proposed has a confidence of -1: int64 [rows]."""
+    if sure.shape[1] == 1:
+        return torch.ones(len(sure), dtype=torch.long, device=sure.device)
     limits = (thresholds + 0 * sure[:, 0]).unsqueeze(1)  # NaN, that nothing reaches, if depth 0 is
     passes = sure[:, 1:] >= limits  # [rows, max_depth - 1]
     return passes.cumprod(dim=1).sum(dim=1) + 1

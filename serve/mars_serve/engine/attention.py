@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -23,7 +25,9 @@ from mars_serve.engine.batch import Row, StepBatch
 ATTENTION_NAME = "marsray_paged"
 
 _NARROW = 16
-"""Rows of up to so many places attend by plain matrix products: a fused kernel tiles for more."""
+"""Rows of up to so many places are padded to a common width."""
+_PLAIN_FROM = 2**18
+"""Key elements from which two matrix products beat one fused call for narrow rows (measured)."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that costs as much as one more group's calls (measured)."""
 _KEY_BLOCK = 512
@@ -80,13 +84,13 @@ class _Group:
     num_rows: int
     width: int
     places: Tensor | None  # int64 [rows * width]; None where they are simply all places in order
-    pages: Tensor  # int64 [rows * kv_heads * pages], into pages laid out by head
-    hidden: Tensor  # float [rows, width, keys], 0 where a key is seen and -inf where it is not
+    pages: Tensor  # int64 [2 * rows * kv_heads * pages], of keys, then of values, laid out by head
+    hidden: Tensor  # float [rows, 1, per_kv * width, keys], 0 where a key is seen, else -inf
 
 
 @dataclass(frozen=True)
 class _GatherPlan:
-    slots: Tensor  # int64 [places * kv_heads], where each place's keys and values go
+    slots: Tensor  # int64 [2 * places * kv_heads], where each place's keys, then values go
     groups: list[_Group]
     order: Tensor | None  # int64 [places], each place's index in the groups' outputs laid flat
 
@@ -98,6 +102,7 @@ class GatheredAttention:
         self,
         shape: KeyValueShape,
         *,
+        num_query_heads: int,
         num_pages: int,
         page_size: int,
         max_rows: int,
@@ -110,6 +115,7 @@ class GatheredAttention:
 
         Args:
             shape: of the model's keys and values.
+            num_query_heads: a multiple of the key/value heads.
             num_pages: of committed tokens.
             page_size: tokens a page.
             max_rows: rows of a step at the most.
@@ -121,15 +127,26 @@ class GatheredAttention:
         """
         self.page_size, self.num_pages = page_size, num_pages
         self._shape, self._device, self._dtype = shape, device, dtype
+        self._per_kv = num_query_heads // shape.num_heads
         self._batch_invariant = batch_invariant
         self._scratch_per_row = -(-max_masks // page_size)
         # Two pages stand in where there is none: zeros to read, and what padding writes.
         self._zeros, self._waste, self._scratch = num_pages, num_pages + 1, num_pages + 2
         num_all = self._scratch + max_rows * self._scratch_per_row
-        size = (shape.num_layers, num_all, shape.num_heads, page_size)
-        self.keys = torch.zeros(*size, shape.head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+        size = (shape.num_layers, 2, num_all, shape.num_heads, page_size, shape.head_dim)
+        self._pages = torch.zeros(size, dtype=dtype, device=device)
+        self._gathered = torch.empty(0, dtype=dtype, device=device)
+        self._heads = np.arange(shape.num_heads)
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, pages, kv_heads, page_size, head_dim], behind the pages what is not theirs."""
+        return self._pages[:, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self._pages[:, 1]
 
     def plan(self, batch: StepBatch) -> _GatherPlan:
         """See `Attention.plan`."""
@@ -159,17 +176,17 @@ class GatheredAttention:
         plan: _GatherPlan,
     ) -> Tensor:
         """See `Attention.attend`."""
-        keys, values = self.keys[layer], self.values[layer]
-        for stored, fresh in ((keys, key), (values, value)):
-            stored.flatten(0, 2).index_copy_(0, plan.slots, fresh.reshape(-1, fresh.shape[-1]))
+        stored, head_dim = self._pages[layer], query.shape[-1]
+        fresh = torch.cat([key, value]).view(-1, head_dim)
+        stored.view(-1, head_dim).index_copy_(0, plan.slots, fresh)
         attend = self._attend_invariantly if self._batch_invariant else self._attend_group
-        outputs = [attend(group, query, keys, values, scaling) for group in plan.groups]
+        outputs = [attend(group, query, stored, scaling) for group in plan.groups]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output if plan.order is None else output.index_select(0, plan.order)
 
     def recover(self) -> None:
         """See `Attention.recover`."""
-        self._clear(list(range(self._waste, self.keys.shape[1])))
+        self._clear(list(range(self._waste, self._pages.shape[2])))
 
     def _clear_fresh(self, rows: Sequence[Row]) -> None:
         """Zero the pages that rows start in this step: hidden keys still enter a product with
@@ -185,58 +202,52 @@ class GatheredAttention:
             self._clear(pages)
 
     def _clear(self, pages: list[int]) -> None:
-        index = torch.tensor(pages, dtype=torch.long).to(self._device, non_blocking=True)
-        self.keys.index_fill_(1, index, 0.0)
-        self.values.index_fill_(1, index, 0.0)
+        self._pages.index_fill_(2, self._to_device(np.array(pages)), 0.0)
 
-    def _attend_group(
-        self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Tensor:
+    def _attend_group(self, group: _Group, query: Tensor, stored: Tensor, scaling: float) -> Tensor:
         """[rows * width, heads, head_dim], padding included."""
-        rows, width = group.num_rows, group.width
-        num_heads, head_dim = query.shape[1:]
+        rows, width, kv_heads = group.num_rows, group.width, self._shape.num_heads
         queries = query if group.places is None else query.index_select(0, group.places)
         # Query heads that share a key/value head become further queries of it: nothing is repeated.
-        folded = queries.view(rows, width, self._shape.num_heads, -1, head_dim)
+        folded = queries.view(rows, width, kv_heads, self._per_kv, -1)
         folded = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [rows, kv_heads, per_kv * width, d]
-        keys, values = (self._gather(i, group, part) for i, part in enumerate((keys, values)))
-        if width <= _NARROW and query.dtype == torch.float32:
+        keys, values = self._gather(group, stored)
+        if keys.numel() > _PLAIN_FROM and width <= _NARROW and keys.dtype == torch.float32:
             output = _plain_attention(folded, keys, values, group.hidden, scaling)
         else:
-            mask = group.hidden[:, None].repeat(1, 1, num_heads // self._shape.num_heads, 1)
             output = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=mask, scale=scaling
+                folded, keys, values, attn_mask=group.hidden, scale=scaling
             )
-        output = output.view(rows, self._shape.num_heads, -1, width, head_dim)
-        return output.permute(0, 3, 1, 2, 4).reshape(rows * width, num_heads, head_dim)
+        output = output.view(rows, kv_heads, self._per_kv, width, -1)
+        return output.permute(0, 3, 1, 2, 4).reshape(rows * width, *query.shape[1:])
 
     def _attend_invariantly(
-        self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, group: _Group, query: Tensor, stored: Tensor, scaling: float
     ) -> Tensor:
         """`_attend_group` of a single row with each of its places as a batch entry of its own."""
-        num_heads, head_dim = query.shape[1:]
+        width, kv_heads = group.width, self._shape.num_heads
         queries = query if group.places is None else query.index_select(0, group.places)
-        folded = queries.view(group.width, self._shape.num_heads, -1, head_dim)
-        keys, values = (
-            self._gather(i, group, part).expand(group.width, -1, -1, -1)
-            for i, part in enumerate((keys, values))
+        keys, values = (part.expand(width, -1, -1, -1) for part in self._gather(group, stored))
+        mask = group.hidden[0, 0].view(self._per_kv, width, 1, -1).transpose(0, 1)
+        output = F.scaled_dot_product_attention(
+            queries.view(width, kv_heads, self._per_kv, -1),
+            keys,
+            values,
+            attn_mask=mask.transpose(1, 2),  # [width, 1, per_kv, keys]
+            scale=scaling,
         )
-        mask = group.hidden[0, :, None, None].expand(-1, -1, folded.shape[2], -1)
-        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-        return output.reshape(group.width, num_heads, head_dim)
+        return output.reshape(width, *query.shape[1:])
 
-    def _gather(self, which: int, group: _Group, stored: Tensor) -> Tensor:
-        """A group's keys or values: [rows, kv_heads, keys, head_dim], in a buffer that is reused:
-        large new allocations cost more than the copy.
+    def _gather(self, group: _Group, stored: Tensor) -> Tensor:
+        """A group's keys and values: [2, rows, kv_heads, keys, head_dim], in a buffer that is
+        reused: large new allocations cost more than the copy.
         """
         size = (len(group.pages), self.page_size * self._shape.head_dim)
-        if self._gathered[which].numel() < size[0] * size[1]:
-            self._gathered[which] = torch.empty(
-                size[0] * size[1], dtype=self._dtype, device=self._device
-            )
-        buffer = self._gathered[which][: size[0] * size[1]].view(size)
+        if self._gathered.numel() < size[0] * size[1]:
+            self._gathered = self._gathered.new_empty(size[0] * size[1])
+        buffer = self._gathered[: size[0] * size[1]].view(size)
         torch.index_select(stored.view(-1, size[1]), 0, group.pages, out=buffer)
-        return buffer.view(group.num_rows, self._shape.num_heads, -1, self._shape.head_dim)
+        return buffer.view(2, group.num_rows, self._shape.num_heads, -1, self._shape.head_dim)
 
     def _members(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of the rows of each group: of like length, and with little padding in keys."""
@@ -247,8 +258,12 @@ class GatheredAttention:
         budget = _GROUP_COST / (self.page_size * self._shape.num_heads * self._shape.head_dim)
         groups = []
         for members in widths.values():
+            sizes = [self._num_pages(rows[index]) for index in members]
+            if (max(sizes) - min(sizes)) * len(sizes) <= budget:
+                groups.append(members)
+                continue
             members.sort(key=lambda index: -self._num_pages(rows[index]))
-            groups += _split(members, [self._num_pages(rows[i]) for i in members], budget)
+            groups += _split(members, sorted(sizes, reverse=True), budget)
         return groups
 
     def _num_pages(self, row: Row) -> int:
@@ -269,10 +284,16 @@ class GatheredAttention:
             slots += [masks[m // size] * size + m % size for m in range(row.num_masks)]
         slots += [self._waste * size] * (len(batch.ids) - len(slots))
         # pages are laid out by head: (page, offset) of head h lies at (page * heads + h, offset)
-        slot = torch.tensor(slots)[:, None]
-        head = torch.arange(self._shape.num_heads) * size
-        flat = slot // size * (size * self._shape.num_heads) + head + slot % size
-        return flat.flatten().to(self._device, non_blocking=True)
+        page, offset = np.divmod(np.array(slots), size)
+        flat = (page * self._shape.num_heads * size + offset)[:, None] + self._heads * size
+        return self._to_device(self._of_keys_and_values(flat.ravel(), size))
+
+    def _of_keys_and_values(self, places: NDArray[np.int64], per_head: int) -> NDArray[np.int64]:
+        """Places in a layer's keys, then in its values, given those in the keys; ``per_head`` of
+        them make a page of a head.
+        """
+        num_keys = self._pages.shape[2] * self._shape.num_heads * per_head
+        return np.concatenate([places, places + num_keys])
 
     def _group(self, members: list[tuple[Row, list[int]]], num_places: int) -> _Group:
         rows = [row for row, _ in members]
@@ -284,40 +305,45 @@ class GatheredAttention:
         num_pages = max(map(len, tables))
         if self._batch_invariant:
             num_pages += -num_pages % -(-_KEY_BLOCK // self.page_size)
-        table = torch.tensor([pages + [self._zeros] * (num_pages - len(pages)) for pages in tables])
-        head = torch.arange(self._shape.num_heads)[:, None]
-        pages = table[:, None] * self._shape.num_heads + head  # [rows, kv_heads, pages]
+        table = np.array([pages + [self._zeros] * (num_pages - len(pages)) for pages in tables])
+        pages = (
+            table[:, None] * self._shape.num_heads + self._heads[:, None]
+        )  # [rows, heads, pages]
         return _Group(
             num_rows=len(rows),
             width=width,
             places=self._places(rows, width, num_places),
-            pages=pages.flatten().to(self._device, non_blocking=True),
-            hidden=self._hidden(rows, used, width, num_pages).to(self._device, non_blocking=True),
+            pages=self._to_device(self._of_keys_and_values(pages.ravel(), 1)),
+            hidden=self._hidden(rows, used, width, num_pages),
         )
 
     def _places(self, rows: list[Row], width: int, num_places: int) -> Tensor | None:
+        if len(rows) * width == num_places and all(
+            row.start == index * width and row.length == width for index, row in enumerate(rows)
+        ):
+            return None
         places = [
             row.start + (offset if offset < row.length else 0)
             for row in rows
             for offset in range(width)
         ]
-        if places == list(range(num_places)):
-            return None
-        return torch.tensor(places).to(self._device, non_blocking=True)
+        return self._to_device(np.array(places))
 
     def _hidden(self, rows: list[Row], used: list[int], width: int, num_pages: int) -> Tensor:
-        """Additive mask [rows, width, keys]; padding sees something, so that no row is empty."""
-        stored = torch.tensor([[row.num_stored] for row in rows])
-        tokens = torch.tensor([[row.num_tokens] for row in rows])
-        place, key = torch.arange(width), torch.arange(num_pages * self.page_size)
-        seen = (stored + torch.minimum(place + 1, tokens))[:, :, None]  # [rows, width, 1]
+        """Additive mask; padding sees something, so that no row is empty."""
+        stored = np.array([[row.num_stored] for row in rows])
+        tokens = np.array([[row.num_tokens] for row in rows])
+        place, key = np.arange(width), np.arange(num_pages * self.page_size)
+        seen = (stored + np.minimum(place + 1, tokens))[:, :, None]  # [rows, width, 1]
         visible = key < seen
         if any(row.num_masks for row in rows):
-            first = torch.tensor(used)[:, None, None] * self.page_size
+            first = np.array(used)[:, None, None] * self.page_size
             num_masks = (place + 1 - tokens)[:, :, None]
             visible |= (key >= first) & (key < first + num_masks)
-        hidden = torch.zeros(visible.shape, dtype=self._dtype)
-        return hidden.masked_fill_(visible.logical_not_(), -torch.inf)
+        hidden = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
+        if self._per_kv > 1:
+            hidden = np.tile(hidden, (1, 1, self._per_kv, 1))
+        return torch.from_numpy(hidden).to(self._device, self._dtype, non_blocking=True)
 
     def _order(self, batch: StepBatch, members: list[list[int]]) -> Tensor | None:
         where = [0] * len(batch.ids)
@@ -330,7 +356,10 @@ class GatheredAttention:
                 offset += width
         if offset == len(where) and where == list(range(offset)):
             return None
-        return torch.tensor(where).to(self._device, non_blocking=True)
+        return self._to_device(np.array(where))
+
+    def _to_device(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
 
 def _split(members: list[int], sizes: list[int], budget: float) -> list[list[int]]:
@@ -349,13 +378,11 @@ def _plain_attention(
     queries: Tensor,  # [rows, kv_heads, per_kv * width, head_dim]
     keys: Tensor,  # [rows, kv_heads, keys, head_dim]
     values: Tensor,  # [rows, kv_heads, keys, head_dim]
-    hidden: Tensor,  # [rows, width, keys]
+    hidden: Tensor,  # [rows, 1, per_kv * width, keys]
     scaling: float,
 ) -> Tensor:
     """Attention spelled out; float32 only, where it needs no wider accumulator."""
-    rows, width, num_keys = hidden.shape
-    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2))
-    scores.view(rows, -1, width, num_keys).add_(hidden[:, None])
+    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2)).add_(hidden)
     return torch.matmul(scores.softmax(-1), values)
 
 

@@ -53,6 +53,7 @@ def choose_attention(
     _log.info("attention gathers pages: %s", reason)
     return GatheredAttention(
         shape,
+        num_query_heads=model.config.num_attention_heads,
         num_pages=num_pages,
         page_size=page_size,
         max_rows=settings.max_batch,

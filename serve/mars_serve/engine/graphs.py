@@ -233,13 +233,13 @@ def _logits(
     plan: Any,
 ) -> Tensor:
     """[reads, vocabulary]."""
-    output = model(
+    decoder: Any = model.base_model  # the whole model's forward would wrap its output twice
+    hidden = decoder(
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
-        logits_to_keep=reads,
         paged=attention,
         plan=plan,
-    )
-    logits: Tensor = output.logits[0]
+    )[0]
+    logits: Tensor = model.get_output_embeddings()(hidden[0].index_select(0, reads))
     return logits

@@ -72,11 +72,13 @@ def measure_steps(
 
 
 def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: int) -> list[Work]:
-    """Rows that share ``places`` positions evenly, as far as possible as masks."""
+    """Rows that share ``places`` positions as decoding does: unevenly, about two of three masks."""
     works = []
     for row in range(num_rows):
         length = places // num_rows + (row < places % num_rows)
-        num_masks = min(window, length - 1)
+        if places >= 2 * num_rows and row ^ 1 < num_rows:
+            length += 1 if row % 2 else -1
+        num_masks = min(window, 2 * length // 3)
         num_tokens = length - num_masks
         request = Request("warm-up", [0] * (num_stored + num_tokens), DecodingOptions(1))
         request.num_stored = num_stored

@@ -29,6 +29,11 @@ _PRIOR_WEIGHT = 4.0
 """Observations that the prior counts for against those of the engine."""
 _ENGINE_WEIGHT = 8.0
 """Observations that the engine's estimate counts for against those of a row."""
+_CHOOSING_S, _CHOOSING_ROW_S = 200e-6, 3e-6
+"""What choosing takes, and for each row, while a model's step drives it out of the caches."""
+_CHOOSING_SHARE = 0.02
+"""Share of a step's time that may go into it; else a choice is kept for several steps."""
+_MAX_INTERVAL = 16
 _ROW_HALF_LIFE = 20.0  # observations
 _ROW_IDLE_HALF_LIFE = 200.0  # steps
 _ENGINE_HALF_LIFE = 500.0  # observations
@@ -126,9 +131,9 @@ class _Counts:
             self._counts[slot] = 0.0
             self._free.append(slot)
 
-    def fade(self) -> None:
-        """Let a step pass: all evidence grows older."""
-        self._counts *= self._idle_factor
+    def fade(self, num_steps: int) -> None:
+        """Let steps pass: all evidence grows older."""
+        self._counts *= self._idle_factor**num_steps
 
     def add(self, slots: Ints, new: Floats) -> None:
         """Add ``new`` ``[len(slots), 2, depths]``; only depths observed push old evidence out."""
@@ -171,13 +176,13 @@ class Acceptance:
         self._engine = _Counts(
             max_window, half_life=_ENGINE_HALF_LIFE, idle_half_life=_ENGINE_IDLE_HALF_LIFE
         )
-        self._pending: dict[str, tuple[int, int, int, int]] = {}
+        self._pending: list[tuple[int, int, int, int]] = []
 
-    def advance(self) -> None:
-        """Let a step pass."""
+    def advance(self, num_steps: int) -> None:
+        """Let steps pass."""
         self._flush()
-        self._rows.fade()
-        self._engine.fade()
+        self._rows.fade(num_steps)
+        self._engine.fade(num_steps)
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Note that ``num_accepted`` tokens, 1 to ``num_masks`` + 1, were accepted in a step.
@@ -188,10 +193,7 @@ class Acceptance:
         assert 1 <= num_accepted <= num_masks + 1 <= len(self._depths) + 1
         if num_masks == 0:
             return
-        if request.id in self._pending:
-            self._flush()
-        row, engine = self._slots(request)
-        self._pending[request.id] = row, engine, num_masks, num_accepted
+        self._pending.append((*self._slots(request), num_masks, num_accepted))
 
     def forget(self, request_id: str) -> None:
         """Drop a row's state; what it taught the engine stays."""
@@ -210,21 +212,24 @@ class Acceptance:
         return self._rows.estimate([row for row, _ in slots], prior, _ENGINE_WEIGHT)
 
     def _slots(self, request: Request) -> tuple[int, int]:
-        options = request.options
-        kind = options.confidence, round(options.threshold * 20)
-        return self._rows.slot(request.id), self._engine.slot(kind)
+        return self._rows.slot(request.id), self._engine.slot(_kind(request))
 
     def _flush(self) -> None:
-        """Enter what was observed since the last time: once a step is cheaper than row by row."""
+        """Enter what was observed since the last time: all at once is cheaper than row by row."""
         if not self._pending:
             return
-        rows, engine, num_masks, num_accepted = np.array(list(self._pending.values())).T
+        rows, engine, num_masks, num_accepted = np.array(self._pending).T
         self._pending.clear()
         accepted = self._depths < num_accepted[:, None]  # [rows, depths]
         observed = self._depths <= np.minimum(num_accepted, num_masks)[:, None]
         new = np.stack([accepted, observed], axis=1).astype(np.float64)
         self._rows.add(rows, new)
         self._engine.add(engine, new)
+
+
+def _kind(request: Request) -> tuple[str, int]:
+    """Requests of a kind are taken to be accepted alike until more is known of them."""
+    return request.options.confidence, round(request.options.threshold * 20)
 
 
 class WindowChooser:
@@ -247,6 +252,9 @@ class WindowChooser:
         self._times = times
         self._max_window = max_window
         self._acceptance = Acceptance(max_window)
+        self._kept: dict[str, int] = {}
+        self._usual = 0  # for rows that came since
+        self._interval = self._num_kept = self._other_positions = 0
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Note a step's outcome.
@@ -274,20 +282,41 @@ class WindowChooser:
 
         A long step in which a prompt is read does not make masks look free: they are charged the
         time that they add to it, at the price that a second has in steps without it.
+
+        Where steps are short, a choice is kept for some of them unless a prompt comes; see
+        `_renew`.
         """
-        self._acceptance.advance()
         if not rows:
             return []
-        if stored is None:
-            stored = sum(request.num_stored for request in rows)
+        self._num_kept += 1
+        if self._num_kept > self._interval or other_positions != self._other_positions:
+            if stored is None:
+                stored = sum(request.num_stored for request in rows)
+            self._renew(rows, other_positions, stored)
+        limits = [request.num_masks(self._max_window) for request in rows]
+        kept = [self._kept.get(request.id, self._usual) for request in rows]
+        return [min(window, limit) for window, limit in zip(kept, limits, strict=True)]
+
+    def _renew(self, rows: Sequence[Request], other_positions: int, stored: int) -> None:
+        """Choose anew, and for how many steps: few percent of a step's time go into choosing."""
+        self._acceptance.advance(self._num_kept - 1)
         longest = self._max_window + 1
-        unstored = sum(min(request.num_unstored, longest) for request in rows)
+        fed = sum(min(request.num_unstored, longest) for request in rows) + other_positions
+        windows = self._choose(rows, fed, stored)
+        self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
+        self._usual = round(sum(windows) / len(windows))
+        step_s = float(self._times.at(fed + sum(windows), stored))
+        choosing_s = _CHOOSING_S + _CHOOSING_ROW_S * len(rows)
+        self._interval = min(max(1, round(choosing_s / (_CHOOSING_SHARE * step_s))), _MAX_INTERVAL)
+        self._num_kept, self._other_positions = 1, other_positions
+
+    def _choose(self, rows: Sequence[Request], fed: int, stored: int) -> list[int]:
         limits = np.array([request.num_masks(self._max_window) for request in rows])
         pinned = np.array([request.options.window is not None for request in rows])
         # gains[i, d - 1]: tokens that depth d adds to row i, p_1 ... p_d; falls with d
         gains = self._acceptance.probabilities(rows).cumprod(axis=1)  # [rows, depths]
         stages = _Stages.of(gains, np.where(pinned, limits, 0), np.where(pinned, 0, limits))
-        num_stages = self._best(stages, unstored + other_positions, stored)
+        num_stages = self._best(stages, fed, stored)
         return stages.masks_of_rows(num_stages)
 
     def _best(self, stages: _Stages, fed: int, stored: int) -> int:
