@@ -284,11 +284,12 @@ class Scheduler:
             work = plan.get(request)
             if work is not None:
                 end = self.pool.pages_for(request.num_stored + work.num_tokens)
-                missing = max(0, end - len(request.pages))
-                if missing > self.pool.num_free:
-                    self._preempt_last()
-                    continue
-                request.pages += self.pool.allocate(missing)
+                missing = end - len(request.pages)
+                if missing > 0:
+                    if missing > self.pool.num_free:
+                        self._preempt_last()
+                        continue
+                    request.pages += self.pool.allocate(missing)
                 works.append(work)
             index += 1
         return works
