@@ -10,7 +10,7 @@ from mars_platform import __version__, cli
 from mars_platform.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["data", "demo", "eval", "generate", "serve", "train"]
+COMMANDS = ["bench", "data", "demo", "eval", "generate", "serve", "train"]
 RECIPE = {
     "model": {"base": "./no-such-model"},
     "data": {"train": ["no-such-data.jsonl"]},

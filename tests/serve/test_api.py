@@ -185,7 +185,8 @@ async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> Non
 async def test_health(client: httpx2.AsyncClient) -> None:
     response = await client.get("/health")
     assert response.status_code == 200
-    idle = {"num_requests": 0, "num_pages": 128, "num_free_pages": 128}
+    idle = dict.fromkeys(["num_requests", "num_running", "num_waiting"], 0)
+    idle |= {"num_pages": 128, "num_free_pages": 128, "num_reused_tokens": 0, "num_preemptions": 0}
     assert response.json() == {"status": "ok", "models": {"mars": idle, "plain": idle}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import threading
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Mode
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import DecodingOptions, Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -103,33 +105,38 @@ def test_a_shared_prefix_is_stored_and_computed_once(
     assert engine.status().num_preemptions == 0
 
 
-def test_nothing_grows_over_ten_thousand_requests(
+async def test_nothing_grows_over_ten_thousand_requests(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
     engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_batch=16)
     engine.warm_up()
-    source, process = random.Random(0), psutil.Process()
+    loop, process = EngineLoop(engine), psutil.Process()
 
-    def serve(count: int, first: int) -> None:
-        left = count
-        while left or engine.has_work:
-            while left and engine.status().num_requests < 24:
-                length, limit = source.randint(1, 12), source.randint(1, 8)
-                options = DecodingOptions(limit, threshold=source.choice([0.05, 0.5, 1.0]))
-                engine.add(Request(str(first + left), prompt(length, left % 10), options))
-                left -= 1
-            engine.step()
+    async def client(number: int, count: int) -> None:
+        source = random.Random(number)
+        for index in range(count):
+            options = DecodingOptions(
+                source.randint(1, 8), threshold=source.choice([0.05, 0.5, 1.0])
+            )
+            ids = prompt(source.randint(1, 12), source.randrange(10))
+            async for _ in loop.stream(Request(f"{number}/{index}", ids, options)):
+                pass
 
-    serve(2_000, 0)
+    async def serve(first: int, count: int) -> None:
+        await asyncio.gather(*(client(first + number, count // 20) for number in range(20)))
+
+    await serve(0, 2_000)
     gc.collect()
     objects, memory = len(gc.get_objects()), process.memory_info().rss
     threads = threading.active_count()
-    serve(8_000, 2_000)
+    await serve(20, 8_000)
     gc.collect()
-    assert engine.status().num_free_pages == engine.num_pages
-    engine.check_integrity()
     assert len(gc.get_objects()) < objects + 500
     assert process.memory_info().rss < memory + 8 * 2**20
     assert threading.active_count() == threads
-    assert engine.status().num_preemptions > 0
-    assert engine.status().num_reused_tokens > 0
+    status = loop.status()
+    loop.stop()
+    assert (status.num_requests, status.num_free_pages) == (0, engine.num_pages)
+    engine.check_integrity()
+    assert status.num_preemptions > 0
+    assert status.num_reused_tokens > 0

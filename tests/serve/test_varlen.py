@@ -322,7 +322,11 @@ def test_pages_are_gathered_where_nothing_else_is_possible(
 ) -> None:
     with caplog.at_level(logging.INFO):
         attention = choose_attention(
-            tiny_model("qwen2"), EngineSettings(**settings), num_pages=4, max_masks=2
+            tiny_model("qwen2"),
+            EngineSettings(**settings),
+            num_pages=4,
+            page_size=16,
+            max_masks=2,
         )
     assert isinstance(attention, GatheredAttention)
     assert words in caplog.text

@@ -362,3 +362,22 @@ def test_without_rows_there_is_nothing_to_choose() -> None:
 
 def test_the_paper_s_acceptance_is_what_it_says() -> None:
     assert mean_tokens(PAPER) == pytest.approx(1.79, abs=0.01)
+
+
+def test_what_a_step_takes_beyond_the_table_speaks_for_masks() -> None:
+    times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)  # 2 ms a position
+    chooser = settled(times, rows, PAPER)
+    assert chooser.choose(rows) == [0] * 8
+    for _ in range(100):
+        chooser.observe_step(8, 0, 0.024 + 0.040)
+        windows = chooser.choose(rows)
+    assert sum(windows) >= 4
+
+
+def test_a_pause_is_no_step() -> None:
+    times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)
+    chooser = settled(times, rows, PAPER)
+    chooser.observe_step(8, 0, 3600.0)
+    assert chooser.choose(rows) == [0] * 8
+    chooser.observe_step(5000, 0, 10.0)  # a step of prompts, which the table does not hold
+    assert chooser.choose(rows) == [0] * 8

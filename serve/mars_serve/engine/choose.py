@@ -6,6 +6,7 @@ import logging
 
 from transformers import PreTrainedModel
 
+from mars_platform.errors import UserError
 from mars_serve.engine.attention import Attention, GatheredAttention, KeyValueShape
 from mars_serve.engine.paged_kernel import load_kernel, varlen_available
 from mars_serve.engine.settings import EngineSettings
@@ -30,7 +31,11 @@ def choose_attention(
         num_pages: of committed tokens.
         page_size: tokens a page.
         max_masks: masks of a row at the most.
+
+    Raises:
+        UserError: the model's attention cannot be replaced; it names the family.
     """
+    _refuse_unserved(model)
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype
     if settings.batch_invariant:
@@ -62,3 +67,17 @@ def choose_attention(
         device=device,
         batch_invariant=settings.batch_invariant,
     )
+
+
+def _refuse_unserved(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention does not go through transformers' attention interface."""
+    reason = None
+    if not getattr(model, "_supports_attention_backend", False):
+        reason = "whose attention cannot be replaced"
+    elif any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        reason = "whose attention is not causal"
+    if reason is not None:
+        raise UserError(
+            f"model: it is of the family {model.config.model_type!r}, {reason}; use a decoder such "
+            "as Qwen2, Qwen3, Llama or Mistral"
+        )

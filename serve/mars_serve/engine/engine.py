@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,7 +59,8 @@ class Engine:
                 weights.
 
         Raises:
-            UserError: the weights cannot be loaded, or the pages do not fit.
+            UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
+                fit.
         """
         metadata = checkpoint.metadata
         self.checkpoint = checkpoint
@@ -69,6 +71,11 @@ class Engine:
         self.page_size = settings.page_size_on(weights.device.type)
         self.num_pages = _num_pages(settings, shape, weights)
         self._vocabulary = weights.get_input_embeddings().weight.shape[0]
+        if metadata is not None and metadata.mask_token_id >= self._vocabulary:
+            raise UserError(
+                f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
+                f"{self._vocabulary} embeddings; use one checkpoint's files"
+            )
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -95,6 +102,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._chooser: WindowChooser | None = None
         self._num_failures = 0
+        self._finished_at: float | None = None
+        """When the step before ended, if this one follows at once."""
 
     @property
     def overlaps(self) -> bool:
@@ -207,6 +216,7 @@ class Engine:
         """
         works = self._scheduler.schedule(self._choose if self._chooser else None)
         if not works:
+            self._finished_at = None
             return None
         return self._launch(works)
 
@@ -222,13 +232,17 @@ class Engine:
         if step is None:
             return []
         outputs = []
-        for work, result in zip(step.works, self._results(step), strict=True):
+        results = self._results(step)
+        self._note_time(step.works)
+        for work, result in zip(step.works, results, strict=True):
             if isinstance(result, Exception):
                 outputs.append(self._fail(work.request, result))
                 continue
             self._scheduler.stored(work)
             if work.reads_logits:
                 outputs.append(self._commit(work, result))
+        if not self._requests:
+            self._finished_at = None
         return outputs
 
     def check_integrity(self) -> None:
@@ -249,6 +263,14 @@ class Engine:
             rows + others, other_positions=min(prompts, self.settings.max_positions)
         )
         return windows[: len(rows)]
+
+    def _note_time(self, works: Sequence[Work]) -> None:
+        now = time.perf_counter()
+        if self._chooser is not None and self._finished_at is not None:
+            positions = sum(work.num_positions for work in works)
+            stored = sum(work.request.num_stored for work in works)
+            self._chooser.observe_step(positions, stored, now - self._finished_at)
+        self._finished_at = now
 
     def _results(self, step: Step) -> list[Accepted | Exception]:
         """What a step gave; where it raises, whose share does."""

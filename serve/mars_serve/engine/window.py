@@ -34,6 +34,10 @@ _CHOOSING_S, _CHOOSING_ROW_S = 200e-6, 3e-6
 _CHOOSING_SHARE = 0.02
 """Share of a step's time that may go into it; else a choice is kept for several steps."""
 _MAX_INTERVAL = 16
+_OVERHEAD_WEIGHT = 0.1
+"""Of the latest steps in what a step is taken to need beyond the table."""
+_MAX_OVERHEAD = 2.0
+"""Times the table's own figure; more than that is a pause, not a step."""
 _ROW_HALF_LIFE = 20.0  # observations
 _ROW_IDLE_HALF_LIFE = 200.0  # steps
 _ENGINE_HALF_LIFE = 500.0  # observations
@@ -255,6 +259,8 @@ class WindowChooser:
         self._kept: dict[str, int] = {}
         self._usual = 0  # for rows that came since
         self._interval = self._num_kept = self._other_positions = 0
+        self._overhead_s = 0.0
+        self._seen = np.zeros(4)  # since the last choice: steps, positions, stored tokens, seconds
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Note a step's outcome.
@@ -263,6 +269,15 @@ class WindowChooser:
         token or ``max_tokens`` cut it: a cut is no refusal.
         """
         self._acceptance.observe(request, num_masks, num_accepted)
+
+    def observe_step(self, positions: int, stored: int, seconds: float) -> None:
+        """Note what a whole step took, from the end of the one before.
+
+        The table holds the forward alone, on a machine with nothing else to do. What comes on top
+        is the same for every step, and makes it worth more tokens.
+        """
+        if positions <= self._times.positions[-1]:
+            self._seen += (1, positions, stored, seconds)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown one is no error."""
@@ -300,15 +315,25 @@ class WindowChooser:
     def _renew(self, rows: Sequence[Request], other_positions: int, stored: int) -> None:
         """Choose anew, and for how many steps: few percent of a step's time go into choosing."""
         self._acceptance.advance(self._num_kept - 1)
+        self._learn_overhead()
         longest = self._max_window + 1
         fed = sum(min(request.num_unstored, longest) for request in rows) + other_positions
         windows = self._choose(rows, fed, stored)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
         self._usual = round(sum(windows) / len(windows))
-        step_s = float(self._times.at(fed + sum(windows), stored))
+        step_s = float(self._times.at(fed + sum(windows), stored)) + self._overhead_s
         choosing_s = _CHOOSING_S + _CHOOSING_ROW_S * len(rows)
         self._interval = min(max(1, round(choosing_s / (_CHOOSING_SHARE * step_s))), _MAX_INTERVAL)
         self._num_kept, self._other_positions = 1, other_positions
+
+    def _learn_overhead(self) -> None:
+        num_steps, *totals = self._seen
+        if num_steps:
+            positions, stored, seconds = (total / num_steps for total in totals)
+            expected = float(self._times.at(positions, stored))
+            extra = min(max(seconds - expected, 0.0), _MAX_OVERHEAD * expected)
+            self._overhead_s += _OVERHEAD_WEIGHT * (extra - self._overhead_s)
+            self._seen[:] = 0
 
     def _choose(self, rows: Sequence[Request], fed: int, stored: int) -> list[int]:
         limits = np.array([request.num_masks(self._max_window) for request in rows])
@@ -324,7 +349,8 @@ class WindowChooser:
         tokens = stages.tokens
         least = np.full_like(tokens, tokens[0])
         feeds = np.stack([tokens, least, np.full_like(tokens, fed)])
-        steady, unfed, now = self._times.at(feeds + stages.num_masks, stored)  # [stages] each
+        times = self._times.at(feeds + stages.num_masks, stored) + self._overhead_s
+        steady, unfed, now = times  # [stages] each
         price = (tokens / steady).max()
         peak = (tokens - price * steady - stages.margins).argmax()
         if peak == 0:
