@@ -125,7 +125,17 @@ def _print(clock: Clock, num_steps: int, seconds: float, title: str) -> dict[str
 
 
 def _record(path: Path, arguments: list[str]) -> None:
-    command = ["py-spy", "record", "--rate", "200", "--format", "flamegraph", "-o", str(path), "--"]
+    command = [
+        str(Path(sys.executable).with_name("py-spy")),
+        "record",
+        "--rate",
+        "200",
+        "--format",
+        "flamegraph",
+        "-o",
+        str(path),
+        "--",
+    ]
     subprocess.run([*command, sys.executable, *arguments], check=True)  # noqa: S603 - own command
 
 

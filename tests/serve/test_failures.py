@@ -105,20 +105,15 @@ def test_a_cancelled_prompt_leaves_nothing_that_is_no_number(
     assert_oracles(tiny_model("qwen2"), batch, run(engine, batch))
 
 
-def test_an_engine_that_fails_for_everyone_raises(engine: Engine) -> None:
-    for request in requests():
-        request.tokens[0] = RAISING
-        engine.add(request)
-    with pytest.raises(RuntimeError, match="fails for every request"):
-        engine.step()
-
-
-def test_an_engine_that_goes_on_failing_raises(engine: Engine) -> None:
-    """One request at a time, nobody else can tell whose fault it is."""
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_an_engine_that_goes_on_failing_raises(engine: Engine, num_rows: int) -> None:
+    """Where nobody succeeds, the requests may be to blame, or the engine."""
     for index in range(3):
-        engine.add(Request(str(index), [RAISING, 5], DecodingOptions(2)))
+        for row in range(num_rows):
+            engine.add(Request(f"{index}/{row}", [RAISING, 5], DecodingOptions(2)))
         if index < 2:
-            assert [output.finish_reason for output in engine.step()] == [FinishReason.ERROR]
+            reasons = [output.finish_reason for output in engine.step()]
+            assert reasons == [FinishReason.ERROR] * num_rows
     with pytest.raises(RuntimeError, match="fails for every request"):
         engine.step()
 

@@ -30,6 +30,8 @@ _PLAIN_FROM = 2**18
 """Key elements from which two matrix products beat one fused call for narrow rows (measured)."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that costs as much as one more group's calls (measured)."""
+_WIDTH_COST = 2_500_000
+"""The same for padding in queries, in products of an element of a query with one of a key."""
 _KEY_BLOCK = 512
 """Keys are padded to multiples of this where results must not depend on padding: it is the block
 that torch's CPU kernel walks the keys in."""
@@ -257,7 +259,7 @@ class GatheredAttention:
             widths.setdefault(key, []).append(index)
         budget = _GROUP_COST / (self.page_size * self._shape.num_heads * self._shape.head_dim)
         groups = []
-        for members in widths.values():
+        for members in self._split_off_ones(rows, list(widths.values())):
             sizes = [self._num_pages(rows[index]) for index in members]
             if (max(sizes) - min(sizes)) * len(sizes) <= budget:
                 groups.append(members)
@@ -265,6 +267,20 @@ class GatheredAttention:
             members.sort(key=lambda index: -self._num_pages(rows[index]))
             groups += _split(members, sorted(sizes, reverse=True), budget)
         return groups
+
+    def _split_off_ones(self, rows: Sequence[Row], groups: list[list[int]]) -> list[list[int]]:
+        """Rows of a single place apart from those that they would be padded to, where it pays."""
+        split = []
+        for members in groups:
+            ones = [index for index in members if rows[index].length == 1]
+            width = max(rows[index].length for index in members)
+            keys = sum(rows[index].num_stored for index in ones)
+            saved = (width - 1) * keys * self._per_kv * self._shape.num_heads * self._shape.head_dim
+            if len(ones) < len(members) and saved > _WIDTH_COST:
+                split += [ones, [index for index in members if rows[index].length > 1]]
+            else:
+                split.append(members)
+        return split
 
     def _num_pages(self, row: Row) -> int:
         """Pages of a row's committed tokens, those of this step included."""

@@ -227,7 +227,7 @@ class Engine:
         go on.
 
         Raises:
-            RuntimeError: pass after pass fails for every request.
+            RuntimeError: step after step fails for every request.
         """
         if step is None:
             return []
@@ -277,7 +277,7 @@ class Engine:
         results = self._wait_or_halve(step)
         if all(isinstance(result, Exception) for result in results):
             self._num_failures += 1
-            if len(results) > 1 or self._num_failures >= _MAX_FAILURES:
+            if self._num_failures >= _MAX_FAILURES:
                 raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
         else:
             self._num_failures = 0

@@ -33,8 +33,8 @@ def measure_steps(
 ) -> StepTimes:
     """Seconds of a step over (positions, stored tokens), each the median of a few runs.
 
-    A stored token is taken to cost the same in every step, since what its reading costs does not
-    depend on the positions as long as they are few; it is measured on a full batch.
+    What reading a stored token costs is measured on a full batch, for rows of one place and for
+    the widest ones, and taken to lie between for others.
 
     Args:
         run: runs a step; waits for its results.
@@ -51,7 +51,8 @@ def measure_steps(
     positions = [places for places in _GRID if places < largest] + [largest]
     room = min(pool.num_free // max_batch * pool.page_size, max_length) - 2 * window - 1
     short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
-    shapes = [(max_batch, long), (max_batch, short), *((places, short) for places in positions)]
+    ends = [(places, stored) for places in (max_batch, largest) for stored in (long, short)]
+    shapes = [*ends, *((places, short) for places in positions)]
     seconds = []
     for done, (places, stored) in enumerate(shapes, start=1):
         works = _works(pool, places, min(places, max_batch), stored, window)
@@ -60,15 +61,17 @@ def measure_steps(
             pool.release(work.request.pages)
         if on_progress is not None:
             on_progress(done, len(shapes))
-    difference = max_batch * (long - short)
-    per_token = max(0.0, seconds[0] - seconds[1]) / difference if difference else 0.0
-    bare = [
-        max(time_s - per_token * min(places, max_batch) * short, time_s / 2)  # noise has limits
-        for places, time_s in zip(positions, seconds[2:], strict=True)
-    ]
+    difference = max(max_batch * (long - short), 1)
+    narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = max_batch * max(long, 1)
-    rows = tuple((time_s, time_s + per_token * most) for time_s in bare)
-    return StepTimes(tuple(positions), (0, most), rows)
+    rows = []
+    for places, time_s in zip(positions, seconds[len(ends) :], strict=True):
+        share = max(0, places - max_batch) / max(largest - max_batch, 1)
+        per_token = narrow + (max(wide, narrow) - narrow) * share
+        # noise has limits: half of a step is more than its few stored tokens take
+        bare = max(time_s - per_token * min(places, max_batch) * short, time_s / 2)
+        rows.append((bare, bare + per_token * most))
+    return StepTimes(tuple(positions), (0, most), tuple(rows))
 
 
 def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: int) -> list[Work]:

@@ -42,7 +42,7 @@ _ROW_HALF_LIFE = 20.0  # observations
 _ROW_IDLE_HALF_LIFE = 200.0  # steps
 _ENGINE_HALF_LIFE = 500.0  # observations
 _ENGINE_IDLE_HALF_LIFE = 500.0  # steps
-_MARGIN = 0.02
+_MARGIN = 0.03
 """Tokens a step that a row's masks must be predicted to bring beyond their cost."""
 
 
