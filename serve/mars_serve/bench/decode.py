@@ -297,15 +297,18 @@ def _measure(
         first = index % max(len(available), 1)
         for name in available[first:] + available[:first]:
             display.update(title, done, total, f"{name}: round {index + 1}")
-            timing, _ = _time(contenders[name], requests, options.device)
-            results[name].timings.append(timing)
+            contender, result = contenders[name], results[name]
+            contender.configure(result.settings)
+            timing, _ = _time(contender, requests, options.device)
+            contender.close()  # threads of one that stays up slow the others down (measured)
+            result.timings.append(timing)
             done += 1
     display.update(title, total, total)
     return results
 
 
 def _prepare(contender: Contender, requests: list[BenchRequest], batch: int, device: str) -> Result:
-    """Warm a contender up and leave it with its fastest settings, found one after the other."""
+    """Warm a contender up and find its fastest settings, one after the other."""
     result = Result()
 
     def try_out(settings: dict[str, Any]) -> float:
@@ -330,8 +333,7 @@ def _prepare(contender: Contender, requests: list[BenchRequest], batch: int, dev
     result.settings = settings
     if best_s == math.inf:
         result.unavailable = result.trials[0]["unavailable"]
-    else:
-        contender.configure(settings)
+    contender.close()
     return result
 
 

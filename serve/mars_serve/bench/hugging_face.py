@@ -82,8 +82,8 @@ class HfGenerate(Contender):
 class HfContinuous(Contender):
     """Transformers' continuous batching on paged keys and values.
 
-    Its manager stays for all rounds; between them its thread sleeps. Sharing of stored prefixes is
-    off, because rounds repeat the same prompts.
+    Its manager is started with its settings, which is not timed, and ended after a run. Sharing of
+    stored prefixes is off, because rounds repeat the same prompts.
     """
 
     def __init__(
@@ -117,8 +117,7 @@ class HfContinuous(Contender):
 
     def run(self, requests: Sequence[BenchRequest]) -> Decoded:
         """All requests are there from the start; at most the batch size runs at once."""
-        if self._manager is None:
-            self._start()
+        assert self._manager is not None, "configured before a run"
         self._model().set_attn_implementation(self._attention)
         self._num_runs += 1
         for request in requests:
