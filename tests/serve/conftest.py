@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -96,6 +98,21 @@ def make_engine() -> Callable[..., Engine]:
         return engine_class(checkpoint, settings, model=copy.deepcopy(model))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def cached() -> Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]:
+    """What an ordinary forward pass caches: [layers, tokens, kv_heads, head_dim] each."""
+
+    def run(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        cache = DynamicCache()
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
+        values = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])
+        return keys, values
+
+    return run
 
 
 @pytest.fixture(scope="session")

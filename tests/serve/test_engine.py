@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
@@ -32,6 +32,7 @@ MIXED = [
 
 Models = Callable[[str], PreTrainedModel]
 Engines = Callable[..., Engine]
+Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 Passes = dict[str, list[list[int]]]
 
 
@@ -261,7 +262,7 @@ def test_an_accepted_run_stays_within_max_tokens(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_leave_no_keys_or_values(
-    tiny_model: Models, make_engine: Engines, family: str
+    tiny_model: Models, make_engine: Engines, cached: Cached, family: str
 ) -> None:
     model = tiny_model(family)
     engine = make_engine(model, ENDLESS)
@@ -270,7 +271,7 @@ def test_masks_leave_no_keys_or_values(
     while request.num_output < 12:
         engine.step()
     assert request.finish_reason is None
-    keys, values = _cached(model, request.tokens[: request.num_stored])
+    keys, values = cached(model, request.tokens[: request.num_stored])
     for stored, expected in (
         (engine._attention.keys, keys),
         (engine._attention.values, values),
@@ -279,16 +280,6 @@ def test_masks_leave_no_keys_or_values(
         torch.testing.assert_close(own[:, : request.num_stored], expected, rtol=1e-4, atol=1e-4)
         assert own[:, : request.num_stored].abs().sum() > 0
         assert own[:, request.num_stored :].abs().sum() == 0
-
-
-def _cached(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """What an ordinary forward pass caches: [layers, tokens, kv_heads, head_dim] each."""
-    cache = DynamicCache()
-    with torch.inference_mode():
-        model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-    keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
-    values = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])
-    return keys, values
 
 
 # Cancelling

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
@@ -34,6 +34,7 @@ MODES = [(Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
 
 Models = Callable[[str], PreTrainedModel]
 Engines = Callable[..., Engine]
+Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 Passes = dict[str, list[list[int]]]
 
 
@@ -137,7 +138,9 @@ def test_a_reused_prefix_gives_the_same_tokens(tiny_model: Models, make_engine: 
 # Keys and values
 
 
-def test_masks_leave_no_keys_or_values(tiny_model: Models, make_engine: Engines) -> None:
+def test_masks_leave_no_keys_or_values(
+    tiny_model: Models, make_engine: Engines, cached: Cached
+) -> None:
     model = tiny_model("qwen2")
     engine = make_engine(model, SpecialTokens(frozenset(), SPECIAL.never_emitted))
     attention = read_in_place(engine)
@@ -152,16 +155,6 @@ def test_masks_leave_no_keys_or_values(tiny_model: Models, make_engine: Engines)
         assert own[:, request.num_stored :].abs().sum() == 0
         free = sorted(set(range(engine.num_pages)) - set(request.pages))
         assert stored[:, free].abs().sum() == 0
-
-
-def cached(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """What an ordinary forward pass caches: [layers, tokens, kv_heads, head_dim] each."""
-    cache = DynamicCache()
-    with torch.inference_mode():
-        model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-    keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
-    values = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])
-    return keys, values
 
 
 def test_what_is_no_number_stays_in_its_row(tiny_model: Models, make_engine: Engines) -> None:

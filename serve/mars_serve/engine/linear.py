@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -88,14 +88,14 @@ def tile_linears(model: nn.Module, tile: int) -> None:
 
 def _linears(
     model: nn.Module, kinds: tuple[type[nn.Module], ...]
-) -> list[tuple[nn.Module, str, Any]]:
-    """The layers of exactly these kinds, each with its parent and its name there."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) in kinds
-    ]
+) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The layers of exactly these kinds, each with its parent and its name there. They may be
+    swapped on the way, and are not held beyond: a model's weights are never there twice.
+    """
+    parents = [module for module in model.modules() if any(True for _ in module.children())]
+    for parent in parents:
+        for name in [name for name, child in parent.named_children() if type(child) in kinds]:
+            yield parent, name, parent.get_submodule(name)
 
 
 def _pack(weight: Tensor) -> Tensor:
