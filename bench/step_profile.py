@@ -4,7 +4,10 @@
     python bench/step_profile.py MODEL --batch 1 --mode ar
 
 The table comes from clocks around the engine's own functions; an indented line is part of the one
-above it. "outside the model" is all that is not the model's forward pass. The flame graph is drawn
+above it. "outside the model" is all that is not the model's forward pass. "weights read once" is
+what no step can be faster than: the bytes of the weights over the speed at which this machine sums
+a large tensor. On a GPU, which works on while the host goes on, only the whole step and that floor
+mean anything. The flame graph is drawn
 by py-spy (``pip install py-spy``) from samples of a second, longer run in a process of its own.
 """
 
@@ -24,6 +27,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM
 
 from mars_platform.mode import Mode
 from mars_serve.bench.contenders import build_engine
@@ -41,6 +45,7 @@ from mars_serve.engine.request import DecodingOptions, Request
 _MODEL, _OUTPUT = "model up to its output layer", "output layer"
 _SKIPPED_STEPS = 8
 """Steps that feed the prompts and prepare kernels."""
+_BANDWIDTH_BYTES, _BANDWIDTH_REPEATS = 2**30, 10
 _SHAPE = RaggedShape(prompt=(64, 256), output=(256, 256))
 
 
@@ -64,13 +69,16 @@ class Clock:
         setattr(owner, name, timed)
 
 
-def _engine(model: str | None, untrained: str | None, batch: int) -> tuple[Engine, list[Request]]:
+def _engine(
+    model: str | None, untrained: str | None, batch: int, device: str
+) -> tuple[Engine, list[Request]]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if untrained is not None:
-        bench = untrained_model(untrained, torch.float32, "cpu", 0)
+        bench = untrained_model(untrained, dtype, device, 0)
         acceptance = read_acceptance(PAPER_ACCEPTANCE)
     else:
         assert model is not None, "name a model or give --untrained"
-        bench, acceptance = trained_model(model, torch.float32, "cpu").without_end(), None
+        bench, acceptance = trained_model(model, dtype, device).without_end(), None
     shape = _SHAPE
     if bench.checkpoint.max_length < 512:
         shape = replace(shape, prompt=(8, 24), output=(64, 64))
@@ -97,6 +105,27 @@ def _decode(engine: Engine, requests: list[Request], mode: Mode, clock: Clock) -
     return num_steps, time.perf_counter() - begin
 
 
+def _floor_s(engine: Engine) -> float:
+    """Seconds to read, once, each weight that a step of one position reads."""
+    config, model = engine.checkpoint.config, engine._runner.model
+    with torch.device("meta"):  # linear layers that are packed hold no parameter
+        weights = AutoModelForCausalLM.from_config(config)
+    count = sum(weight.numel() for weight in weights.parameters())
+    if not config.tie_word_embeddings:
+        count -= weights.get_input_embeddings().weight.numel()  # of which a step reads one line
+    return count * model.dtype.itemsize / _bytes_per_s(model.device)
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    large = torch.ones(_BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(_BANDWIDTH_REPEATS):
+        begin = time.perf_counter()
+        large.sum().item()
+        seconds.append(time.perf_counter() - begin)
+    return large.nbytes / min(seconds)
+
+
 def _watch(engine: Engine) -> Clock:
     clock, runner = Clock(), engine._runner
     clock.watch(engine._scheduler, "schedule", "schedule, windows included")
@@ -111,12 +140,20 @@ def _watch(engine: Engine) -> Clock:
     return clock
 
 
-def _print(clock: Clock, num_steps: int, seconds: float, title: str) -> dict[str, float]:
+def _print(
+    clock: Clock, num_steps: int, seconds: float, floor_s: float, title: str
+) -> dict[str, float]:
     per_step = {label: value / num_steps * 1e3 for label, value in clock.seconds.items()}
     step = seconds / num_steps * 1e3
     outside = step - per_step[_MODEL] - per_step[_OUTPUT]
     known = sum(value for label, value in per_step.items() if not label.startswith(" "))
-    lines = {**per_step, "all else": step - known, "whole step": step, "outside the model": outside}
+    lines = {
+        **per_step,
+        "all else": step - known,
+        "whole step": step,
+        "outside the model": outside,
+        "weights read once": floor_s * 1e3,
+    }
     table = Table("part", "ms a step", "share", title=title)
     for label, value in lines.items():
         table.add_row(label, f"{value:.3f}", f"{value / step:.1%}")
@@ -145,23 +182,24 @@ def main(
     batch: Annotated[int, typer.Option(min=1)] = 16,
     mode: Annotated[Mode | None, typer.Option(help="Else both.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
+    device: Annotated[str, typer.Option(help="cpu, or cuda with bfloat16.")] = "cpu",
     flame: Annotated[Path | None, typer.Option(help="Draw a flame graph into this SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Profile the steps that decode a batch."""
     torch.set_num_threads(threads)
-    engine, requests = _engine(model, untrained, batch)
-    clock, found = _watch(engine), {}
+    engine, requests = _engine(model, untrained, batch, device)
+    floor_s, clock, found = _floor_s(engine), _watch(engine), {}
     for each in [mode] if mode else [Mode.AR, Mode.THRESHOLD]:
         num_steps, seconds = _decode(engine, requests, each, clock)
         title = f"{untrained or model}, batch {batch}, {each}, {num_steps} steps"
-        found[each] = _print(clock, num_steps, seconds, title)
+        found[each] = _print(clock, num_steps, seconds, floor_s, title)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     if flame is not None:
         source = [model] if model else ["--untrained", str(untrained)]
         chosen = ["--mode", mode] if mode else []
-        sizes = ["--batch", str(batch), "--threads", str(threads)]
+        sizes = ["--batch", str(batch), "--threads", str(threads), "--device", device]
         _record(flame, [__file__, *source, *sizes, *chosen])
 
 
