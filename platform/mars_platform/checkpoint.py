@@ -1,4 +1,4 @@
-"""Checkpoints: an ordinary Hugging Face directory plus ``mars.json``.
+"""Checkpoints: an ordinary Hugging Face directory plus ``mars.json`` and ``calibration.json``.
 
 Reads, writes and checks them; knows no training loop and no engine. Weights are safetensors only
 and no code of a checkpoint is ever executed.
@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mars_platform.calibration import Calibration, read_calibration
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 
@@ -73,6 +74,8 @@ class Checkpoint:
     metadata: MarsMetadata | None
     """None for a plain AR checkpoint."""
     special: SpecialTokens
+    calibration: Calibration | None = None
+    """None where the directory has none."""
 
     @property
     def max_length(self) -> int:
@@ -80,9 +83,12 @@ class Checkpoint:
         return int(self.config.max_position_embeddings)
 
     def with_metadata(self, metadata: MarsMetadata) -> Checkpoint:
-        """The same checkpoint as a MARS one; its tokenizer has got the mask token already."""
+        """The same checkpoint as a MARS one to be trained, thus without a calibration.
+
+        Its tokenizer has got the mask token already.
+        """
         special = _special_tokens(self.path, self.tokenizer, metadata)
-        return replace(self, metadata=metadata, special=special)
+        return replace(self, metadata=metadata, special=special, calibration=None)
 
 
 def locate_model(model: str) -> Path:
@@ -107,8 +113,13 @@ def locate_model(model: str) -> Path:
         ) from error
 
 
-def read_checkpoint(model: str | Path) -> Checkpoint:
+def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Checkpoint:
     """Read everything but the weights.
+
+    Args:
+        model: directory or hub id.
+        with_calibration: else ``calibration.json`` is left alone, as where it is to be replaced.
+            A plain AR checkpoint's is never read.
 
     Raises:
         UserError: a part is missing, malformed or does not fit the others.
@@ -129,7 +140,11 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
             f"{path / METADATA_FILE}: mask_token_id is {metadata.mask_token_id}, but the tokenizer "
             f"has {MASK_TOKEN} at {_token_id(tokenizer, MASK_TOKEN)}; use one checkpoint's files"
         )
-    return Checkpoint(path, config, tokenizer, metadata, _special_tokens(path, tokenizer, metadata))
+    special = _special_tokens(path, tokenizer, metadata)
+    calibration = None
+    if with_calibration and metadata is not None:
+        calibration = read_calibration(path, metadata.block_size)
+    return Checkpoint(path, config, tokenizer, metadata, special, calibration)
 
 
 def read_metadata(path: Path) -> MarsMetadata | None:

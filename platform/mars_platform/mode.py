@@ -9,7 +9,11 @@ class Mode(StrEnum):
     """How a request is decoded."""
 
     THRESHOLD = "threshold"
+    """Several tokens a pass, as far as the model is sure enough of them."""
+    EXACT = "exact"
+    """Several tokens a pass, each one checked: the output is that of ``ar``."""
     AR = "ar"
+    """One token a pass."""
 
 
 class Confidence(StrEnum):

@@ -98,7 +98,7 @@ class Pair:
 def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatch:
     """A step with, of each request, so many tokens and masks; they are stored afterwards."""
     works = [
-        Work(request, tokens, masks, reads_logits=reads)
+        Work(request, tokens, (masks,), reads_logits=reads)
         for request, (tokens, masks, reads) in zip(requests, rows, strict=False)
         if tokens
     ]
@@ -147,8 +147,10 @@ def test_a_full_step_and_then_the_smallest(tiny_model: Models) -> None:
 def test_steps_that_fit_no_shape_run_eagerly(tiny_model: Models) -> None:
     capture = CountingCapture()
     pair, requests = Pair(tiny_model("qwen2"), capture), new_requests()
-    pair.assert_equal(feed(requests, [(2 * NUM_MASKS + 2, 0, True), (1, 1, True)]))  # wide for one
-    pair.assert_equal(feed(requests, [(70, 0, True), (2, 3, True)]))  # too many places
+    pair.assert_equal(
+        feed(requests, [((NUM_MASKS + 1) ** 2 + 1, 0, True), (1, 1, True)])
+    )  # wide for one
+    pair.assert_equal(feed(requests, [(66, 0, True), (2, 3, True)]))  # too many places
     assert capture.num_replayed == 0
     pair.assert_equal(feed(requests, [(1, 4, True), (2, 3, True)]))
     assert capture.num_replayed == 1
@@ -233,7 +235,7 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
         num_stored = data.draw(stored)
         request = Request("", [5] * (num_stored + tokens), DecodingOptions(1), pages=[0] * 400)
         request.num_stored = num_stored
-        works.append(Work(request, tokens, masks, reads_logits=True))
+        works.append(Work(request, tokens, (masks,), reads_logits=True))
     batch = build_batch(works, MASK)
     shape = sizes.shape_for(batch, PAGE)
     assert shape in sizes.shapes()

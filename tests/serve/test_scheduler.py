@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from mars_platform.mode import Mode
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import DecodingOptions, Request
-from mars_serve.engine.scheduler import Scheduler, Work
+from mars_serve.engine.request import DecodingOptions, Draft, Outcomes, Request
+from mars_serve.engine.scheduler import Choose, Masks, Scheduler, Work
 
-Choose = Callable[[list[Request]], list[int]]
 Check = Callable[[list[Work]], None]
 
 
@@ -44,12 +43,14 @@ def one_request(
     window: int | None = None,
     priority: int = 0,
     tenant: str = "",
+    mode: Mode = Mode.THRESHOLD,
+    outcomes: Outcomes | None = None,
 ) -> Request:
     """A request of a given prompt, or of a random one of a given length."""
     if isinstance(prompt, int):
         prompt = [random.Random(name).randrange(10_000) for _ in range(prompt)]
     options = DecodingOptions(
-        max_tokens, Mode.THRESHOLD, threshold, window=window, priority=priority
+        max_tokens, mode, threshold, window=window, priority=priority, outcomes=outcomes
     )
     return Request(name, list(prompt), options, tenant=tenant)
 
@@ -86,9 +87,13 @@ class Steps:
         for work in works:
             self._write(work)
         for work in works:
-            self.scheduler.stored(work)
+            num_right = 0
             if work.reads_logits:
-                self._accept(work, num_accepted or self.source.randint(1, work.num_masks + 1))
+                most = work.num_proposed
+                num_right = self._accept(work, num_accepted or self.source.randint(1, most))
+            self.scheduler.stored(work, num_right)
+            if work.request.num_left == 0:
+                self.scheduler.finish(work.request)
         self.scheduler.check_integrity()
         return works
 
@@ -107,19 +112,24 @@ class Steps:
     def _write(self, work: Work) -> None:
         self.num_computed += work.num_tokens
         contents, start = self._contents(work.request), work.request.num_stored
-        for place in range(start, start + work.num_tokens):
+        for place in range(start, start + work.num_tokens + work.num_drafts):
             page, slot = self._slot(work.request, place)
             holders = [item for item in self.scheduler.running if page in item.pages]
             assert holders == [work.request], "writes to a page that others read"
             self.slots[page, slot] = contents[place]
 
-    def _accept(self, work: Work, num_accepted: int) -> None:
+    def _accept(self, work: Work, num_accepted: int) -> int:
+        """Commit tokens, in mode exact drafts above all; return how many drafts were right."""
         request = work.request
-        rest = request.options.max_tokens - request.num_output
-        count = min(num_accepted, work.num_masks + 1, rest)
-        request.tokens += self.source.choices([0, 1], k=count)
-        if request.num_output == request.options.max_tokens:
-            self.scheduler.finish(request)
+        count = min(num_accepted, work.num_proposed, request.num_left)
+        if request.options.mode is not Mode.EXACT:
+            request.tokens += self.source.choices([0, 1], k=count)
+            return 0
+        drafts = [draft.token for draft in request.drafts[: count - 1]]
+        request.tokens += [*drafts, self.source.choice([0, 1])]
+        tokens = self.source.choices([0, 1], k=work.masks[count - 1])
+        request.drafts = [Draft(token, 0.5) for token in tokens]
+        return len(drafts)
 
     def _slot(self, request: Request, place: int) -> tuple[int, int]:
         index, slot = divmod(place, self.scheduler.pool.page_size)
@@ -127,8 +137,9 @@ class Steps:
 
     @staticmethod
     def _contents(request: Request) -> list[int]:
+        """Of committed tokens and of the drafts behind them."""
         contents = [hash(request.tenant)]
-        for token in request.tokens:
+        for token in [*request.tokens, *(draft.token for draft in request.drafts)]:
             contents.append(hash((contents[-1], token)))
         return contents[1:]
 
@@ -201,16 +212,18 @@ def _random_request(name: str, source: random.Random) -> Request:
         window=source.choice([None, None, 0, 1, 3]),
         priority=source.choice([0, 0, 0, 1, 2]),
         tenant=source.choice(["a", "a", "b"]),
+        mode=source.choice([Mode.THRESHOLD, Mode.EXACT]),
+        outcomes=source.choice([None, None, Outcomes.ALL, Outcomes.LAST]),
     )
 
 
 def _check_step(steps: Steps, source: random.Random) -> None:
-    scheduler, chosen = steps.scheduler, dict[Request, int]()
+    scheduler, chosen = steps.scheduler, dict[Request, Masks]()
 
-    def choose(rows: list[Request]) -> list[int]:
+    def choose(rows: list[Request]) -> list[Masks]:
         assert not chosen, "windows are chosen once a step"
-        assert all(row.options.needs_masks and row.options.window is None for row in rows)
-        chosen.update((row, source.randint(0, scheduler.window)) for row in rows)
+        assert all(row.leaves_masks for row in rows)
+        chosen.update((row, row.masks(source.randint(0, scheduler.window))) for row in rows)
         return [chosen[row] for row in rows]
 
     def check(works: list[Work]) -> None:
@@ -218,8 +231,8 @@ def _check_step(steps: Steps, source: random.Random) -> None:
         assert sum(work.num_positions for work in works) <= scheduler.max_positions
         assert len({work.request for work in works}) == len(works)
         for work in works:
-            window = chosen.get(work.request, scheduler.window)
-            _check_work(work, window, may_shrink=work.request in chosen)
+            masks = chosen.get(work.request, work.request.masks(scheduler.window))
+            _check_work(work, masks, may_shrink=work.request in chosen)
 
     steps.step(choose=choose, check=check, fails=source.random() < 0.05)
 
@@ -240,15 +253,18 @@ def _rank(request: Request) -> tuple[int, int]:
     return -request.options.priority, request.arrival
 
 
-def _check_work(work: Work, window: int, *, may_shrink: bool) -> None:
+def _check_work(work: Work, masks: Masks, *, may_shrink: bool) -> None:
     request = work.request
     assert 1 <= work.num_tokens <= request.num_unstored
     if work.reads_logits:
         assert work.num_tokens == request.num_unstored
-        most = request.num_masks(window)
-        assert work.num_masks == most or (may_shrink and work.num_masks < most), "cut short"
+        if may_shrink or request.options.mode is Mode.EXACT:
+            assert work.num_drafts < len(masks)
+            assert all(fed <= asked for fed, asked in zip(work.masks, masks, strict=False))
+        else:
+            assert work.masks == masks, "cut short"
     else:
-        assert work.num_masks == 0
+        assert work.masks == (0,)
         assert work.num_tokens < request.num_unstored
 
 
@@ -555,9 +571,9 @@ def test_no_mask_is_fed_in_vain(
 def test_windows_are_chosen_for_those_that_leave_it_open() -> None:
     steps, asked = Steps(make_scheduler(max_positions=100)), list[str]()
 
-    def choose(rows: list[Request]) -> list[int]:
+    def choose(rows: list[Request]) -> list[Masks]:
         asked.append(ids(rows))
-        return [1, 3][: len(rows)]
+        return [(1,), (3,)][: len(rows)]
 
     steps.add(
         one_request("a", 3, 50),
@@ -576,7 +592,7 @@ def test_chosen_windows_give_way_to_the_budget_and_pinned_ones_wait() -> None:
         scheduler = make_scheduler(max_positions=12)
         steps = Steps(scheduler)
         steps.add(*(one_request(name, 1, 50, window=window) for name in "abc"))
-        works = steps.step(choose=lambda rows: [4] * len(rows))
+        works = steps.step(choose=lambda rows: [(4,)] * len(rows))
         assert [(work.num_tokens, work.num_masks) for work in works] == expected
 
 

@@ -19,7 +19,7 @@ from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request, StepOutput
+from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, StepOutput
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
@@ -55,10 +55,11 @@ class Arrival:
 _OPTIONS = st.builds(
     DecodingOptions,
     max_tokens=st.integers(1, 9),
-    mode=st.sampled_from([Mode.THRESHOLD, Mode.THRESHOLD, Mode.THRESHOLD, Mode.AR]),
+    mode=st.sampled_from([Mode.THRESHOLD, Mode.THRESHOLD, Mode.EXACT, Mode.EXACT, Mode.AR]),
     threshold=st.sampled_from([0.02, 0.05, 0.1, 0.3, 0.95, 1.0]),
     confidence=st.sampled_from(list(Confidence)),
     window=st.sampled_from([None, None, 0, 1, 2, 4]),
+    outcomes=st.sampled_from([None, None, Outcomes.ALL, Outcomes.LAST]),
     priority=st.sampled_from([0, 0, 0, 1, 2]),
 )
 _ARRIVALS = st.builds(
@@ -111,6 +112,8 @@ def test_every_output_is_the_oracles(
     for name, request in requests.items():
         expected = _oracle(request, outputs[name])
         passes = [output.tokens for output in outputs[name]]
+        if request.options.mode is Mode.EXACT:  # checked tokens, in passes of any length
+            passes = [[token] for tokens in passes for token in tokens]
         if request.finish_reason is FinishReason.CANCELLED:
             assert passes == expected[: len(passes)]
         else:
@@ -118,7 +121,7 @@ def test_every_output_is_the_oracles(
             assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
         pinned = request.options.window
-        if pinned is not None:
+        if pinned is not None and request.options.mode is not Mode.EXACT:
             assert all(output.num_masks <= pinned for output in outputs[name])
 
 
@@ -163,7 +166,7 @@ def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
         max_tokens=sum(len(output.tokens) for output in outputs)
         if request.finish_reason is FinishReason.CANCELLED
         else options.max_tokens,
-        threshold=1.0 if options.mode is Mode.AR else options.threshold,
+        threshold=options.threshold if options.mode is Mode.THRESHOLD else 1.0,
         num_masks=windows,
         mask_token_id=MASK,
         measure=options.confidence,

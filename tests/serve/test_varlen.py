@@ -23,12 +23,14 @@ from mars_serve.engine.engine import Engine
 from mars_serve.engine.forward import ModelRunner
 from mars_serve.engine.paged_kernel import PagedKernel, load_kernel, refusal, varlen_available
 from mars_serve.engine.plain_kernel import plain_kernel, plain_varlen_attn
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import DecodingOptions, Draft, FinishReason, Request
 from mars_serve.engine.scheduler import Work
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.engine.varlen import VarlenAttention
 
 MASK, BLOCK_SIZE, POISONED = 3, 4, 61
+Shape = tuple[int, int, tuple[int, ...]]
+"""Stored tokens of a row, tokens that it feeds, and its masks by outcome."""
 SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK, POISONED}))
 MODES = [(Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
 
@@ -96,6 +98,17 @@ def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
 
 
 # Tokens
+
+
+def _seen(num_tokens: int, masks: tuple[int, ...]) -> Tensor:
+    """Tokens and drafts causally; of each outcome's masks the drafts up to it, and each other."""
+    kept = num_tokens + len(masks) - 1
+    seen = torch.ones(kept + sum(masks), kept + sum(masks)).tril()
+    begin = kept
+    for outcome, count in enumerate(masks):
+        seen[begin : begin + count, num_tokens + outcome : begin] = 0
+        begin += count
+    return seen
 
 
 @pytest.mark.parametrize("needs_key_starts", [False, True])
@@ -179,19 +192,21 @@ class Step:
 
     def __init__(
         self,
-        rows: list[tuple[int, int, int]],
+        rows: list[Shape],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         page_size: int = 4,
     ) -> None:
         torch.manual_seed(0)
         self.sizes = {"dtype": dtype, "device": device}
-        self.page_size, most = page_size, 1 + max(sum(row) for row in rows) // page_size
+        most = 1 + max(stored + tokens + len(masks) for stored, tokens, masks in rows) // page_size
+        self.page_size = page_size
         works = []
         for index, (stored, tokens, masks) in enumerate(rows):
             request = Request(str(index), [5] * (stored + tokens), DecodingOptions(9))
             request.num_stored = stored
             request.pages = [index + len(rows) * page for page in range(most)]
+            request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
             works.append(Work(request, tokens, masks, reads_logits=True))
         self.batch = build_batch(works, MASK)
         places = len(self.batch.ids)
@@ -215,7 +230,7 @@ class Step:
         return output[: self.batch.num_places], attention
 
     def expected(self) -> Tensor:
-        """Of each row by itself: what is stored, then causally what it feeds."""
+        """Of each row by itself: what is stored, then what it feeds as `_seen` says."""
         outputs = []
         for row in self.batch.rows:
             own = slice(row.start, row.start + row.length)
@@ -225,7 +240,8 @@ class Step:
                 .transpose(0, 1)
                 for pages, fresh in zip(self.pages, (self.key, self.value), strict=True)
             )
-            seen = torch.ones(row.length, keys.shape[1], device=keys.device).tril(row.num_stored)
+            seen = torch.ones(row.length, keys.shape[1], device=keys.device)
+            seen[:, row.num_stored :] = _seen(row.num_tokens - row.num_drafts, row.masks)
             output = torch.nn.functional.scaled_dot_product_attention(
                 self.query[own].float().transpose(0, 1),
                 keys,
@@ -242,15 +258,15 @@ class Step:
 @pytest.mark.parametrize(
     "rows",
     [
-        [(7, 1, 4), (0, 70, 0), (9, 3, 0), (16, 90, 2), (0, 2, 1), (5, 66, 0)],
-        [(0, 65, 0), (0, 64, 0)],
-        [(0, 1, 0)],
-        [(3, 80, 4)],
+        [(7, 1, (4,)), (0, 70, (0,)), (9, 3, (0,)), (16, 90, (2,)), (0, 2, (1,)), (5, 66, (0,))],
+        [(0, 65, (0,)), (0, 64, (0,))],
+        [(0, 1, (0,))],
+        [(3, 80, (4,))],
+        [(7, 1, (4, 4, 4, 4, 4)), (6, 1, (0, 2, 0, 1)), (0, 3, (2, 0)), (2, 1, (0, 0, 3))],
+        [(5, 60, (3, 3, 3)), (7, 70, (0, 2)), (4, 1, (4,))],
     ],
 )
-def test_a_step_equals_dense_attention(
-    rows: list[tuple[int, int, int]], needs_key_starts: bool
-) -> None:
+def test_a_step_equals_dense_attention(rows: list[Shape], needs_key_starts: bool) -> None:
     step = Step(rows, torch.device("cpu"))
     output, attention = step.attend(plain_kernel(needs_key_starts=needs_key_starts))
     torch.testing.assert_close(output, step.expected())
@@ -262,7 +278,7 @@ def test_a_step_equals_dense_attention(
 
 @pytest.mark.parametrize("bad", range(4))
 def test_no_row_attends_to_its_neighbours(bad: int) -> None:
-    step = Step([(0, 2, 1), (5, 1, 4), (9, 66, 0), (0, 8, 3)], torch.device("cpu"))
+    step = Step([(0, 2, (1,)), (5, 1, (4,)), (9, 66, (0,)), (0, 8, (3, 1))], torch.device("cpu"))
     row = step.batch.rows[bad]
     own = slice(row.start, row.start + row.length)
     for part in (step.query, step.key, step.value):
@@ -344,7 +360,8 @@ def on_gpu() -> torch.device:
 @pytest.mark.parametrize("stored", [0, 1, 255, 256, 700])
 def test_a_gpu_kernel_equals_dense_attention(stored: int) -> None:
     device = on_gpu()
-    step = Step([(stored, 3, 4), (3, 80, 0), (0, 3, 2), (600, 70, 7)], device, torch.bfloat16, PAGE)
+    rows = [(stored, 3, (4,)), (3, 80, (0,)), (0, 3, (2, 1)), (600, 70, (7,)), (9, 1, (4, 4, 2))]
+    step = Step(rows, device, torch.bfloat16, PAGE)
     torch.testing.assert_close(
         step.attend(load_kernel(device))[0].float(), step.expected(), rtol=2e-2, atol=2e-2
     )
@@ -366,7 +383,9 @@ def test_a_gpu_kernels_log_sum_exps_have_heads_first() -> None:
         kernel=kernel,
     )
     plan = attention.plan(
-        build_batch([Work(Request("", [5] * 70, DecodingOptions(1), pages=[0]), 70, 0, True)], None)
+        build_batch(
+            [Work(Request("", [5] * 70, DecodingOptions(1), pages=[0]), 70, (0,), True)], None
+        )
     )
     _, lse = attention._attend_wide(query, key, value, 0.125, plan)
     scores = (torch.einsum("qhd,khd->qhk", query.float(), key.float()) * 0.125).masked_fill(
@@ -398,7 +417,7 @@ def test_both_attentions_agree_on_a_gpu(tiny_model: Models) -> None:
         works = []
         for row, request in enumerate(requests):
             request.num_stored, request.pages = begin, [2 * row, 2 * row + 1]
-            works.append(Work(request, length, masks, reads_logits=True))
+            works.append(Work(request, length, (masks,), reads_logits=True))
         batch = build_batch(works, MASK)
         query = torch.randn(len(batch.ids), 8, 64, **sizes)
         key, value = torch.randn(2, len(batch.ids), 2, 64, **sizes)

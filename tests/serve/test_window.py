@@ -51,6 +51,15 @@ def make_rows(count: int) -> list[Request]:
     return [Request(f"row {index}", [5], options) for index in range(count)]
 
 
+def numbers_of(
+    chooser: WindowChooser, rows: list[Request], *, other: int = 0, stored: int | None = None
+) -> list[int]:
+    """Chosen masks of rows that have one outcome each."""
+    chosen = chooser.choose(rows, other_positions=other, stored=stored)
+    assert all(len(masks) == 1 for masks in chosen)
+    return [masks[0] for masks in chosen]
+
+
 def mean_tokens(acceptance: float) -> float:
     return sum(acceptance**depth for depth in range(MAX_WINDOW + 1))
 
@@ -74,7 +83,7 @@ class Simulation:
         """Tokens a second with the chooser's windows, and the windows ``[steps, rows]``."""
         rows, windows = make_rows(self.num_rows), []
         for runs in self._runs:
-            windows.append(chooser.choose(rows, stored=self.stored))
+            windows.append(numbers_of(chooser, rows, stored=self.stored))
             for row, num_masks, run in zip(rows, windows[-1], runs.tolist(), strict=True):
                 num_accepted = 1 + min(run, num_masks)
                 chooser.observe(row, num_masks, num_accepted)
@@ -280,16 +289,16 @@ def test_a_falling_step_time_is_seen_past_the_rise() -> None:
     times = step_times({1: 1.0, 3: 2.0, 5: 1.0, 9: 1.05, 64: 40.0})
     chooser, (row,) = WindowChooser(times, MAX_WINDOW), make_rows(1)
     for _ in range(40):
-        chooser.choose([row])
+        numbers_of(chooser, [row])
         chooser.observe(row, 4, 4)
-    assert chooser.choose([row]) == [4]
+    assert numbers_of(chooser, [row]) == [4]
 
 
 def settled(times: StepTimes, rows: list[Request], acceptance: float) -> WindowChooser:
     """A chooser that has seen a long run of the rows' outcomes."""
     chooser, source = WindowChooser(times, MAX_WINDOW), np.random.default_rng(0)
     for _ in range(200):
-        chooser.choose(rows)
+        numbers_of(chooser, rows)
         for row in rows:
             if row.options.needs_masks:
                 run = int(np.cumprod(source.random(MAX_WINDOW) < acceptance).sum())
@@ -301,19 +310,19 @@ def test_prompt_chunks_make_masks_neither_free_nor_forbidden() -> None:
     times = step_times({1: 0.008, 512: 0.008, 2560: 0.069})
     many, one = make_rows(128), make_rows(1)
     chooser = settled(times, many, PAPER)
-    assert sum(chooser.choose(many)) > 200
+    assert sum(numbers_of(chooser, many)) > 200
     # 0.46 tokens for 1.46 positions of 30 us, where a second is worth 28,000 tokens
-    assert sum(chooser.choose(many, other_positions=2048)) == 0
+    assert sum(numbers_of(chooser, many, other=2048)) == 0
     chooser = settled(times, one, PAPER)
-    assert chooser.choose(one, other_positions=2048) == [4]
+    assert numbers_of(chooser, one, other=2048) == [4]
 
 
 def test_neighbours_that_take_no_masks_are_not_slowed_down() -> None:
     times, rows = TABLES["cpu"], make_rows(1)
     neighbours = [Request(f"ar {index}", [5], DecodingOptions(99, Mode.AR)) for index in range(40)]
     chooser = settled(times, rows, PAPER)
-    assert chooser.choose(rows) == [4]
-    assert chooser.choose(rows + neighbours) == [0] * 41
+    assert numbers_of(chooser, rows) == [4]
+    assert numbers_of(chooser, rows + neighbours) == [0] * 41
 
 
 def test_pinned_windows_are_kept_and_counted() -> None:
@@ -323,7 +332,7 @@ def test_pinned_windows_are_kept_and_counted() -> None:
         Request(f"pinned {index}", [5], replace(rows[0].options, window=4)) for index in (1, 2)
     ]
     chooser = settled(times, [*rows, *pinned], 0.6)
-    alone, beside = chooser.choose(rows), chooser.choose([*pinned, *rows])
+    alone, beside = numbers_of(chooser, rows), numbers_of(chooser, [*pinned, *rows])
     assert beside[:2] == [4, 4]
     assert sum(beside[2:]) < sum(alone)
 
@@ -348,7 +357,7 @@ def test_no_row_gets_more_than_it_can_use(
         Request(str(index), [5], DecodingOptions(max_tokens, mode, threshold, window=window))
         for index, (mode, threshold, window, max_tokens) in enumerate(kinds)
     ]
-    chosen = chooser.choose(rows, other_positions=other_positions)
+    chosen = numbers_of(chooser, rows, other=other_positions)
     assert len(chosen) == len(rows)
     for row, num_masks in zip(rows, chosen, strict=True):
         limit = row.num_masks(MAX_WINDOW)
@@ -357,7 +366,7 @@ def test_no_row_gets_more_than_it_can_use(
 
 
 def test_without_rows_there_is_nothing_to_choose() -> None:
-    assert WindowChooser(TABLES["gpu"], MAX_WINDOW).choose([]) == []
+    assert numbers_of(WindowChooser(TABLES["gpu"], MAX_WINDOW), []) == []
 
 
 def test_the_paper_s_acceptance_is_what_it_says() -> None:
@@ -367,10 +376,10 @@ def test_the_paper_s_acceptance_is_what_it_says() -> None:
 def test_what_a_step_takes_beyond_the_table_speaks_for_masks() -> None:
     times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)  # 2 ms a position
     chooser = settled(times, rows, PAPER)
-    assert chooser.choose(rows) == [0] * 8
+    assert numbers_of(chooser, rows) == [0] * 8
     for _ in range(100):
         chooser.observe_step(8, 0, 0.024 + 0.040)
-        windows = chooser.choose(rows)
+        windows = numbers_of(chooser, rows)
     assert sum(windows) >= 4
 
 
@@ -378,6 +387,6 @@ def test_a_pause_is_no_step() -> None:
     times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)
     chooser = settled(times, rows, PAPER)
     chooser.observe_step(8, 0, 3600.0)
-    assert chooser.choose(rows) == [0] * 8
+    assert numbers_of(chooser, rows) == [0] * 8
     chooser.observe_step(5000, 0, 10.0)  # a step of prompts, which the table does not hold
-    assert chooser.choose(rows) == [0] * 8
+    assert numbers_of(chooser, rows) == [0] * 8

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from mars_serve.engine.batch import Row, StepBatch
+from mars_serve.engine.compiled import attend_by_operator
 
 ATTENTION_NAME = "marsray_paged"
 
@@ -289,6 +290,7 @@ class GatheredAttention:
     def _scratch_pages(self, rows: Sequence[Row]) -> list[list[int]]:
         starts = [self._scratch + index * self._scratch_per_row for index in range(len(rows))]
         sizes = [-(-row.num_masks // self.page_size) for row in rows]
+        assert max(sizes) <= self._scratch_per_row, "rows have scratch pages of their own"
         return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
     def _slots(self, batch: StepBatch, scratch: list[list[int]]) -> Tensor:
@@ -350,12 +352,17 @@ class GatheredAttention:
         stored = np.array([[row.num_stored] for row in rows])
         tokens = np.array([[row.num_tokens] for row in rows])
         place, key = np.arange(width), np.arange(num_pages * self.page_size)
-        seen = (stored + np.minimum(place + 1, tokens))[:, :, None]  # [rows, width, 1]
-        visible = key < seen
+        seen = stored + np.minimum(place + 1, tokens)  # [rows, width]
+        first = np.array(used)[:, None] * self.page_size + np.zeros_like(place)  # [rows, width]
+        end = first + place + 1 - tokens
+        for index, row in enumerate(rows):
+            if not row.is_causal:
+                leading, own = (np.array(part)[row.num_tokens :] for part in row.visible())
+                seen[index, row.num_tokens : row.length] = row.num_stored + leading
+                first[index, row.num_tokens : row.length] += own - row.num_tokens
+        visible = key < seen[:, :, None]
         if any(row.num_masks for row in rows):
-            first = np.array(used)[:, None, None] * self.page_size
-            num_masks = (place + 1 - tokens)[:, :, None]
-            visible |= (key >= first) & (key < first + num_masks)
+            visible |= (key >= first[:, :, None]) & (key < end[:, :, None])
         hidden = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         if self._per_kv > 1:
             hidden = np.tile(hidden, (1, 1, self._per_kv, 1))
@@ -410,14 +417,12 @@ def _paged_attention(
     _attention_mask: Tensor | None,
     *,
     scaling: float,
-    paged: Attention,
-    plan: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer; the keywords come through the forward."""
+    """The function that transformers calls in each layer."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    return paged.attend(layer, queries, keys, values, scaling, plan).unsqueeze(0), None
+    return attend_by_operator(queries, keys, values, layer, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _paged_attention)

@@ -1,6 +1,8 @@
 """What one step feeds, laid out for the forward pass. Plain integers: knows no tensor, no device.
 
-The rows of a step (one a request) lie side by side, each its committed tokens and then its masks.
+The rows of a step (one a request) lie side by side, each its committed tokens, then drafts to be
+checked, then masks. A row's masks come in groups, one for each number of drafts that may turn out
+right: a group sees the tokens, those drafts and itself.
 A place is an index into that line, padded at its end to a length that recurs: matrix libraries and
 captured graphs prepare themselves once for each length.
 """
@@ -24,15 +26,40 @@ class Row:
     num_stored: int
     """Tokens whose keys and values are in its pages."""
     num_tokens: int
-    num_masks: int
+    """Tokens that it feeds and keeps, drafts included."""
+    num_drafts: int
+    masks: tuple[int, ...]
+    """Masks of each group, by the drafts that it sees: 0 to ``num_drafts`` of them."""
     pages: list[int]
     """Pages of its stored tokens and of those that it feeds."""
     reads_logits: bool
 
     @property
+    def num_masks(self) -> int:
+        """Masks of all groups."""
+        return sum(self.masks)
+
+    @property
     def length(self) -> int:
         """Places that it takes."""
         return self.num_tokens + self.num_masks
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each of its places sees all those before it."""
+        return self.num_masks == self.masks[-1]
+
+    def visible(self) -> tuple[list[int], list[int]]:
+        """What each of its places sees of the row, counted in places from its start: those before
+        the first number, and those from the second one up to itself.
+        """
+        leading, own = list(range(1, self.num_tokens + 1)), list(range(self.num_tokens))
+        begin = self.num_tokens
+        for outcome, count in enumerate(self.masks):
+            leading += [self.num_tokens - self.num_drafts + outcome] * count
+            own += [begin] * count
+            begin += count
+        return leading, own
 
 
 @dataclass(frozen=True)
@@ -47,12 +74,14 @@ class StepBatch:
 
     @property
     def reads(self) -> list[int]:
-        """Places whose logits are read: each reading row's last committed token and its masks."""
+        """Places whose logits are read: each reading row's last committed token, its drafts and
+        its masks.
+        """
         places: list[int] = []
         for row in self.rows:
             if row.reads_logits:
-                cursor = row.start + row.num_tokens - 1
-                places += range(cursor, cursor + row.num_masks + 1)
+                cursor = row.start + row.num_tokens - row.num_drafts - 1
+                places += range(cursor, row.start + row.length)
         return places
 
 
@@ -82,16 +111,21 @@ def build_batch(
         row = Row(
             start=len(ids),
             num_stored=begin,
-            num_tokens=work.num_tokens,
-            num_masks=work.num_masks,
+            num_tokens=work.num_tokens + work.num_drafts,
+            num_drafts=work.num_drafts,
+            masks=work.masks,
             pages=request.pages,
             reads_logits=work.reads_logits,
         )
         ids += request.tokens[begin : begin + work.num_tokens]
-        if work.num_masks:
-            assert mask_token_id is not None
-            ids += [mask_token_id] * work.num_masks
-        positions += range(begin, begin + row.length)
+        ids += [draft.token for draft in request.drafts[: work.num_drafts]]
+        positions += range(begin, begin + row.num_tokens)
+        cursor = begin + work.num_tokens
+        for outcome, count in enumerate(work.masks):
+            if count:
+                assert mask_token_id is not None
+                ids += [mask_token_id] * count
+                positions += range(cursor + outcome, cursor + outcome + count)
         rows.append(row)
     num_places = len(ids)
     padding = -(-bucket(num_places) // multiple_of) * multiple_of - num_places

@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
+from mars_platform.mode import Mode
 from mars_serve.engine.attention import KeyValueShape
 from mars_serve.engine.choose import choose_attention
+from mars_serve.engine.choosing import commit
 from mars_serve.engine.forward import Accepted, FailedLaunch, Launched, ModelRunner
+from mars_serve.engine.grammar import GrammarCompiler
 from mars_serve.engine.graphs import CudaCapture, GraphSizes
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
-from mars_serve.engine.scheduler import Scheduler, Work
+from mars_serve.engine.scheduler import Masks, Scheduler, Work
 from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 from mars_serve.engine.warm_up import measure_steps
 from mars_serve.engine.window import WindowChooser
@@ -62,7 +65,7 @@ class Engine:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
                 fit.
         """
-        metadata = checkpoint.metadata
+        metadata, calibration = checkpoint.metadata, checkpoint.calibration
         self.checkpoint = checkpoint
         self.window = metadata.block_size if metadata else 0
         weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
@@ -89,7 +92,7 @@ class Engine:
             settings,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            max_masks=self.window,
+            max_masks=self.window * (self.window + 1),  # a group for each outcome of exact mode
         )
         self._runner = ModelRunner(
             weights,
@@ -98,6 +101,10 @@ class Engine:
             metadata.mask_token_id if metadata else None,
             batch_invariant=settings.batch_invariant,
             draw_accepted=draw_accepted,
+            temperatures=calibration.temperatures if calibration else None,
+        )
+        self._grammars = GrammarCompiler(
+            checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
         )
         self._requests: dict[str, Request] = {}
         self._chooser: WindowChooser | None = None
@@ -166,11 +173,14 @@ class Engine:
         """Take a request in; see `check` for what is refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
+        if request.options.grammar is not None:
+            request.matcher = self._grammars.compile(request.options.grammar).matcher()
         self._requests[request.id] = request
         self._scheduler.add(request)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run. Reads no state, so that any thread may call it.
+        """Refuse a request that could never run. Any thread may call it; a grammar that was not
+        seen before takes a while.
 
         Raises:
             UserError: naming the option and the numbers.
@@ -188,11 +198,19 @@ class Engine:
                 f"output tokens make {request.max_length}, more than the {self.max_length} that "
                 "fit; shorten the prompt or lower max_tokens"
             )
-        if request.options.needs_masks and self.window == 0:
+        options = request.options
+        if options.needs_masks and self.window == 0:
             raise UserError(
                 "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
-                "threshold mode; use mode 'ar'"
+                f"mode '{options.mode}'; use mode 'ar'"
             )
+        if options.calibrated and self.checkpoint.calibration is None:
+            raise UserError(
+                "calibrated: this model has no calibration.json; run marsray calibrate on it, or "
+                "leave the field out"
+            )
+        if options.grammar is not None:
+            self._grammars.compile(options.grammar)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its pages; one that has ended already is no error."""
@@ -238,9 +256,10 @@ class Engine:
             if isinstance(result, Exception):
                 outputs.append(self._fail(work.request, result))
                 continue
-            self._scheduler.stored(work)
             if work.reads_logits:
                 outputs.append(self._commit(work, result))
+            else:
+                self._scheduler.stored(work)
         if not self._requests:
             self._finished_at = None
         return outputs
@@ -253,7 +272,7 @@ class Engine:
         """
         self._scheduler.check_integrity()
 
-    def _choose(self, rows: list[Request]) -> list[int]:
+    def _choose(self, rows: list[Request]) -> list[Masks]:
         """Masks of the rows that leave them to the engine, beside all others that run."""
         assert self._chooser is not None
         asked, running = set(rows), self._scheduler.running
@@ -303,14 +322,21 @@ class Engine:
             return FailedLaunch(works, error)
 
     def _commit(self, work: Work, result: Accepted) -> StepOutput:
-        request = work.request
+        request, num_right = work.request, 0
         if self._chooser is not None:
-            self._chooser.observe(request, work.num_masks, len(result.tokens))
+            self._chooser.observe(request, work.num_proposed - 1, len(result.tokens))
         accepted = result.tokens[: request.options.max_tokens - request.num_output]
-        ends = [i for i, token in enumerate(accepted) if token in self.checkpoint.special.eos]
+        eos, stops = self.checkpoint.special.eos, request.options.stop_ids
+        ends = [i for i, token in enumerate(accepted) if token in eos or token in stops]
         if ends:
             accepted = accepted[: ends[0] + 1]
+        if not commit(request, accepted):
+            return self._fail(request, ValueError("the grammar allows no token of this model"))
         request.tokens += accepted
+        if request.options.mode is Mode.EXACT:
+            request.drafts = result.drafts
+            num_right = min(len(result.tokens) - 1, len(accepted))
+        self._scheduler.stored(work, num_right)
         if ends:
             self._end(request, FinishReason.STOP)
         elif request.num_output >= request.options.max_tokens:
@@ -320,7 +346,9 @@ class Engine:
             accepted,
             request.finish_reason,
             num_masks=work.num_masks,
+            num_positions=work.num_positions,
             confidences=result.confidences[: len(accepted)],
+            logprobs=result.logprobs[: len(accepted)],
         )
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
@@ -341,7 +369,7 @@ class Engine:
 
 def _checked(result: Accepted) -> Accepted | Exception:
     """A row whose logits are not numbers has failed; its neighbours have not."""
-    if result.confidences and result.confidences[0] != result.confidences[0]:
+    if any(confidence != confidence for confidence in result.confidences):
         return ArithmeticError("the model's output is not a number for this request")
     return result
 

@@ -7,20 +7,30 @@ nothing of queues or text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import SpecialTokens
-from mars_platform.mode import Confidence
-from mars_serve.engine.acceptance import Reads, accept, unpack
+from mars_platform.mode import Confidence, Mode
+from mars_serve.engine.acceptance import Reads, accept, unpack, unpack_coming
 from mars_serve.engine.attention import ATTENTION_NAME, Attention
 from mars_serve.engine.batch import build_batch
+from mars_serve.engine.choosing import (
+    Reports,
+    first_reads,
+    num_coming,
+    sampled_rows,
+    temperatures,
+)
 from mars_serve.engine.graphs import Capture, EagerForward, Forward, GraphedForward, GraphSizes
 from mars_serve.engine.linear import pack_linears, tile_linears
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import Draft, Request, TokenLogprob
+from mars_serve.engine.sampling import choose_tokens
 from mars_serve.engine.scheduler import Work
 from mars_serve.engine.varlen import VarlenAttention
 
@@ -35,6 +45,10 @@ class Accepted:
 
     tokens: list[int]
     confidences: list[float]
+    drafts: list[Draft] = field(default_factory=list)
+    """In mode exact, what the masks of the outcome propose behind the tokens."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each token, where the request wants them."""
 
 
 _NOTHING = Accepted([], [])
@@ -47,13 +61,34 @@ class Launched:
     works: Sequence[Work]
     packed: Tensor | None
     """What `accept` gave; None where no work reads logits."""
+    reports: Reports
 
     def wait(self) -> list[Accepted]:
         """For each work, at least one token where it reads logits, and none elsewhere."""
         if self.packed is None:
             return [_NOTHING] * len(self.works)
-        accepted = iter(unpack(self.packed))  # the one copy to the host
-        return [Accepted(*next(accepted)) if work.reads_logits else _NOTHING for work in self.works]
+        packed = self.packed.cpu()  # the one copy to the host
+        reading = [work for work in self.works if work.reads_logits]
+        coming = iter(unpack_coming(packed, len(reading), sum(map(num_coming, reading))))
+        accepted = iter(unpack(packed, len(reading)))
+        return [
+            self._accepted(work, *next(accepted), list(islice(coming, num_coming(work))))
+            if work.reads_logits
+            else _NOTHING
+            for work in self.works
+        ]
+
+    def _accepted(
+        self, work: Work, tokens: list[int], confidences: list[float], coming: list[Draft]
+    ) -> Accepted:
+        """The drafts are those of the group that saw as many drafts as were accepted."""
+        logprobs = self.reports.report(work.request, tokens)
+        if not coming:
+            return Accepted(tokens, confidences, logprobs=logprobs)
+        outcome = len(tokens) - 1
+        begin = sum(work.masks[:outcome])
+        drafts = coming[begin : begin + work.masks[outcome]]
+        return Accepted(tokens, confidences, drafts, logprobs)
 
 
 @dataclass(frozen=True)
@@ -79,22 +114,37 @@ class ModelRunner:
         mask_token_id: int | None,
         *,
         batch_invariant: bool = False,
+        compiled: bool = False,
         draw_accepted: Callable[[Request, int], int] | None = None,
+        temperatures: Sequence[float] | None = None,
     ) -> None:
-        """Take a model over: its attention and its linear layers are changed in place."""
+        """Take a model over: its attention and its linear layers are changed in place.
+
+        Args:
+            model: on its device and in its type.
+            attention: owns the pages.
+            special: tokens that end a sequence, and those never emitted.
+            mask_token_id: id of the mask, where there is one.
+            batch_invariant: see `EngineSettings`.
+            compiled: see `EngineSettings.compile`.
+            draw_accepted: see `Engine`.
+            temperatures: what calibration divides logits by, from depth 0.
+        """
         model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)
         self.model = model
         self._forward: Forward = (
-            GraphedForward(model, attention)
+            GraphedForward(model, attention, compiled=compiled)
             if isinstance(attention, VarlenAttention)
-            else EagerForward(model, attention)
+            else EagerForward(model, attention, compiled=compiled)
         )
         self.mask_token_id = mask_token_id
         self._multiple_of = _TILE if batch_invariant else 1
         self._draw_accepted = draw_accepted
+        self._ends = special.eos
+        self._temperatures = temperatures
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
@@ -110,19 +160,14 @@ class ModelRunner:
         reading = [work for work in works if work.reads_logits]
         if not reading:
             self._forward(batch, [])
-            return Launched(works, None)
-        logits, tensors = self._forward(batch, _reads_on_host(reading))  # the one copy from it
-        row, depth, num_proposed, thresholds, measures = tensors
-        reads = Reads(
-            row=row,
-            depth=depth,
-            num_proposed=num_proposed,
-            thresholds=thresholds,
-            measures=measures,
-            used=frozenset(work.request.options.confidence for work in reading),
-            max_depth=max(work.num_masks for work in reading) + 1,
-        )
-        return Launched(works, accept(logits, reads, self._banned, self._drawn(reading)))
+            return Launched(works, None, Reports({}))
+        logits, tensors = self._forward(batch, self._reads_on_host(reading))  # the one copy from it
+        reads = _reads_on_device(reading, tensors)
+        reports = Reports.of(logits, reading)  # before they are overwritten
+        rows = sampled_rows(reading, self._ends)
+        choose = partial(choose_tokens, rows=rows) if rows else None
+        packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
+        return Launched(works, packed, reports)
 
     def capture(
         self,
@@ -134,21 +179,68 @@ class ModelRunner:
         if isinstance(self._forward, GraphedForward):
             self._forward.capture(sizes, capture, on_progress)
 
+    def _reads_on_host(self, works: Sequence[Work]) -> list[Tensor]:
+        """The tensors of `Reads`; see `_reads_on_device`."""
+        counts = [work.num_proposed for work in works]
+        sizes = [work.num_proposed + num_coming(work) for work in works]
+        found = temperatures(works, self._temperatures)
+        return [
+            torch.tensor([row for row, size in enumerate(sizes) for _ in range(size)]),
+            torch.tensor([depth for count in counts for depth in range(count)]),
+            torch.tensor(counts),
+            torch.tensor([work.request.options.threshold for work in works]),
+            torch.tensor([_MEASURES[_measure(work)] for work in works]),
+            torch.tensor(found or [], dtype=torch.float32),
+            *(torch.tensor(part, dtype=torch.long) for part in _checks(works)),
+        ]
+
     def _drawn(self, works: Sequence[Work]) -> Tensor | None:
         if self._draw_accepted is None:
             return None
-        counts = [self._draw_accepted(work.request, work.num_masks + 1) for work in works]
+        counts = [self._draw_accepted(work.request, work.num_proposed) for work in works]
         return torch.tensor(counts, device=self.model.device)
 
 
-def _reads_on_host(works: Sequence[Work]) -> list[Tensor]:
-    """The tensors of `Reads`, in its order."""
-    counts = [work.num_masks + 1 for work in works]
-    options = [work.request.options for work in works]
-    return [
-        torch.tensor([row for row, count in enumerate(counts) for _ in range(count)]),
-        torch.tensor([depth for count in counts for depth in range(count)]),
-        torch.tensor(counts),
-        torch.tensor([option.threshold for option in options]),
-        torch.tensor([_MEASURES[option.confidence] for option in options]),
-    ]
+def _checks(works: Sequence[Work]) -> list[list[int]]:
+    """`Reads.now`, `Reads.coming` and `Reads.drafts`, or nothing where all reads are of this step
+    and no draft is fed.
+    """
+    if not any(work.num_drafts or num_coming(work) for work in works):
+        return []
+    starts = first_reads(works)
+    counts = [work.num_proposed for work in works]
+    now = [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
+    coming = sorted(set(range(starts[-1])) - set(now))
+    num_depths = max(counts) - 1
+    return [now, coming, [token for work in works for token in _drafts(work, num_depths)]]
+
+
+def _drafts(work: Work, num_depths: int) -> list[int]:
+    tokens = [draft.token for draft in work.request.drafts[: work.num_drafts]]
+    return tokens + [-1] * (num_depths - len(tokens))
+
+
+def _measure(work: Work) -> Confidence:
+    """What is taken as the confidence of a row's tokens; that of drafts is a probability."""
+    options = work.request.options
+    return Confidence.PROBABILITY if options.mode is Mode.EXACT else options.confidence
+
+
+def _reads_on_device(works: Sequence[Work], tensors: list[Tensor]) -> Reads:
+    """What `ModelRunner._reads_on_host` gave, with what is known on the host."""
+    row, depth, num_proposed, thresholds, measures, found, *checks = tensors
+    max_depth = max(work.num_proposed for work in works)
+    now, coming, drafts = checks or (None, None, None)
+    return Reads(
+        row=row,
+        depth=depth,
+        num_proposed=num_proposed,
+        thresholds=thresholds,
+        measures=measures,
+        used=frozenset(map(_measure, works)),
+        max_depth=max_depth,
+        temperatures=found if len(found) else None,
+        now=now,
+        coming=coming,
+        drafts=None if drafts is None else drafts.view(len(works), max_depth - 1),
+    )

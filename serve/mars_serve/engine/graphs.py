@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from mars_serve.engine.attention import Attention
 from mars_serve.engine.batch import StepBatch, bucket
+from mars_serve.engine.compiled import StepFunction
 from mars_serve.engine.staging import stage
 from mars_serve.engine.varlen import MAX_NARROW, StepShape, VarlenAttention, stored_pages
 
@@ -42,15 +43,18 @@ class Forward(Protocol):
 class EagerForward:
     """Runs with any attention."""
 
-    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        self._model, self._attention = model, attention
+    def __init__(
+        self, model: PreTrainedModel, attention: Attention, *, compiled: bool = False
+    ) -> None:
+        """See `StepFunction`."""
+        self._device, self._attention = model.device, attention
+        self._function = StepFunction(model, attention, compiled=compiled)
 
     def __call__(self, batch: StepBatch, extra: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """See `Forward`."""
         numbers = [torch.tensor(part) for part in (batch.ids, batch.positions, batch.reads or [0])]
-        ids, positions, reads, *staged = stage([*numbers, *extra], self._model.device)
-        plan = self._attention.plan(batch)
-        return _logits(self._model, self._attention, ids, positions, reads, plan), staged
+        ids, positions, reads, *staged = stage([*numbers, *extra], self._device)
+        return self._function(ids, positions, reads, self._attention.plan(batch)), staged
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class GraphSizes:
                 num_rows=num_rows,
                 num_pages=num_pages,
                 num_narrow=num_rows,
-                width=min(num_places, 2 * self.max_masks + 1, MAX_NARROW),
+                width=min(num_places, (self.max_masks + 1) ** 2, MAX_NARROW),
             ),
         )
 
@@ -116,8 +120,12 @@ class GraphSizes:
 class GraphedForward:
     """Runs with paged attention, by a captured graph where the step fits one."""
 
-    def __init__(self, model: PreTrainedModel, attention: VarlenAttention) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: VarlenAttention, *, compiled: bool = False
+    ) -> None:
+        """See `StepFunction`."""
         self._model, self._attention = model, attention
+        self._function = StepFunction(model, attention, compiled=compiled)
         self._sizes: GraphSizes | None = None
         self._replays: dict[ForwardShape, Callable[[], None]] = {}
         self._numbers = torch.empty(0, dtype=torch.long, device=model.device)
@@ -169,7 +177,8 @@ class GraphedForward:
             return None
         shape = self._sizes.shape_for(batch, self._attention.page_size)
         width = max((row.length for row in batch.rows), default=0)
-        return shape if shape in self._replays and width <= shape.step.width else None
+        fits = width <= shape.step.width and len(batch.reads) <= shape.num_reads
+        return shape if shape in self._replays and fits else None
 
     def _pack(self, batch: StepBatch, shape: ForwardShape) -> Tensor:
         """A step's integers; padded reads read place 0."""
@@ -192,8 +201,7 @@ class GraphedForward:
 
     def _run(self, numbers: Tensor, shape: ForwardShape) -> Tensor:
         ids, positions, reads, packed = torch.split(numbers, shape.sizes)
-        plan = self._attention.unpack(packed, shape.step)
-        return _logits(self._model, self._attention, ids, positions, reads, plan)
+        return self._function(ids, positions, reads, self._attention.unpack(packed, shape.step))
 
 
 class CudaCapture:
@@ -222,24 +230,3 @@ class CudaCapture:
 def call_again(function: Callable[[], None]) -> Callable[[], None]:
     """See `Capture`: where nothing can be captured."""
     return function
-
-
-def _logits(
-    model: PreTrainedModel,
-    attention: Attention,
-    ids: Tensor,
-    positions: Tensor,
-    reads: Tensor,
-    plan: Any,
-) -> Tensor:
-    """[reads, vocabulary]."""
-    decoder: Any = model.base_model  # the whole model's forward would wrap its output twice
-    hidden = decoder(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        use_cache=False,
-        paged=attention,
-        plan=plan,
-    )[0]
-    logits: Tensor = model.get_output_embeddings()(hidden[0].index_select(0, reads))
-    return logits

@@ -38,9 +38,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._packed, self.bias, "none", [], ""
-        )
+        output: Tensor = torch.ops.marsray.packed_linear.default(inputs, self._packed, self.bias)
         return output
 
 
@@ -62,6 +60,23 @@ class TiledLinear(nn.Module):
         padded = F.pad(rows, (0, 0, 0, -len(rows) % self.tile))
         outputs = torch.cat([self.linear(part) for part in torch.split(padded, self.tile)])
         return outputs[: len(rows)].view(*inputs.shape[:-1], self.out_features)
+
+
+def _multiply_packed(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
+    return output
+
+
+def _packed_shape(inputs: Tensor, packed: Tensor, _bias: Tensor | None) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], packed.shape[0])
+
+
+# torch's own operator, which this one hides, is compiled only where the weight is a constant
+torch.library.define(
+    "marsray::packed_linear", "(Tensor inputs, Tensor packed, Tensor? bias) -> Tensor"
+)
+torch.library.impl("marsray::packed_linear", "CompositeExplicitAutograd", _multiply_packed)
+torch.library.register_fake("marsray::packed_linear", _packed_shape)
 
 
 def pack_linears(model: nn.Module, *, timed: bool = True) -> None:

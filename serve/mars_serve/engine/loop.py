@@ -80,6 +80,8 @@ class EngineLoop:
             EngineDied: the engine failed, before or meanwhile.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        if request.options.grammar is not None:
+            await asyncio.to_thread(self.engine.check, request)  # compiles it for what follows
         self._submit(request, listener)
         finished = False
         try:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.mode import Confidence, Mode
+
+if TYPE_CHECKING:
+    from mars_serve.engine.grammar import Matcher
+    from mars_serve.engine.sampling import TokenHistory
 
 
 class FinishReason(StrEnum):
@@ -16,6 +21,76 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     ERROR = "error"
     """Its own part of a forward pass failed."""
+
+
+class Outcomes(StrEnum):
+    """Which outcomes of a check get masks for the step after it, in mode exact."""
+
+    ALL = "all"
+    """Each number of drafts that may be accepted."""
+    LAST = "last"
+    """All of them accepted; after anything else a step has no drafts."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from the model's probabilities; the neutral values choose greedily.
+
+    In every mode a token is what one-token decoding would choose behind the same tokens.
+    """
+
+    temperature: float = 0.0
+    """At least 0; 0 is greedy."""
+    top_k: int = 0
+    """Only this many likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that make up this share, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the likeliest one's probability, in [0, 1]."""
+    seed: int = 0
+    """Of the noise, in [0, 2**63): the same request with the same seed gives the same tokens."""
+    repetition_penalty: float = 1.0
+    """Above 0; divides positive logits of tokens in prompt and output, multiplies negative ones."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output, once for each time."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    min_tokens: int = 0
+    """Output tokens before an end token or a stop token may come."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on the tokens before, beyond the model's own logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1.0 or any(penalties)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is chosen whatever came before."""
+        return (
+            self.temperature == 0.0
+            and not self.needs_history
+            and not self.logit_bias
+            and self.min_tokens == 0
+        )
+
+
+class GrammarKind(StrEnum):
+    """Languages in which a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """What all of an output has to match, up to its end token."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True)
@@ -30,14 +105,39 @@ class DecodingOptions:
     confidence: Confidence = Confidence.PROBABILITY
     """What is compared with τ."""
     window: int | None = None
-    """Masks a step; None leaves the choice, from 0 to the block size, to the engine."""
+    """Masks a step (in mode exact those of each outcome); None leaves the choice, from 0 to the
+    block size, to the engine."""
     priority: int = 0
     """Higher goes first."""
+    sampling: Sampling = Sampling()
+    grammar: GrammarSpec | None = None
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the output beside the model's own end tokens; they are part of it."""
+    num_logprobs: int | None = None
+    """Report each token's log-probability and those of so many likeliest tokens; None: neither."""
+    calibrated: bool = False
+    """Compare the confidence that calibration corrected with τ."""
+    outcomes: Outcomes | None = None
+    """In mode exact; None leaves the choice to the engine."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token is simply the likeliest one."""
+        return self.sampling.is_plain and self.grammar is None
 
     @property
     def needs_masks(self) -> bool:
         """Whether more than one token a step is asked for; τ = 1 is plain AR decoding."""
-        return self.mode is Mode.THRESHOLD and self.threshold < 1.0 and self.window != 0
+        multi = self.mode is Mode.EXACT or (self.mode is Mode.THRESHOLD and self.threshold < 1.0)
+        return multi and self.window != 0
+
+
+class Draft(NamedTuple):
+    """A token proposed by a mask, to be checked."""
+
+    token: int
+    confidence: float
+    """Probability that the mask gave it, corrected where the model is calibrated."""
 
 
 @dataclass(eq=False)
@@ -63,6 +163,12 @@ class Request:
     """Prompt tokens whose keys and values were found stored when it was first admitted."""
     num_preemptions: int = 0
     """Times that it gave its pages up for another."""
+    drafts: list[Draft] = field(default_factory=list)
+    """In mode exact, what the step before proposes behind the committed tokens."""
+    history: TokenHistory | None = None
+    """Of the committed tokens, once a choice has needed it."""
+    matcher: Matcher | None = None
+    """Where in its grammar the output is; the engine makes it."""
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -82,15 +188,39 @@ class Request:
         """Tokens of prompt and output at the most."""
         return self.num_prompt + self.options.max_tokens
 
-    def num_masks(self, window: int) -> int:
-        """Masks to feed behind the cursor, at most ``window``: none where one token is asked for.
+    @property
+    def num_left(self) -> int:
+        """Output tokens that may still come."""
+        return self.options.max_tokens - self.num_output
 
-        Depth 0 already gives one token, so that masks past ``max_tokens`` would be wasted.
+    @property
+    def leaves_masks(self) -> bool:
+        """Whether the engine chooses how many masks it gets."""
+        options = self.options
+        return options.needs_masks and options.window is None and options.outcomes is None
+
+    def num_masks(self, window: int, outcome: int = 0) -> int:
+        """Masks to feed for an outcome, at most ``window``: none where they could not be used.
+
+        A pass gives one token without masks, so that masks past ``max_tokens`` would be wasted.
+        In mode exact what masks propose is checked in the pass after.
         """
         if not self.options.needs_masks:
             return 0
         pinned = window if self.options.window is None else self.options.window
-        return min(pinned, window, self.options.max_tokens - self.num_output - 1)
+        given = outcome + (2 if self.options.mode is Mode.EXACT else 1)
+        return max(0, min(pinned, window, self.num_left - given))
+
+    def masks(self, window: int) -> tuple[int, ...]:
+        """Masks of each outcome, 0 to the drafts to feed, where the engine has no choice."""
+        if self.options.mode is not Mode.EXACT:
+            return (self.num_masks(window),)
+        num_drafts = min(len(self.drafts), self.num_left - 1)
+        first = num_drafts if self.options.outcomes is Outcomes.LAST else 0
+        return tuple(
+            self.num_masks(window, outcome) if outcome >= first else 0
+            for outcome in range(num_drafts + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +240,17 @@ class EngineStatus:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an output token, from the model's raw logits at temperature 1."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """(token, log-probability) of the likeliest tokens, likeliest first."""
+    from_mask: bool
+    """Whether a mask gave it, in mode threshold; else it is the exact AR value."""
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What one forward pass gave one request."""
 
@@ -119,7 +260,11 @@ class StepOutput:
     finish_reason: FinishReason | None
     num_masks: int = 0
     """Masks that the pass fed for the request."""
+    num_positions: int = field(default=0, compare=False)
+    """All that it fed: committed tokens, drafts and masks."""
     confidences: list[float] = field(default_factory=list)
     """Of each accepted token, by the request's own measure."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each accepted token, where the request asks for them."""
     error: str | None = None
     """What failed, where the finish reason says so."""

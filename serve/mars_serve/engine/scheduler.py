@@ -15,24 +15,49 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mars_platform.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request's share of a step: ``num_tokens`` committed tokens, then ``num_masks`` masks."""
+    """One request's share of a step: committed tokens, then drafts, then masks."""
 
     request: Request
     num_tokens: int
-    num_masks: int
+    """Committed tokens."""
+    masks: tuple[int, ...]
+    """Masks of each outcome, from none of the drafts right to all of them."""
     reads_logits: bool
     """Whether the share reaches the cursor, so that the step proposes tokens."""
 
     @property
+    def num_drafts(self) -> int:
+        """Leading drafts of the request that are fed."""
+        return len(self.masks) - 1
+
+    @property
+    def num_masks(self) -> int:
+        """Masks of all outcomes."""
+        return sum(self.masks)
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that the step may give, where it reads logits."""
+        exact = self.request.options.mode is Mode.EXACT
+        return 1 + (self.num_drafts if exact else self.num_masks)
+
+    @property
     def num_positions(self) -> int:
         """Positions of the step that it takes."""
-        return self.num_tokens + self.num_masks
+        return self.num_tokens + self.num_drafts + self.num_masks
+
+
+Masks = tuple[int, ...]
+"""Masks of each outcome; there is one more of them than drafts to feed."""
+Choose = Callable[[list[Request]], list[Masks]]
+"""Gives the masks of running requests that leave them to the engine."""
 
 
 class Scheduler:
@@ -85,7 +110,7 @@ class Scheduler:
         self.pool.forget(request.pages)
         self.finish(request)
 
-    def schedule(self, choose: Callable[[list[Request]], list[int]] | None = None) -> list[Work]:
+    def schedule(self, choose: Choose | None = None) -> list[Work]:
         """Work of the next step, in order; each request's pages suffice for it.
 
         Args:
@@ -96,13 +121,18 @@ class Scheduler:
         for request in self.running:
             if self._in_prefill(request):
                 self.num_reused_tokens += self._match(request)
-        return self._give_pages(self._plan(self._num_masks(choose), may_shrink=choose is not None))
+        return self._give_pages(self._plan(self._masks(choose), may_shrink=choose is not None))
 
-    def stored(self, work: Work) -> None:
-        """Note that a work's tokens are stored, and share the pages that became full."""
+    def stored(self, work: Work, num_drafts: int = 0) -> None:
+        """Note that a work's tokens are stored, and share the pages that became full.
+
+        Args:
+            work: what was fed.
+            num_drafts: leading drafts of it that have been committed.
+        """
         request = work.request
         first = request.num_stored // self.pool.page_size
-        request.num_stored += work.num_tokens
+        request.num_stored += work.num_tokens + num_drafts
         if self.reuse_prefixes:
             last = request.num_stored // self.pool.page_size
             for index, key in enumerate(self._keys(request, first, last), start=first):
@@ -119,7 +149,8 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
-            most = self.pool.pages_for(len(request.tokens))
+            drafts = self.window if request.options.mode is Mode.EXACT else 0
+            most = self.pool.pages_for(len(request.tokens) + drafts)
             assert self.pool.pages_for(request.num_stored) <= len(request.pages) <= most
             keys = self._keys(request, 0, request.num_stored // self.pool.page_size)
             for page, key in zip(request.pages, keys, strict=False):
@@ -160,7 +191,8 @@ class Scheduler:
     def _num_lacking(self, requests: Iterable[Request]) -> int:
         """Pages that the committed tokens, and one more each, need beyond those held."""
         pages_for = self.pool.pages_for
-        return sum(pages_for(len(item.tokens) + 1) - len(item.pages) for item in requests)
+        needs = ((pages_for(len(item.tokens) + 1), len(item.pages)) for item in requests)
+        return sum(max(0, needed - held) for needed, held in needs)
 
     def _preempt_last(self) -> None:
         request = self.running.pop()
@@ -222,16 +254,15 @@ class Scheduler:
         """Whether more is unstored than one step's acceptance can leave."""
         return request.num_unstored > self.window + 1
 
-    def _num_masks(self, choose: Callable[[list[Request]], list[int]] | None) -> dict[Request, int]:
-        windows = dict.fromkeys(self.running, self.window)
+    def _masks(self, choose: Choose | None) -> dict[Request, Masks]:
+        masks = {request: request.masks(self.window) for request in self.running}
         if choose is not None:
-            needy = [request for request in self.running if request.options.needs_masks]
-            adaptive = [request for request in needy if request.options.window is None]
+            adaptive = [request for request in self.running if request.leaves_masks]
             if adaptive:
-                windows.update(zip(adaptive, choose(adaptive), strict=True))
-        return {request: request.num_masks(window) for request, window in windows.items()}
+                masks.update(zip(adaptive, choose(adaptive), strict=True))
+        return masks
 
-    def _plan(self, num_masks: dict[Request, int], *, may_shrink: bool) -> dict[Request, Work]:
+    def _plan(self, masks: dict[Request, Masks], *, may_shrink: bool) -> dict[Request, Work]:
         """Share the step's positions out: to decoding requests first, then to prompts, in order.
 
         So a long prompt never holds the decoding ones up. Where the first request in order is
@@ -242,14 +273,14 @@ class Scheduler:
 
         With ``may_shrink``, windows that were left to the engine give way to the budget. Others are
         fed whole or not at all: one cut short by its neighbours' needs would make its output
-        depend on them.
+        depend on them. In mode exact it never does.
         """
 
         def share(request: Request, budget: int) -> Work | None:
-            masks = num_masks[request]
-            if may_shrink and request.options.window is None:
-                masks = max(0, min(masks, budget - request.num_unstored))
-            return _share(request, masks, budget)
+            fed = masks[request]
+            if request.options.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
+                fed = _shrunk(fed, max(0, budget - request.num_unstored))
+            return _share(request, fed, budget)
 
         prompts = [request for request in self.running if self._in_prefill(request)]
         decoding = [request for request in self.running if not self._in_prefill(request)]
@@ -283,7 +314,8 @@ class Scheduler:
             request = self.running[index]
             work = plan.get(request)
             if work is not None:
-                end = self.pool.pages_for(request.num_stored + work.num_tokens)
+                num_kept = work.num_tokens + work.num_drafts
+                end = self.pool.pages_for(request.num_stored + num_kept)
                 missing = end - len(request.pages)
                 if missing > 0:
                     if missing > self.pool.num_free:
@@ -299,13 +331,26 @@ def _order(request: Request) -> tuple[int, int]:
     return -request.options.priority, request.arrival
 
 
-def _share(request: Request, num_masks: int, budget: int) -> Work | None:
-    """Work of a request within ``budget`` positions, up to its cursor with all masks if they fit,
-    or None.
+def _shrunk(masks: Masks, room: int) -> Masks:
+    """``masks`` cut to ``room`` positions, their drafts included: the likeliest outcome, that of
+    all drafts right, is cut last.
     """
-    if request.num_unstored + num_masks <= budget:
-        return Work(request, request.num_unstored, num_masks, reads_logits=True)
+    num_drafts = min(len(masks) - 1, room)
+    room -= num_drafts
+    kept = []
+    for count in reversed(masks[: num_drafts + 1]):
+        kept.append(min(count, room))
+        room -= kept[-1]
+    return tuple(reversed(kept))
+
+
+def _share(request: Request, masks: Masks, budget: int) -> Work | None:
+    """Work of a request within ``budget`` positions, up to its cursor with all drafts and masks if
+    they fit, or None.
+    """
+    if request.num_unstored + len(masks) - 1 + sum(masks) <= budget:
+        return Work(request, request.num_unstored, masks, reads_logits=True)
     num_tokens = min(request.num_unstored - 1, budget)
     if num_tokens < 1:
         return None
-    return Work(request, num_tokens, num_masks=0, reads_logits=False)
+    return Work(request, num_tokens, masks=(0,), reads_logits=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_platform.config import Settings
 
@@ -39,6 +39,20 @@ class EngineSettings(Settings):
     batch_invariant: bool = False
     """Compute in fixed shapes, so that a request's numbers do not depend on its neighbours down to
     the last bit. Slower."""
+
+    compile: bool = False
+    """Compile the decoder with ``torch.compile`` when the model is loaded, which takes a second or
+    two for each layer, the first time, and needs a C++ compiler (on a GPU, Triton). Steps of small
+    models get up to twice as fast, those of large ones on a CPU hardly so."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineSettings:
+        if self.compile and self.batch_invariant:
+            raise ValueError(
+                "compile: compiled numbers depend on a step's size, against batch_invariant; "
+                "leave one of the two out"
+            )
+        return self
 
     def page_size_on(self, device: str) -> int:
         """Tokens a page on a type of device."""

@@ -65,7 +65,7 @@ class StepShape:
     def sizes(self) -> list[int]:
         """Integers of each part, in the order in which they are packed."""
         return [
-            *[self.num_places] * 3,
+            *[self.num_places] * 5,
             self.num_rows + 1,
             self.num_rows,
             self.num_rows * self.num_pages,
@@ -93,7 +93,7 @@ class VarlenPlan:
     key_starts: Tensor | None  # int32 [rows + 1]
     pages: Tensor  # int32 [rows, pages]
     rectangle: Tensor  # int64 [narrow * width], places
-    hidden: Tensor  # float32 [width, width], 0 where a place sees another and -inf elsewhere
+    hidden: Tensor  # float32 [narrow, 1, 1, width, width], 0 where a place sees another, else -inf
     wide_places: Tensor  # int64 [wide places]
     wide_starts: Tensor  # int32 [wide rows + 1]
 
@@ -142,12 +142,15 @@ class VarlenAttention:
         """A step as integers, padded: ``sum(shape.sizes)`` of them, for `unpack`."""
         rows = batch.rows
         narrow, wide = _split(rows)
+        visible = [row.visible() for row in rows]
         tables = [row.pages[: -(-row.num_stored // self.page_size)] for row in rows]
         table = [page for pages in tables for page in _padded(pages, shape.num_pages, 0)]
         parts: list[tuple[list[int], int]] = [
             (self._slots(rows), self._waste),
             ([int(row.num_stored > 0) for row in rows for _ in range(row.length)], 0),
             (_order(rows, shape), 0),
+            ([place for leading, _ in visible for place in leading], 1),
+            ([place for _, own in visible for place in own], 0),
             ([0, *accumulate(row.length for row in rows)], batch.num_places),
             ([row.num_stored for row in rows], 0),
             (table, 0),
@@ -166,11 +169,18 @@ class VarlenAttention:
         that it may be part of a captured graph.
         """
         parts = torch.split(numbers, shape.sizes)
-        slots, has_stored, order, row_starts, stored, table, starts, lengths, wide, ends = parts
+        slots, has_stored, order, leading, own = parts[:5]
+        row_starts, stored, table, starts, lengths, wide, ends = parts[5:]
         offset = torch.arange(shape.width, device=numbers.device)
         # padding of a row stands for its first place, since its own numbers cannot harm it more
         inside = torch.where(offset < lengths[:, None], offset, 0)  # [narrow, width]
-        hidden = torch.full((shape.width, shape.width), -torch.inf, device=numbers.device)
+        rectangle = (starts[:, None] + inside).flatten()
+        size = (shape.num_narrow, shape.width, 1)
+        seen, begin = (part[rectangle].view(size) for part in (leading, own))
+        visible = (offset < seen) | ((offset >= begin) & (offset <= inside[:, :, None]))
+        hidden = torch.zeros(visible.shape, device=numbers.device).masked_fill_(
+            ~visible, -torch.inf
+        )
         key_starts = F.pad(stored.cumsum(0), (1, 0)).int() if self.kernel.needs_key_starts else None
         return VarlenPlan(
             shape=shape,
@@ -181,8 +191,8 @@ class VarlenAttention:
             num_stored=stored.int(),
             key_starts=key_starts,
             pages=table.int().view(shape.num_rows, shape.num_pages),
-            rectangle=(starts[:, None] + inside).flatten(),
-            hidden=hidden.triu(1),
+            rectangle=rectangle,
+            hidden=hidden[:, None, None],
             wide_places=wide,
             wide_starts=ends.int(),
         )
@@ -287,9 +297,15 @@ class VarlenAttention:
 
 
 def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Narrow rows and wide ones."""
-    narrow = [row for row in rows if row.length <= MAX_NARROW]
-    return narrow, [row for row in rows if row.length > MAX_NARROW]
+    """Narrow rows and wide ones. A causal kernel serves the wide ones, so that rows with several
+    groups of masks are narrow whatever their length.
+    """
+    narrow = [row for row in rows if _is_narrow(row)]
+    return narrow, [row for row in rows if not _is_narrow(row)]
+
+
+def _is_narrow(row: Row) -> bool:
+    return row.length <= MAX_NARROW or not row.is_causal
 
 
 def _order(rows: Sequence[Row], shape: StepShape) -> list[int]:
@@ -297,7 +313,7 @@ def _order(rows: Sequence[Row], shape: StepShape) -> list[int]:
     order: list[int] = []
     narrow, wide = 0, shape.num_narrow * shape.width
     for row in rows:
-        if row.length <= MAX_NARROW:
+        if _is_narrow(row):
             order += range(narrow, narrow + row.length)
             narrow += shape.width
         else:
@@ -315,7 +331,7 @@ def _attend_rectangle(
     query: Tensor,  # [rows * width, heads, head_dim]
     key: Tensor,  # [rows * width, kv_heads, head_dim]
     value: Tensor,  # [rows * width, kv_heads, head_dim]
-    hidden: Tensor,  # float32 [width, width] or [rows, 1, 1, width, width]
+    hidden: Tensor,  # float32 [rows, 1, 1, width, width]
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row to itself, in float32: a row has few keys, and their sum is merged."""

@@ -86,7 +86,7 @@ def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: 
         request = Request("warm-up", [0] * (num_stored + num_tokens), DecodingOptions(1))
         request.num_stored = num_stored
         request.pages = pool.allocate(pool.pages_for(num_stored + num_tokens))
-        works.append(Work(request, num_tokens, num_masks, reads_logits=True))
+        works.append(Work(request, num_tokens, (num_masks,), reads_logits=True))
     return works
 
 

@@ -7,7 +7,7 @@ far. Knows no tensor, no model and no scheduler.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from mars_platform.mode import Mode
+from mars_serve.engine.exact import chosen_masks, mask_gains
 from mars_serve.engine.request import Request
 
 Floats = NDArray[np.float64]
@@ -233,6 +235,8 @@ class Acceptance:
 
 def _kind(request: Request) -> tuple[str, int]:
     """Requests of a kind are taken to be accepted alike until more is known of them."""
+    if request.options.mode is Mode.EXACT:
+        return request.options.mode, round(request.options.sampling.temperature * 5)
     return request.options.confidence, round(request.options.threshold * 20)
 
 
@@ -258,6 +262,9 @@ class WindowChooser:
         self._acceptance = Acceptance(max_window)
         self._kept: dict[str, int] = {}
         self._usual = 0  # for rows that came since
+        self._least_gain = float("inf")  # tokens that the least of the chosen masks brings
+        self._optimistic = np.full(max_window, _PRIOR)
+        self._chances: dict[str, Floats] = {}  # that drafts are right, by depth, in mode exact
         self._interval = self._num_kept = self._other_positions = 0
         self._overhead_s = 0.0
         self._seen = np.zeros(4)  # since the last choice: steps, positions, stored tokens, seconds
@@ -285,8 +292,12 @@ class WindowChooser:
 
     def choose(
         self, rows: Sequence[Request], *, other_positions: int = 0, stored: int | None = None
-    ) -> list[int]:
-        """Masks of each row in the next step; called once a step.
+    ) -> list[tuple[int, ...]]:
+        """Masks of each outcome of each row in the next step; called once a step.
+
+        In mode threshold there is one outcome to each. In mode exact there is one more than drafts
+        to check, and what is chosen for the others as a number of masks is for those rows the least
+        that a position must bring: their drafts differ from step to step.
 
         Args:
             rows: The decoding rows. Those that take no masks or pin their window get what they
@@ -308,16 +319,24 @@ class WindowChooser:
             if stored is None:
                 stored = sum(request.num_stored for request in rows)
             self._renew(rows, other_positions, stored)
-        limits = [request.num_masks(self._max_window) for request in rows]
-        kept = [self._kept.get(request.id, self._usual) for request in rows]
-        return [min(window, limit) for window, limit in zip(kept, limits, strict=True)]
+        return [self._masks(request) for request in rows]
+
+    def _masks(self, request: Request) -> tuple[int, ...]:
+        if _is_free_exact(request):
+            chances = self._chances.get(request.id, self._optimistic)
+            return chosen_masks(request, chances, self._max_window, self._least_gain)
+        asked = request.masks(self._max_window)
+        if not request.leaves_masks:
+            return asked
+        return (min(self._kept.get(request.id, self._usual), asked[0]),)
 
     def _renew(self, rows: Sequence[Request], other_positions: int, stored: int) -> None:
         """Choose anew, and for how many steps: few percent of a step's time go into choosing."""
         self._acceptance.advance(self._num_kept - 1)
         self._learn_overhead()
         longest = self._max_window + 1
-        fed = sum(min(request.num_unstored, longest) for request in rows) + other_positions
+        fed = sum(min(request.num_unstored, longest) + len(request.drafts) for request in rows)
+        fed += other_positions
         windows = self._choose(rows, fed, stored)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
         self._usual = round(sum(windows) / len(windows))
@@ -336,12 +355,30 @@ class WindowChooser:
             self._seen[:] = 0
 
     def _choose(self, rows: Sequence[Request], fed: int, stored: int) -> list[int]:
-        limits = np.array([request.num_masks(self._max_window) for request in rows])
-        pinned = np.array([request.options.window is not None for request in rows])
+        asked = [request.masks(self._max_window) for request in rows]
+        is_free = [request.leaves_masks for request in rows]
+        is_exact = np.array([request.options.mode is Mode.EXACT for request in rows])
+        limits = np.where(is_exact, 0, [sum(masks) for masks in asked])
+        acceptance = self._acceptance.probabilities(rows)  # [rows, depths]
+        self._chances = {
+            request.id: acceptance[row]
+            for row, request in enumerate(rows)
+            if _is_free_exact(request)
+        }
         # gains[i, d - 1]: tokens that depth d adds to row i, p_1 ... p_d; falls with d
-        gains = self._acceptance.probabilities(rows).cumprod(axis=1)  # [rows, depths]
-        stages = _Stages.of(gains, np.where(pinned, limits, 0), np.where(pinned, 0, limits))
-        num_stages = self._best(stages, fed, stored)
+        stages = _Stages.of(
+            acceptance.cumprod(axis=1),
+            np.where(is_free, 0, limits),
+            np.where(is_free, limits, 0),
+            {
+                row: mask_gains(request, acceptance[row], self._max_window)
+                for row, request in enumerate(rows)
+                if request.id in self._chances
+            },
+        )
+        pinned = sum(sum(asked[row]) for row in is_exact.nonzero()[0] if not is_free[row])
+        num_stages = self._best(stages, fed + pinned, stored)
+        self._least_gain = stages.least_gain(num_stages)
         return stages.masks_of_rows(num_stages)
 
     def _best(self, stages: _Stages, fed: int, stored: int) -> int:
@@ -374,21 +411,32 @@ class _Stages:
     margins: Floats  # what they must bring beyond their cost, in tokens [stages]
 
     @classmethod
-    def of(cls, gains: Floats, fixed: Ints, limits: Ints) -> _Stages:
-        """Stages of rows with ``fixed`` masks, and of those that may take up to ``limits``."""
+    def of(
+        cls, gains: Floats, fixed: Ints, limits: Ints, exact: Mapping[int, list[list[float]]]
+    ) -> _Stages:
+        """Stages of rows with ``fixed`` masks, of those that may take up to ``limits``, and of
+        those of mode ``exact`` with the gains of theirs, by outcome and depth.
+        """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)
         candidates = (depths < limits[:, None]).ravel().nonzero()[0]  # row by row, depth rising
+        values, rows = gains.ravel()[candidates], candidates // num_depths
+        is_first = candidates % num_depths == 0
+        if exact:
+            flat = [(row, gain) for row, lines in exact.items() for line in lines for gain in line]
+            values = np.concatenate([values, [gain for _, gain in flat]])
+            rows = np.concatenate([rows, np.array([row for row, _ in flat], dtype=rows.dtype)])
+            is_first = np.concatenate([is_first, np.zeros(len(flat), dtype=bool)])
         # the gain per position, g / (g + 1), rises with g; stable: a row's depths stay in order
-        masks = candidates[np.argsort(-gains.ravel()[candidates], kind="stable")]
-        tokens, margins = np.zeros((2, len(masks) + 1))
+        order = np.argsort(-values, kind="stable")
+        tokens, margins = np.zeros((2, len(order) + 1))
         tokens[0] = num_rows + gains[depths < fixed[:, None]].sum()
-        tokens[1:] = gains.ravel()[masks]
-        margins[1:] = _MARGIN * (masks % num_depths == 0)  # a further row takes masks
+        tokens[1:] = values[order]
+        margins[1:] = _MARGIN * is_first[order]  # a further row takes masks
         num_fixed = int(fixed.sum())
         return cls(
             fixed=fixed,
-            rows=masks // num_depths,
+            rows=rows[order],
             num_masks=np.arange(num_fixed, num_fixed + len(tokens)),
             tokens=tokens.cumsum(),
             margins=margins.cumsum(),
@@ -398,3 +446,11 @@ class _Stages:
         """Masks of each row at a stage."""
         added = np.bincount(self.rows[:stage], minlength=len(self.fixed))
         return [int(num_masks) for num_masks in self.fixed + added]
+
+    def least_gain(self, stage: int) -> float:
+        """Tokens that the last mask up to a stage brings; infinite where there is none."""
+        return float(self.tokens[stage] - self.tokens[stage - 1]) if stage else float("inf")
+
+
+def _is_free_exact(request: Request) -> bool:
+    return request.options.mode is Mode.EXACT and request.leaves_masks
