@@ -34,6 +34,7 @@ from mars_serve.bench.contenders import build_engine
 from mars_serve.bench.models import trained_model, untrained_model
 from mars_serve.bench.workload import (
     PAPER_ACCEPTANCE,
+    Draws,
     RaggedShape,
     generated_requests,
     read_acceptance,
@@ -76,15 +77,16 @@ def _engine(
     if untrained is not None:
         bench = untrained_model(untrained, dtype, device, 0)
         acceptance = read_acceptance(PAPER_ACCEPTANCE)
+        draws = Draws(acceptance, acceptance, seed=0)
     else:
         assert model is not None, "name a model or give --untrained"
-        bench, acceptance = trained_model(model, dtype, device).without_end(), None
+        bench, draws = trained_model(model, dtype, device).without_end(), None
     shape = _SHAPE
     if bench.checkpoint.max_length < 512:
         shape = replace(shape, prompt=(8, 24), output=(64, 64))
     vocabulary = range(4, bench.checkpoint.config.vocab_size - 1)
     prompts = generated_requests(batch, shape, list(vocabulary), 0)
-    engine = build_engine(bench, prompts, batch, acceptance, 0)
+    engine = build_engine(bench, prompts, batch, draws)
     return engine, [
         Request(each.id, list(each.prompt), DecodingOptions(each.max_tokens)) for each in prompts
     ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,104 +14,30 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from mars_platform import __version__
-from mars_platform.checkpoint import Checkpoint
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
+from mars_serve.choices import Choice, run_all, stream_all
 from mars_serve.engine.loop import EngineDied, QueueFull, RequestFailed
-from mars_serve.engine.request import DecodingOptions, EngineStatus, StepOutput
+from mars_serve.engine.request import EngineStatus
 from mars_serve.engine.request import Request as EngineRequest
-from mars_serve.engine.settings import CPU_PAGES
+from mars_serve.options import decoding_options, stop_rules, structure_of, with_seed_of
 from mars_serve.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    MarsBlock,
-    Usage,
 )
-from mars_serve.settings import ModelSettings
-from mars_serve.text import TextStream, decode, encode
+from mars_serve.responses import Generation
+from mars_serve.served import ServedModel
+from mars_serve.text import TokenBytes, encode
+
+__all__ = ["ServedModel", "create_app"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _RETRY_AFTER_S = 1
+_GRAMMAR = "grammar"  # how the engine calls the field that asks for a structure
 _BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's, for bad encodings
-
-
-class Backend(Protocol):
-    """A model's replicas."""
-
-    async def complete(self, request: EngineRequest) -> list[StepOutput]:
-        """Run a request to its end."""
-
-    def stream(self, request: EngineRequest) -> AsyncIterator[StepOutput]:
-        """Run a request, one item a forward pass."""
-
-    async def status(self) -> EngineStatus:
-        """Of one replica; raises if none can serve."""
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that requests can name."""
-
-    settings: ModelSettings
-    checkpoint: Checkpoint
-    backend: Backend
-    created: int
-    """Unix time, in seconds."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a request, prompt and output together, at the most."""
-        sizes = self.settings.engine
-        if sizes.num_pages is None and self.settings.num_gpus:
-            return self.checkpoint.max_length  # the replica takes what its GPU holds
-        page_size = sizes.page_size_on("cuda" if self.settings.num_gpus else "cpu")
-        return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * page_size)
-
-
-@dataclass
-class _Generation:
-    """One request on its way through the server."""
-
-    id: str
-    kind: str
-    """``object`` field of the response."""
-    model: ServedModel
-    request: EngineRequest
-    num_passes: int = 0
-    num_tokens: int = 0
-
-    def count(self, output: StepOutput) -> None:
-        self.num_passes += 1
-        self.num_tokens += len(output.tokens)
-
-    def mars(self) -> dict[str, Any]:
-        options = self.request.options
-        return MarsBlock(
-            mode=options.mode,
-            confidence_threshold=options.threshold,
-            forward_passes=self.num_passes,
-            tokens_per_forward=round(self.num_tokens / max(self.num_passes, 1), 4),
-        ).model_dump()
-
-    def usage(self) -> dict[str, Any]:
-        prompt = self.request.num_prompt
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=self.num_tokens,
-            total_tokens=prompt + self.num_tokens,
-        ).model_dump()
-
-    def body(self, choice: dict[str, Any], *, kind: str | None = None) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind or self.kind,
-            "created": int(time.time()),
-            "model": self.model.settings.name,
-            "choices": [{"index": 0, "logprobs": None, **choice}],
-        }
 
 
 def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
@@ -142,7 +67,8 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
         else:
             prompt = _checked_ids(body.prompt, model)
         default = _DEFAULT_COMPLETION_TOKENS
-        return await _respond(body, _generation("text_completion", model, body, prompt, default))
+        generation = _generation(model, body, prompt, is_chat=False, default_tokens=default)
+        return await _respond(body, generation)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> JSONResponse | StreamingResponse:
@@ -155,7 +81,8 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
             raise ApiError(400, str(error), param="messages") from error
         prompt = encode(model.checkpoint.tokenizer, text, add_special_tokens=False)
         rest = max(model.max_length - len(prompt), 1)
-        return await _respond(body, _generation("chat.completion", model, body, prompt, rest))
+        generation = _generation(model, body, prompt, is_chat=True, default_tokens=rest)
+        return await _respond(body, generation)
 
     return app
 
@@ -195,11 +122,39 @@ def _checked_ids(prompt: list[int], model: ServedModel) -> list[int]:
 
 
 def _generation(
-    kind: str, model: ServedModel, body: GenerationRequest, prompt: list[int], default_tokens: int
-) -> _Generation:
+    model: ServedModel,
+    body: GenerationRequest,
+    prompt: list[int],
+    *,
+    is_chat: bool,
+    default_tokens: int,
+) -> Generation:
     """A checked request; ``default_tokens`` limits the output where the body does not."""
+    max_tokens = _checked_length(model, body, prompt, default_tokens)
+    structure = structure_of(body)
+    options = decoding_options(
+        body,
+        model.settings,
+        model.checkpoint,
+        max_tokens=max_tokens,
+        grammar=structure.grammar if structure else None,
+    )
+    request_id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
+    tokenizer, rules = model.checkpoint.tokenizer, stop_rules(body)
+    choices = []
+    for index in range(body.n or 1):
+        request = EngineRequest(f"{request_id}-{index}", list(prompt), with_seed_of(options, index))
+        choices.append(Choice(index, request, tokenizer, rules))
+    grammar_field = structure.field if structure else None
+    return Generation(request_id, is_chat, model, choices, TokenBytes(tokenizer), grammar_field)
+
+
+def _checked_length(
+    model: ServedModel, body: GenerationRequest, prompt: list[int], default_tokens: int
+) -> int:
+    """Output tokens at the most."""
     field = body.limit_field
-    max_tokens = getattr(body, field) or default_tokens
+    max_tokens: int = getattr(body, field) or default_tokens
     if len(prompt) + max_tokens > model.max_length:
         raise ApiError(
             400,
@@ -211,37 +166,11 @@ def _generation(
         )
     if not prompt:
         raise ApiError(400, "prompt: it has no tokens; give at least one", param="prompt")
-    prefix = "chatcmpl-" if kind == "chat.completion" else "cmpl-"
-    request_id = prefix + uuid.uuid4().hex
-    options = _decoding_options(model, body, max_tokens)
-    return _Generation(request_id, kind, model, EngineRequest(request_id, prompt, options))
-
-
-def _decoding_options(
-    model: ServedModel, body: GenerationRequest, max_tokens: int
-) -> DecodingOptions:
-    """Effective mode and τ: the request's own, else the model's setting, never below the floor."""
-    plain = model.checkpoint.metadata is None
-    mode = body.mode or (Mode.AR if plain else model.settings.mode)
-    threshold = body.confidence_threshold or model.settings.confidence_threshold
-    threshold = max(threshold, body.min_confidence_threshold or 0.0)
-    asked = body.mode is Mode.THRESHOLD or (body.confidence_threshold or 1.0) < 1.0
-    if plain and asked and body.mode is not Mode.AR:
-        param = "mode" if body.mode else "confidence_threshold"
-        raise ApiError(
-            400,
-            f"{param}: {model.settings.name} is a plain AR checkpoint without mars.json and cannot "
-            "decode in threshold mode; use mode 'ar'",
-            param=param,
-            code="unsupported_value",
-        )
-    if mode is Mode.AR:
-        threshold = 1.0
-    return DecodingOptions(max_tokens=max_tokens, mode=mode, threshold=threshold)
+    return max_tokens
 
 
 async def _respond(
-    body: GenerationRequest, generation: _Generation
+    body: GenerationRequest, generation: Generation
 ) -> JSONResponse | StreamingResponse:
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
@@ -249,20 +178,10 @@ async def _respond(
         first = await anext(events)  # what fails at once gets a status of its own
         return StreamingResponse(_chain(first, events), media_type="text/event-stream")
     try:
-        outputs = await generation.model.backend.complete(generation.request)
+        deltas = await run_all(generation.choices, generation.model.backend)
     except Exception as error:
-        raise _as_api_error(error) from error
-    for output in outputs:
-        generation.count(output)
-    tokens = [token for output in outputs for token in output.tokens]
-    text = decode(generation.model.checkpoint.tokenizer, tokens)
-    choice: dict[str, Any] = {"finish_reason": outputs[-1].finish_reason}
-    if generation.kind == "chat.completion":
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-    else:
-        choice["text"] = text
-    response = generation.body(choice)
-    return JSONResponse({**response, "usage": generation.usage(), "mars": generation.mars()})
+        raise _as_api_error(error, generation.grammar_field) from error
+    return JSONResponse(generation.response(deltas))
 
 
 async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -271,40 +190,22 @@ async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
         yield event
 
 
-async def _events(generation: _Generation, *, include_usage: bool) -> AsyncIterator[str]:
+async def _events(generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
     """Server-sent events, one a forward pass; an error after the first is an event, too."""
-    stream = TextStream(generation.model.checkpoint.tokenizer)
+    has_begun = False
     try:
-        async for output in generation.model.backend.stream(generation.request):
-            generation.count(output)
-            text = stream.push(output.tokens, last=output.finish_reason is not None)
-            yield _sse(_chunk(generation, text, output))
+        async for delta in stream_all(generation.choices, generation.model.backend):
+            yield _sse(generation.event(delta))
+            has_begun = True
     except Exception as error:
-        if generation.num_passes == 0:
-            raise _as_api_error(error) from error
-        yield _sse(_as_api_error(error).body())
+        problem = _as_api_error(error, generation.grammar_field)
+        if not has_begun:
+            raise problem from error
+        yield _sse(problem.body())
         return
     if include_usage:
-        kind = _chunk_kind(generation)
-        yield _sse({**generation.body({}, kind=kind), "choices": [], "usage": generation.usage()})
+        yield _sse(generation.usage_event())
     yield "data: [DONE]\n\n"
-
-
-def _chunk(generation: _Generation, text: str, output: StepOutput) -> dict[str, Any]:
-    choice: dict[str, Any] = {"finish_reason": output.finish_reason}
-    if generation.kind == "chat.completion":
-        role = {"role": "assistant"} if generation.num_passes == 1 else {}
-        choice["delta"] = {**role, "content": text}
-    else:
-        choice["text"] = text
-    summary = generation.mars() if output.finish_reason is not None else {}
-    chunk = generation.body(choice, kind=_chunk_kind(generation))
-    return {**chunk, "mars": {"tokens": len(output.tokens), **summary}}
-
-
-def _chunk_kind(generation: _Generation) -> str:
-    is_chat = generation.kind == "chat.completion"
-    return "chat.completion.chunk" if is_chat else generation.kind
 
 
 def _sse(data: dict[str, Any]) -> str:
@@ -320,18 +221,18 @@ def _model_entry(model: ServedModel) -> dict[str, Any]:
         "owned_by": "marsray",
         "max_model_len": model.max_length,
         "mars": {
-            "modes": [Mode.AR] if metadata is None else [Mode.THRESHOLD, Mode.AR],
+            "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],
             "block_size": metadata.block_size if metadata else None,
         },
     }
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(error: Exception, grammar_field: str | None) -> ApiError:
     """What a backend raised, as an error of the API."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        return ApiError(400, str(error), param=str(error).partition(":")[0])
+        return _refused(error, grammar_field)
     if isinstance(error, QueueFull):
         return ApiError(
             503,
@@ -346,6 +247,15 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestFailed):
         return ApiError(500, "the model failed on this request", code="request_failed")
     return ApiError(500, f"internal error ({type(error).__name__})", code="internal_error")
+
+
+def _refused(error: UserError, grammar_field: str | None) -> ApiError:
+    """What the engine refuses; the field that its message begins with is the request's own."""
+    message = str(error.args[0])  # Ray's str() of an error is the remote traceback
+    param, _, reason = message.partition(":")
+    if param == _GRAMMAR and grammar_field is not None:
+        param = grammar_field
+    return ApiError(400, f"{param}:{reason}", param=param, code="invalid_value")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

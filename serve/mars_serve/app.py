@@ -16,9 +16,9 @@ from ray.serve.handle import DeploymentHandle
 
 from mars_platform.checkpoint import read_checkpoint
 from mars_serve.api import ServedModel, create_app
-from mars_serve.engine.engine import Engine
 from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
+from mars_serve.loading import load_engine
 from mars_serve.settings import ModelSettings, ServeSettings
 
 _MAX_ONGOING = 100_000
@@ -33,12 +33,7 @@ class ModelReplica:
 
     def __init__(self, settings: ModelSettings, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        engine = Engine(
-            read_checkpoint(settings.path),
-            settings.engine,
-            dtype=getattr(torch, settings.dtype),
-            device="cuda" if settings.num_gpus else "cpu",
-        )
+        engine = load_engine(settings)
         engine.warm_up(_log_progress)
         self._loop = EngineLoop(engine)
 

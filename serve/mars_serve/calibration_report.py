@@ -194,8 +194,8 @@ def _notes(run: CalibrationRun) -> list[str]:
     kept = [str(depth) for depth in range(1, len(temperatures)) if temperatures[depth] == 1.0]
     if kept:
         notes.append(
-            f"Temperature 1 at depth {', '.join(kept)}: there is nothing to correct, or the half to "
-            "fit on holds no token that is right or none that is wrong."
+            f"Temperature 1 at depth {', '.join(kept)}: there is nothing to correct, or the half "
+            "to fit on holds no token that is right or none that is wrong."
         )
     notes.append(f"Written to {run.file}")
     return notes

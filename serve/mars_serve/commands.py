@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 import typer
 
 from mars_platform.mode import Mode
+from mars_serve.engine.request import Outcomes
 
-_FILE_WIDTH = 120  # of tables that go to a file or pipe, where rich assumes 80
+_MAX_SEED = 2**63 - 1
+_FILE_WIDTH = 128  # of tables that go to a file or pipe, where rich assumes 80
 
 
 def generate(
@@ -18,6 +20,19 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.THRESHOLD,
     threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
+    temperature: Annotated[float, typer.Option(help="In [0, 2]; 0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Share of the likeliest tokens to choose from, in (0, 1].")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=_MAX_SEED, help="Of the draw; else a random one.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this string; may be repeated.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the output has to match.")
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -30,10 +45,22 @@ def generate(
     """One completion, its tokens shaded by the forward pass that gave them."""
     from rich.console import Console
 
-    from mars_serve.generate import generate_once, print_generation
+    from mars_serve.engine.request import Sampling
+    from mars_serve.generate import generate_once, print_generation, read_json_schema
+    from mars_serve.options import draw_seed
 
+    if seed is None:
+        seed = draw_seed() if temperature else 0
     result = generate_once(
-        model, prompt, mode=mode, threshold=threshold, max_tokens=max_tokens, chat=not raw
+        model,
+        prompt,
+        mode=mode,
+        threshold=threshold,
+        max_tokens=max_tokens,
+        chat=not raw,
+        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        stop=stop or (),
+        grammar=read_json_schema(json_schema) if json_schema else None,
     )
     print_generation(result, Console(), as_json=as_json)
 
@@ -53,6 +80,20 @@ def eval_(
         list[Mode] | None,
         typer.Option(help="Decoding mode; may be repeated. Mode ar is always measured."),
     ] = None,
+    outcomes: Annotated[
+        list[Outcomes] | None,
+        typer.Option(help="In mode exact, outcomes that get masks; may be repeated. Else all."),
+    ] = None,
+    calibrated: Annotated[
+        bool, typer.Option(help="Compare calibrated confidence with the thresholds.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="In [0, 2]; 0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Share of the likeliest tokens to choose from, in (0, 1].")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_MAX_SEED, help="Of the first conversation's draw.")
+    ] = 0,
     max_items: Annotated[
         int | None, typer.Option(min=1, help="Conversations at the most, the first ones.")
     ] = None,
@@ -82,6 +123,7 @@ def eval_(
 
     from rich.console import Console
 
+    from mars_serve.engine.request import Sampling
     from mars_serve.evaluation_report import EvalOptions, evaluate, print_evaluation
 
     options = EvalOptions(
@@ -89,6 +131,9 @@ def eval_(
         data,
         thresholds=threshold or (),
         modes=mode or (),
+        outcomes=outcomes or (),
+        calibrated=calibrated,
+        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
         max_items=max_items,
         max_tokens=max_tokens,
         batch=batch,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,18 @@ from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_platform.statistics import Estimate, paired_difference, proportion, ratio_of_totals
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    Outcomes,
+    Request,
+    Sampling,
+    StepOutput,
+)
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.text import decode, encode
+
+_NUM_SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class EvalItem:
     states_answer: bool
     """Whether the row's own final turn counts as correct. Where it does not, a model that was
     trained on such rows will not either."""
+    index: int = 0
+    """Its place among all items; what it draws depends on that and not on who runs it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,13 @@ class Setting:
 
     mode: Mode
     threshold: float
-    """τ in (0, 1]; without meaning in mode ar."""
+    """τ in (0, 1]; without meaning outside mode threshold."""
+    outcomes: Outcomes | None = None
+    """In mode exact; None leaves the choice to the engine."""
+    calibrated: bool = False
+    """Compare the confidence that calibration corrected with τ."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """An item's seed is this one plus the item's index."""
 
 
 ONE_TOKEN = Setting(Mode.AR, 1.0)
@@ -72,6 +89,8 @@ class Outcome:
     """Output tokens, an end token included."""
     num_passes: int
     """Forward passes that gave a token."""
+    num_positions: int
+    """What those passes fed: committed tokens, drafts and masks; of the prompt, its last token."""
     finish_reason: FinishReason
     correct: bool | None
     """None where the item has no answer to check."""
@@ -93,6 +112,8 @@ class Score:
     difference: Estimate | None
     """Accuracy minus the baseline's, paired by item; None where there is nothing to compare."""
     tokens_per_forward: Estimate
+    positions_per_forward: Estimate
+    """Fed in a pass that gave tokens, a prompt before its last token left out."""
     identical: float | None
     """Share of outputs that equal the baseline's token for token; None without a baseline."""
     mean_tokens: float
@@ -121,9 +142,10 @@ def read_items(
             and line. Bad rows are never skipped: two models must be scored on the same items.
     """
     items = []
-    for source, row in islice(_rows(paths), max_items):
+    for index, (source, row) in enumerate(islice(_rows(paths), max_items)):
         try:
-            items.append(_item(source, _parse(row), tokenizer, max_length))
+            item = _item(source, _parse(row), tokenizer, max_length)
+            items.append(replace(item, index=index))
         except UserError as error:
             raise UserError(f"{source}: {error}") from error
     if not items:
@@ -137,6 +159,7 @@ def evaluation_engine(
     *,
     max_tokens: int,
     max_batch: int,
+    exact: bool = False,
     model: PreTrainedModel | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -149,6 +172,7 @@ def evaluation_engine(
         items: all that will be run.
         max_tokens: most output tokens of an item; what the context leaves may be less.
         max_batch: items that run at once.
+        exact: whether some setting is of mode exact, whose steps are wider.
         model: a model to take over: the engine moves it, puts it into evaluation mode and changes
             its attention implementation, so that a model in training must be copied first.
         dtype: of the weights to load.
@@ -166,12 +190,20 @@ def evaluation_engine(
     settings = EngineSettings(
         num_pages=max(sum(-(-length // page_size) for length in longest), 1),
         max_batch=max_batch,
-        # all rows decode in one step: each feeds up to window + 1 unstored tokens and its masks
-        max_positions=max(defaults.max_positions, max_batch * (2 * window + 1)),
+        max_positions=max(defaults.max_positions, max_batch * widest_row(window, exact=exact)),
     )
     if model is not None:
         model = model.eval()
     return Engine(checkpoint, settings, model=model, dtype=dtype, device=device)
+
+
+def widest_row(window: int, *, exact: bool) -> int:
+    """Positions that a decoding row feeds at the most: no mask is left out for want of room.
+
+    That is up to window + 1 unstored tokens and the masks or, in mode exact, the pending token, the
+    drafts and a window of masks for each of their outcomes.
+    """
+    return (window + 1) ** 2 if exact else 2 * window + 1
 
 
 def run_setting(
@@ -200,21 +232,22 @@ def run_setting(
     assert not engine.has_work, "an evaluation has its engine to itself"
     waiting = iter(enumerate(items))
     running: dict[str, Request] = {}
-    num_passes = [0] * len(items)
+    passes: list[list[StepOutput]] = [[] for _ in items]
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(items):
         # twice the batch: a freed place is taken at once, and memory does not grow with the set
         for index, item in islice(waiting, 2 * engine.settings.max_batch - len(running)):
-            request = _request(str(index), item, setting, max_tokens, engine.max_length)
+            options = _options(item, setting, min(max_tokens, engine.max_length - len(item.prompt)))
+            request = Request(str(index), list(item.prompt), options)
             engine.add(request)
             running[request.id] = request
         num_before = len(outcomes)
         for output in engine.step():
             index = int(output.request_id)
-            num_passes[index] += 1
+            passes[index].append(output)
             if output.finish_reason is not None:
                 request = running.pop(output.request_id)
-                outcomes[index] = _outcome(engine, items[index], request, num_passes[index])
+                outcomes[index] = _outcome(engine, items[index], request, passes[index])
         if on_progress is not None and len(outcomes) > num_before:
             on_progress(len(outcomes))
     engine.check_integrity()
@@ -243,6 +276,10 @@ def score(outcomes: Sequence[Outcome], baseline: Sequence[Outcome] | None = None
         difference=difference,
         tokens_per_forward=ratio_of_totals(
             [outcome.num_tokens for outcome in outcomes],
+            [outcome.num_passes for outcome in outcomes],
+        ),
+        positions_per_forward=ratio_of_totals(
+            [outcome.num_positions for outcome in outcomes],
             [outcome.num_passes for outcome in outcomes],
         ),
         identical=identical,
@@ -312,16 +349,31 @@ def _answer(value: Any) -> str | None:
     return str(value)
 
 
-def _request(
-    name: str, item: EvalItem, setting: Setting, max_tokens: int, max_length: int
-) -> Request:
-    max_tokens = min(max_tokens, max_length - len(item.prompt))
-    return Request(
-        name, list(item.prompt), DecodingOptions(max_tokens, setting.mode, setting.threshold)
+def _options(item: EvalItem, setting: Setting, max_tokens: int) -> DecodingOptions:
+    seed = (setting.sampling.seed + item.index) % _NUM_SEEDS
+    return DecodingOptions(
+        max_tokens,
+        setting.mode,
+        setting.threshold,
+        outcomes=setting.outcomes,
+        calibrated=setting.calibrated,
+        sampling=replace(setting.sampling, seed=seed),
     )
 
 
-def _outcome(engine: Engine, item: EvalItem, request: Request, num_passes: int) -> Outcome:
+def positions_fed(passes: Sequence[StepOutput]) -> int:
+    """Positions of a request's passes, all of them, in order.
+
+    The first one reads the end of the prompt, of which only the last token counts: how much of it
+    a pass reads says nothing of decoding.
+    """
+    first, *others = passes
+    return 1 + first.num_masks + sum(output.num_positions for output in others)
+
+
+def _outcome(
+    engine: Engine, item: EvalItem, request: Request, passes: Sequence[StepOutput]
+) -> Outcome:
     assert request.finish_reason is not None
     tokens = request.tokens[request.num_prompt :]
     correct = None
@@ -329,7 +381,14 @@ def _outcome(engine: Engine, item: EvalItem, request: Request, num_passes: int) 
         # not every tokenizer takes each end token for a special one, which it would hide
         said = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
         correct = is_correct(decode(engine.checkpoint.tokenizer, said), item.answer)
-    return Outcome(item.source, tuple(tokens), num_passes, request.finish_reason, correct)
+    return Outcome(
+        item.source,
+        tuple(tokens),
+        len(passes),
+        positions_fed(passes),
+        request.finish_reason,
+        correct,
+    )
 
 
 def _pairs(

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from mars_platform.mode import Mode
 from mars_platform.progress import ProgressDisplay, progress_display
 from mars_platform.statistics import Estimate
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Outcomes, Sampling
 from mars_serve.evaluation import (
     ONE_TOKEN,
     EvalItem,
@@ -36,6 +37,7 @@ from mars_serve.evaluation import (
 DEFAULT_THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 _WARM_UP_TOKENS = 4
+_MAX_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ class EvalOptions:
     thresholds: Sequence[float] = ()
     """τ of the rows; empty for the default ones. One-token decoding is always measured."""
     modes: Sequence[Mode] = ()
-    """Empty for all that the checkpoint can decode in."""
+    """Empty for mode ar and, with a MARS checkpoint, threshold; exact is measured where named."""
+    outcomes: Sequence[Outcomes] = ()
+    """A row of mode exact for each; empty for all outcomes. The engine's own choice among them goes
+    by a step's time, which is no matter of quality."""
+    calibrated: bool = False
+    """Measure mode threshold with calibrated confidence."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Of all rows; see `Setting`."""
     max_items: int | None = None
     """Conversations, the first ones of the files."""
     max_tokens: int = 256
@@ -90,7 +99,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
     Raises:
         UserError: the model, the data or an option is unusable.
     """
-    _check_thresholds(options.thresholds)
+    _check_ranges(options)
     device = _device(options.device)
     dtype = options.dtype or ("float32" if device == "cpu" else "bf16")
     checkpoint = read_checkpoint(options.model)
@@ -106,6 +115,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
         items,
         max_tokens=options.max_tokens,
         max_batch=options.batch,
+        exact=any(setting.mode is Mode.EXACT for setting in settings),
         dtype=_DTYPES[dtype],
         device=device,
     )
@@ -120,24 +130,26 @@ def settings_to_run(checkpoint: Checkpoint, options: EvalOptions) -> list[Settin
     """One-token decoding, then what is asked for, the highest threshold first.
 
     Raises:
-        UserError: the checkpoint, or the modes asked for, take no threshold under 1.
+        UserError: the checkpoint cannot decode so, or an option belongs to no mode asked for.
     """
+    modes = options.modes or [Mode.AR if checkpoint.metadata is None else Mode.THRESHOLD]
     below_one = sorted({value for value in options.thresholds if value < 1.0}, reverse=True)
-    if checkpoint.metadata is None and (below_one or Mode.THRESHOLD in options.modes):
+    if checkpoint.metadata is None and (below_one or {*modes} != {Mode.AR}):
         raise UserError(
             f"model: {options.model} is a plain AR checkpoint without mars.json and decodes in "
-            "mode ar only; leave out mode threshold and thresholds under 1"
+            "mode ar only; leave out other modes and thresholds under 1"
         )
-    modes = options.modes or [Mode.AR if checkpoint.metadata is None else Mode.THRESHOLD]
-    if Mode.THRESHOLD not in modes:
-        if below_one:
-            raise UserError(
-                f"--threshold: mode ar knows no threshold and {below_one[0]:g} is under 1; "
-                "add --mode threshold or leave it out"
-            )
-        return [ONE_TOKEN]
-    values = below_one if options.thresholds else DEFAULT_THRESHOLDS
-    return [ONE_TOKEN, *(Setting(Mode.THRESHOLD, value) for value in values)]
+    _check_modes(options, modes, below_one)
+    settings = [ONE_TOKEN]
+    if Mode.THRESHOLD in modes:
+        values = below_one if options.thresholds else DEFAULT_THRESHOLDS
+        settings += [
+            Setting(Mode.THRESHOLD, value, calibrated=options.calibrated) for value in values
+        ]
+    if Mode.EXACT in modes:
+        layouts = options.outcomes or [Outcomes.ALL]
+        settings += [Setting(Mode.EXACT, 1.0, outcomes=layout) for layout in layouts]
+    return [replace(setting, sampling=options.sampling) for setting in settings]
 
 
 def print_evaluation(evaluation: Evaluation, console: Console, *, as_json: bool) -> None:
@@ -150,10 +162,32 @@ def print_evaluation(evaluation: Evaluation, console: Console, *, as_json: bool)
         console.print(note, style="dim", highlight=False, markup=False)
 
 
-def _check_thresholds(thresholds: Sequence[float]) -> None:
-    for threshold in thresholds:
+def _check_ranges(options: EvalOptions) -> None:
+    for threshold in options.thresholds:
         if not 0.0 < threshold <= 1.0:
             raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+    sampling = options.sampling
+    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+        limits = f"[0, {_MAX_TEMPERATURE:g}]"
+        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
+
+
+def _check_modes(options: EvalOptions, modes: Sequence[Mode], below_one: Sequence[float]) -> None:
+    if Mode.THRESHOLD not in modes:
+        if below_one:
+            raise UserError(
+                f"--threshold: mode {modes[0]} knows no threshold and {below_one[0]:g} is under 1; "
+                "add --mode threshold or leave it out"
+            )
+        if options.calibrated:
+            raise UserError(
+                "--calibrated: only mode threshold goes by a confidence; add --mode threshold or "
+                "leave it out"
+            )
+    if options.outcomes and Mode.EXACT not in modes:
+        raise UserError("--outcomes: only mode exact has outcomes; add --mode exact")
 
 
 def _device(device: str) -> str:
@@ -173,7 +207,7 @@ def _measure(
     rows: list[Row] = []
     baseline: list[Outcome] | None = None
     for setting in settings:
-        title = f"{setting.mode} {setting.threshold:g}"
+        title = " ".join(_names(setting))
         started = time.monotonic()
         outcomes = run_setting(
             engine,
@@ -189,22 +223,29 @@ def _measure(
     return rows
 
 
+def _names(setting: Setting) -> tuple[str, str]:
+    """What a row is called: its mode, and its τ or its outcomes."""
+    if setting.mode is Mode.EXACT:
+        return setting.mode, setting.outcomes or ""
+    return setting.mode, f"{setting.threshold:g}"
+
+
 def _table(evaluation: Evaluation) -> Table:
     checkable = evaluation.rows[0].score.num_checkable > 0
     table = Table()
     for title in ("mode", "τ"):
         table.add_column(title, no_wrap=True)
     quality = ("accuracy", "difference") if checkable else ()
-    for title in (*quality, "tok/fwd", "identical", "cut off", "tok/s"):
+    for title in (*quality, "tok/fwd", "pos/fwd", "identical", "cut off", "tok/s"):
         table.add_column(title, justify="right", overflow="fold")
     for row in evaluation.rows:
         result = row.score
         cells = [_percent(result.accuracy), _points(result.difference)] if checkable else []
         table.add_row(
-            row.setting.mode,
-            f"{row.setting.threshold:g}",
+            *_names(row.setting),
             *cells,
             _plain(result.tokens_per_forward),
+            f"{result.positions_per_forward.value:.2f}",
             "" if result.identical is None else f"{100 * result.identical:.1f}%",
             f"{100 * result.cut_off:.1f}%",
             f"{row.tokens_per_s:,.0f}",
@@ -217,7 +258,8 @@ def _notes(evaluation: Evaluation) -> list[str]:
     notes = [
         f"{first.num_items} conversations, at most {options.max_tokens} output tokens, "
         f"{first.mean_tokens:.1f} on average in mode ar; batch {options.batch}, "
-        f"{evaluation.dtype} on {evaluation.device}. Brackets are 95% intervals."
+        f"{evaluation.dtype} on {evaluation.device}. Brackets are 95% intervals.",
+        *_decoding_notes(evaluation),
     ]
     if first.num_checkable == 0:
         notes.append("No row has an answer, so that accuracy cannot be measured.")
@@ -230,6 +272,23 @@ def _notes(evaluation: Evaluation) -> list[str]:
         notes.append(
             f"{evaluation.num_unstated} of these do not state their answer at the end of their own "
             "final turn, behind 'Answer:' or '####'; outputs that do the same count as wrong."
+        )
+    return notes
+
+
+def _decoding_notes(evaluation: Evaluation) -> list[str]:
+    notes, options, sampling = list[str](), evaluation.options, evaluation.options.sampling
+    if any(row.setting.mode is Mode.EXACT for row in evaluation.rows):
+        notes.append(
+            "Mode exact feeds masks for all outcomes of a check, or for the last one, where all "
+            "drafts are right."
+        )
+    if options.calibrated:
+        notes.append("Mode threshold compares τ with calibrated confidence.")
+    if sampling.temperature > 0:
+        notes.append(
+            f"Sampled at temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, seed "
+            f"{sampling.seed} plus the conversation's number, counted from 0."
         )
     return notes
 
@@ -261,11 +320,16 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "batch": evaluation.options.batch,
         "device": evaluation.device,
         "dtype": evaluation.dtype,
+        "calibrated": evaluation.options.calibrated,
+        "temperature": evaluation.options.sampling.temperature,
+        "top_p": evaluation.options.sampling.top_p,
+        "seed": evaluation.options.sampling.seed,
         "num_unstated": evaluation.num_unstated,
         "rows": [
             {
                 "mode": row.setting.mode,
                 "threshold": row.setting.threshold,
+                "outcomes": row.setting.outcomes,
                 **{key: _jsonable(value) for key, value in asdict(row.score).items()},
                 "tokens_per_s": row.tokens_per_s,
             }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,11 +16,20 @@ from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_platform.shading import print_shaded
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    Request,
+    Sampling,
+)
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.text import TextStream, encode
+from mars_serve.text import OutputText, StopRules, encode
 
 _DEFAULT_TOKENS = 256
+_GREEDY = Sampling()
+_MAX_TEMPERATURE = 2.0  # that of requests, too
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Generation:
     finish_reason: str
     mode: Mode
     confidence_threshold: float
+    temperature: float
+    seed: int
     seconds: float
 
     @property
@@ -40,15 +53,23 @@ class Generation:
 
 
 def generate_once(
-    model: str, prompt: str, *, mode: Mode, threshold: float, max_tokens: int | None, chat: bool
+    model: str,
+    prompt: str,
+    *,
+    mode: Mode,
+    threshold: float,
+    max_tokens: int | None,
+    chat: bool,
+    sampling: Sampling = _GREEDY,
+    stop: Sequence[str] = (),
+    grammar: GrammarSpec | None = None,
 ) -> Generation:
-    """Load a model and complete one prompt.
+    """Load a model and complete one prompt; the output ends before the first string of ``stop``.
 
     Raises:
         UserError: the model or an option is unusable.
     """
-    if not 0.0 < threshold <= 1.0:
-        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+    _check_ranges(threshold, sampling, stop)
     checkpoint = read_checkpoint(model)
     tokenizer = checkpoint.tokenizer
     if chat:
@@ -60,22 +81,62 @@ def generate_once(
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )
-    options = DecodingOptions(max_tokens, mode, 1.0 if mode is Mode.AR else threshold)
+    effective = threshold if mode is Mode.THRESHOLD else 1.0
+    options = DecodingOptions(max_tokens, mode, effective, sampling=sampling, grammar=grammar)
     engine = Engine(checkpoint, settings)
     engine.add(Request("generate", ids, options))
-    return _run(engine, TextStream(tokenizer), options)
+    return _run(engine, OutputText(tokenizer, StopRules(tuple(stop))), options)
 
 
-def _run(engine: Engine, stream: TextStream, options: DecodingOptions) -> Generation:
+def read_json_schema(file: Path) -> GrammarSpec:
+    """The grammar of a JSON schema in a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no JSON.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)
+    except OSError as error:
+        raise UserError(f"--json-schema: {file} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--json-schema: {file} holds no JSON schema ({error})") from error
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
+
+
+def _check_ranges(threshold: float, sampling: Sampling, stop: Sequence[str]) -> None:
+    if not 0.0 < threshold <= 1.0:
+        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+        limits = f"[0, {_MAX_TEMPERATURE:g}]"
+        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
+    if "" in stop:
+        raise UserError("--stop: an empty string is everywhere; leave it out")
+
+
+def _run(engine: Engine, text: OutputText, options: DecodingOptions) -> Generation:
     started, passes, num_tokens, reason = time.monotonic(), list[str](), 0, None
-    while engine.has_work:
+    while engine.has_work and reason is None:
         for output in engine.step():
             reason = output.finish_reason
-            num_tokens += len(output.tokens)
-            passes.append(stream.push(output.tokens, last=reason is not None))
+            part = text.push(output.tokens, last=reason is not None)
+            num_tokens += part.num_tokens
+            passes.append(part.text)
+            if part.is_stopped:
+                reason = FinishReason.STOP
     assert reason is not None
-    seconds = time.monotonic() - started
-    return Generation(passes, num_tokens, reason, options.mode, options.threshold, seconds)
+    return Generation(
+        passes,
+        num_tokens,
+        reason,
+        mode=options.mode,
+        confidence_threshold=options.threshold,
+        temperature=options.sampling.temperature,
+        seed=options.sampling.seed,
+        seconds=time.monotonic() - started,
+    )
 
 
 def print_generation(generation: Generation, console: Console, *, as_json: bool) -> None:
@@ -87,10 +148,11 @@ def print_generation(generation: Generation, console: Console, *, as_json: bool)
         console.print_json(json.dumps(figures))
         return
     print_shaded(console, generation.passes)
+    seed = f", seed {generation.seed}" if generation.temperature > 0 else ""
     console.print(
         f"{generation.num_tokens} tokens in {len(generation.passes)} forward passes "
         f"({generation.tokens_per_forward:.2f} a pass), mode {generation.mode}, "
-        f"threshold {generation.confidence_threshold:g}, {generation.seconds:.2f} s",
+        f"threshold {generation.confidence_threshold:g}{seed}, {generation.seconds:.2f} s",
         style="dim",
         highlight=False,
     )

@@ -13,6 +13,17 @@ from mars_platform.mode import Mode
 from mars_serve.engine.settings import EngineSettings
 
 
+class DraftSettings(Settings):
+    """A second, smaller model that proposes tokens for a served one to check."""
+
+    path: str
+    """Checkpoint directory or hub id, MARS or plain AR, with the served model's tokenizer."""
+    num_tokens: int = Field(default=4, ge=1, le=64)
+    """Tokens that it proposes for a request and step."""
+    confidence_threshold: float = Field(default=0.8, gt=0, le=1)
+    """τ of its own decoding, where it is a MARS checkpoint."""
+
+
 class ModelSettings(Settings):
     """One served model."""
 
@@ -35,6 +46,8 @@ class ModelSettings(Settings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights, keys and values."""
     engine: EngineSettings = EngineSettings()
+    draft: DraftSettings | None = None
+    """Used for requests in modes exact and threshold."""
 
 
 class ServeSettings(Settings):

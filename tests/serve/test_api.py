@@ -2,30 +2,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+import torch
 from fastapi import FastAPI
-from hypothesis import given
-from hypothesis import strategies as st
+from ray.exceptions import RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform import reference
 from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
+from mars_platform.errors import UserError
+from mars_platform.mode import Mode
 from mars_serve.api import ServedModel, create_app
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.loop import EngineDied, EngineLoop, QueueFull
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.settings import ModelSettings
-from mars_serve.text import TextStream, decode, encode
+from mars_serve.text import OutputText, StopRules, TokenBytes, decode, encode
 
 CREATED = 1_700_000_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -172,7 +174,7 @@ async def test_models_are_listed(client: httpx2.AsyncClient) -> None:
         "created": CREATED,
         "owned_by": "marsray",
         "max_model_len": 256,
-        "mars": {"modes": ["threshold", "ar"], "block_size": 4},
+        "mars": {"modes": ["threshold", "exact", "ar"], "block_size": 4},
     }
     assert plain["id"] == "plain"
     assert plain["mars"] == {"modes": ["ar"], "block_size": None}
@@ -375,11 +377,7 @@ async def test_leaving_a_stream_frees_its_pages(
 
     await asyncio.wait_for(app(_scope(COMPLETIONS), receive, send), timeout=5)
     assert gone.is_set()
-    for _ in range(200):
-        if not engine.has_work:
-            break
-        await asyncio.sleep(0.01)
-    assert not engine.has_work
+    await until_idle(engine)
     assert engine.status().num_free_pages == ENGINE.num_pages
 
 
@@ -408,6 +406,397 @@ def _scope(path: str) -> dict[str, Any]:
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }
+
+
+# Several outputs
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_several_choices(client: httpx2.AsyncClient, path: str) -> None:
+    one = await post(client, path, BODIES[path])
+    several = await post(client, path, {**BODIES[path], "n": 3, "best_of": 3})
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert [{**choice, "index": 0} for choice in several["choices"]] == one["choices"] * 3
+    usage = several["usage"]
+    assert usage["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert usage["completion_tokens"] == 3 * one["usage"]["completion_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert several["mars"] == {
+        **one["mars"],
+        "forward_passes": 3 * one["mars"]["forward_passes"],
+    }
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_streams_of_several_choices_interleave(client: httpx2.AsyncClient, path: str) -> None:
+    body = {**BODIES[path], "n": 3, "confidence_threshold": 0.05}
+    whole = await post(client, path, body)
+    body["stream_options"] = {"include_usage": True}
+    *events, last = await events_of(client, path, body)
+    assert last["usage"] == whole["usage"]
+    for index in range(3):
+        mine = [event for event in events if event["choices"][0]["index"] == index]
+        choices = [event["choices"][0] for event in mine]
+        text = "".join(text_of(choice) for choice in choices)
+        assert text == text_of(whole["choices"][index])
+        reasons = [choice["finish_reason"] for choice in choices]
+        assert reasons == [None] * (len(mine) - 1) + ["length"]
+        assert mine[-1]["mars"]["forward_passes"] == len(mine)
+        if path == CHAT:
+            assert ["role" in choice["delta"] for choice in choices] == [True] + [False] * (
+                len(mine) - 1
+            )
+    order = [event["choices"][0]["index"] for event in events]
+    assert order != sorted(order)
+
+
+async def test_a_choice_that_cannot_be_queued_ends_the_others(
+    mars: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ENGINE.model_copy(update={"max_requests": 2})
+    loop = EngineLoop(Engine(mars, settings))
+    ended, cancel = list[str](), loop.engine.cancel
+    monkeypatch.setattr(loop.engine, "cancel", lambda name: (ended.append(name), cancel(name)))
+    try:
+        app = create_app({"mars": serve("mars", mars, LoopBackend(loop))})
+        for stream in (False, True):
+            async with client_of(app) as client:
+                body = {**COMPLETION, "n": 3, "max_tokens": 200, "mode": "ar", "stream": stream}
+                response = await client.post(COMPLETIONS, json=body)
+            assert_error(response, 503, None)
+            assert response.json()["error"]["code"] == "queue_full"
+            await until_idle(loop.engine)
+    finally:
+        loop.stop()
+    assert len(ended) == 4, "two of each request had been queued"
+
+
+async def until_idle(engine: Engine) -> None:
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        await asyncio.sleep(0.01)
+    assert not engine.has_work
+
+
+# Stop strings
+
+
+async def tokens_of(checkpoint: Checkpoint, path: str, threshold: float) -> list[int]:
+    text = PROMPT
+    if path == CHAT:
+        text = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = encode(checkpoint.tokenizer, text, add_special_tokens=path == COMPLETIONS)
+    return oracle(checkpoint, prompt, 24, threshold).tokens
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("threshold", [0.05, 1.0])
+@pytest.mark.parametrize("path", BODIES)
+async def test_stop_string(
+    client: httpx2.AsyncClient,
+    loops: dict[str, EngineLoop],
+    mars: Checkpoint,
+    path: str,
+    threshold: float,
+    include: bool,
+) -> None:
+    tokens = await tokens_of(mars, path, threshold)
+    text = decode(mars.tokenizer, tokens)
+    middle = len(text) // 2
+    stop = text[middle : middle + 3]  # over token boundaries: most tokens are one character
+    rules = StopRules((stop,), in_output=include)
+    expected = OutputText(mars.tokenizer, rules).push(tokens, last=True)
+    assert expected.is_stopped
+    assert expected.num_tokens < 24
+    body = {**BODIES[path], "confidence_threshold": threshold, "stop": [stop, "not there"]}
+    body["include_stop_str_in_output"] = include
+    whole = await post(client, path, body)
+    (choice,) = whole["choices"]
+    assert (text_of(choice), choice["finish_reason"]) == (expected.text, "stop")
+    assert whole["usage"]["completion_tokens"] == expected.num_tokens
+    events = await events_of(client, path, body)
+    choices = [event["choices"][0] for event in events]
+    assert "".join(text_of(each) for each in choices) == expected.text
+    assert [each["finish_reason"] for each in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert sum(event["mars"]["tokens"] for event in events) == expected.num_tokens
+    assert events[-1]["mars"]["forward_passes"] == whole["mars"]["forward_passes"] == len(events)
+    await until_idle(loops["mars"].engine)
+
+
+async def test_a_stop_string_cancels_at_the_engine(
+    loops: dict[str, EngineLoop], client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loops["mars"].engine
+    ended, cancel = list[str](), engine.cancel
+    monkeypatch.setattr(engine, "cancel", lambda name: (ended.append(name), cancel(name)))
+    plain = await post(client, COMPLETIONS, {**COMPLETION, "mode": "ar"})
+    stop = plain["choices"][0]["text"][:2]
+    for stream in (False, True):
+        body = {**COMPLETION, "mode": "ar", "max_tokens": 200, "stop": stop, "stream": stream}
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+        await until_idle(engine)
+        assert engine.status().num_free_pages == ENGINE.num_pages
+    assert len(ended) == 2
+
+
+async def test_a_stop_string_that_never_comes_changes_nothing(client: httpx2.AsyncClient) -> None:
+    plain = await post(client, COMPLETIONS, COMPLETION)
+    start = plain["choices"][0]["text"][-1]
+    stopped = await post(client, COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
+    assert stopped["choices"] == plain["choices"]
+    events = await events_of(client, COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == plain["choices"][0]["text"]
+
+
+async def test_stop_token_ids(client: httpx2.AsyncClient, mars: Checkpoint) -> None:
+    tokens = await tokens_of(mars, COMPLETIONS, 0.05)
+    index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
+    for include, kept in ((False, tokens[:index]), (True, tokens[: index + 1])):
+        body = {**COMPLETION, "confidence_threshold": 0.05, "stop_token_ids": [tokens[index]]}
+        body["include_stop_str_in_output"] = include
+        whole = await post(client, COMPLETIONS, body)
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["choices"][0]["text"] == decode(mars.tokenizer, kept)
+        assert whole["usage"]["completion_tokens"] == index + 1
+
+
+# Sampling
+
+
+SAMPLED = {"temperature": 1, "seed": 11}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_seed_repeats_the_output(client: httpx2.AsyncClient, path: str) -> None:
+    body = {**BODIES[path], **SAMPLED}
+    first, again = await post(client, path, body), await post(client, path, body)
+    other = await post(client, path, {**body, "seed": 12})
+    greedy = await post(client, path, BODIES[path])
+    assert first["choices"] == again["choices"]
+    texts = {text_of(each["choices"][0]) for each in (first, other, greedy)}
+    assert len(texts) == 3
+    events = await events_of(client, path, body)
+    streamed = "".join(text_of(event["choices"][0]) for event in events)
+    assert streamed == text_of(first["choices"][0])
+
+
+async def test_choices_have_consecutive_seeds(client: httpx2.AsyncClient) -> None:
+    body = {**COMPLETION, **SAMPLED}
+    several = await post(client, COMPLETIONS, {**body, "n": 3})
+    texts = [choice["text"] for choice in several["choices"]]
+    alone = [
+        (await post(client, COMPLETIONS, {**body, "seed": 11 + index}))["choices"][0]["text"]
+        for index in range(3)
+    ]
+    assert texts == alone
+    assert len(set(texts)) == 3
+
+
+async def test_outputs_without_a_seed_differ(client: httpx2.AsyncClient) -> None:
+    bodies = [post(client, COMPLETIONS, {**COMPLETION, "temperature": 1}) for _ in range(4)]
+    texts = {each["choices"][0]["text"] for each in await asyncio.gather(*bodies)}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, SAMPLED, {**SAMPLED, "top_p": 0.9, "frequency_penalty": 1.0}]
+)
+async def test_mode_exact_gives_what_ar_gives(
+    client: httpx2.AsyncClient, fields: dict[str, Any]
+) -> None:
+    exact = await post(client, COMPLETIONS, {**COMPLETION, **fields, "mode": "exact"})
+    ar = await post(client, COMPLETIONS, {**COMPLETION, **fields, "mode": "ar"})
+    assert exact["choices"] == ar["choices"]
+    assert (exact["mars"]["mode"], exact["mars"]["confidence_threshold"]) == ("exact", 1.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**SAMPLED, "top_k": 1},
+        {**SAMPLED, "top_p": 1e-6},
+        {**SAMPLED, "min_p": 1.0},
+        {**SAMPLED, "temperature": 1e-4},
+    ],
+)
+async def test_narrow_sampling_is_greedy(
+    client: httpx2.AsyncClient, fields: dict[str, Any]
+) -> None:
+    greedy = await post(client, COMPLETIONS, {**COMPLETION, "mode": "ar"})
+    narrow = await post(client, COMPLETIONS, {**COMPLETION, "mode": "ar", **fields})
+    assert narrow["choices"] == greedy["choices"]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_logit_bias(client: httpx2.AsyncClient, mars: Checkpoint, mode: Mode) -> None:
+    (token,) = encode(mars.tokenizer, "a", add_special_tokens=False)
+    body = {**COMPLETION, "mode": mode, "logit_bias": {str(token): 100}}
+    assert (await post(client, COMPLETIONS, body))["choices"][0]["text"] == "a" * 24
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_penalties_change_the_output(client: httpx2.AsyncClient, mode: Mode) -> None:
+    body = {**COMPLETION, "mode": mode}
+    plain = await post(client, COMPLETIONS, body)
+    for field, value in [
+        ("frequency_penalty", 2),
+        ("presence_penalty", 2),
+        ("repetition_penalty", 5),
+    ]:
+        changed = await post(client, COMPLETIONS, {**body, field: value})
+        assert changed["choices"] != plain["choices"], field
+
+
+async def test_min_tokens_keep_end_tokens_away(
+    client: httpx2.AsyncClient, mars: Checkpoint
+) -> None:
+    (end,) = mars.special.eos
+    body = {**COMPLETION, "logit_bias": {str(end): 100}}
+    at_once = await post(client, COMPLETIONS, body)
+    assert at_once["usage"]["completion_tokens"] == 1
+    later = await post(client, COMPLETIONS, {**body, "min_tokens": 5})
+    assert later["usage"]["completion_tokens"] == 6
+    assert {each["choices"][0]["finish_reason"] for each in (at_once, later)} == {"stop"}
+
+
+async def test_calibration_that_the_model_does_not_have(client: httpx2.AsyncClient) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, "calibrated": True})
+    assert_error(response, 400, "calibrated")
+
+
+# Log-probabilities
+
+
+@torch.inference_mode()
+def raw_logprobs(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of the token at each place of an output: [tokens, vocabulary]."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = load_model(checkpoint.path)(input_ids=ids, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+async def test_log_probabilities_of_a_completion(
+    official: openai.AsyncOpenAI, mars: Checkpoint
+) -> None:
+    prompt = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
+    tokens, names = oracle(mars, prompt, 24, 1.0).tokens, TokenBytes(mars.tokenizer)
+    expected = raw_logprobs(mars, prompt, tokens)
+    extra = {"extra_body": {"mode": "ar"}}
+    for num_top in (0, 3):
+        response = await official.completions.create(
+            model="mars", prompt=prompt, max_tokens=24, logprobs=num_top, **extra
+        )
+        found = response.choices[0].logprobs
+        assert found.tokens == [names.name_of(token) for token in tokens]
+        values = [float(expected[i, token]) for i, token in enumerate(tokens)]
+        assert found.token_logprobs == pytest.approx(values, abs=1e-4)
+        assert found.from_mask == [False] * 24
+        text = response.choices[0].text
+        assert found.text_offset == sorted(found.text_offset)
+        assert found.text_offset[0] == 0
+        is_whole = [not name.startswith("bytes:") for name in found.tokens]
+        places = zip(found.tokens, found.text_offset, is_whole, [True, *is_whole], strict=False)
+        checked = [text.startswith(name, at) for name, at, whole, after in places if whole & after]
+        assert all(checked)
+        assert len(checked) > 4
+        for i, top in enumerate(found.top_logprobs):
+            assert max(1, num_top) <= len(top) <= num_top + 1
+            assert top[found.tokens[i]] == found.token_logprobs[i]
+            likeliest = expected[i].topk(num_top).values.tolist()
+            assert sorted(top.values(), reverse=True)[:num_top] == pytest.approx(
+                likeliest, abs=1e-4
+            )
+
+
+async def test_log_probabilities_of_a_chat(official: openai.AsyncOpenAI, mars: Checkpoint) -> None:
+    options: dict[str, Any] = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
+    options |= {"logprobs": True, "top_logprobs": 4, "extra_body": {"confidence_threshold": 0.05}}
+    response = await official.chat.completions.create(**options)
+    content = response.choices[0].logprobs.content
+    assert len(content) == 24
+    spoken = b"".join(bytes(each.bytes) for each in content)
+    assert spoken.decode(errors="replace") == response.choices[0].message.content
+    for each in content:
+        assert len(each.top_logprobs) == 4
+        assert each.logprob <= 0
+        assert sum(top.logprob == each.logprob for top in each.top_logprobs) >= (not each.from_mask)
+    assert any(each.from_mask for each in content)
+    assert not content[0].from_mask, "the first token of a pass is not from a mask"
+    stream = await official.chat.completions.create(stream=True, **options)
+    streamed, passes = [], []
+    async for chunk in stream:
+        part = chunk.choices[0].logprobs.content
+        streamed += part
+        passes.append([each.from_mask for each in part])
+    assert streamed == content
+    assert all(part == [False] + [True] * (len(part) - 1) for part in passes)
+
+
+async def test_log_probabilities_end_with_the_stop_string(client: httpx2.AsyncClient) -> None:
+    body = {**COMPLETION, "confidence_threshold": 0.02, "logprobs": 1}
+    plain = (await post(client, COMPLETIONS, body))["choices"][0]
+    stop = plain["text"][3:5]
+    whole = await post(client, COMPLETIONS, {**body, "stop": stop})
+    num_tokens = whole["usage"]["completion_tokens"]
+    assert num_tokens < 24
+    for field, values in whole["choices"][0]["logprobs"].items():
+        assert values == plain["logprobs"][field][:num_tokens], field
+
+
+async def test_no_log_probabilities_unless_asked_for(client: httpx2.AsyncClient) -> None:
+    for path, body in BODIES.items():
+        assert (await post(client, path, body))["choices"][0]["logprobs"] is None
+
+
+# Structured output
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"guided_json": {"enum": [1, "x", None]}}, '1|"x"|null'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}},
+            "5",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_structure(
+    client: httpx2.AsyncClient, path: str, fields: dict[str, Any], pattern: str, mode: Mode
+) -> None:
+    body = {**BODIES[path], **fields, "mode": mode, **SAMPLED}
+    choice = (await post(client, path, body))["choices"][0]
+    assert re.fullmatch(pattern, text_of(choice).strip())
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_regex", "("),
+        ("guided_grammar", "start: nothing"),
+        ("guided_json", '{"type": '),
+        ("guided_json", {"type": "thing"}),
+        ("structured_outputs", {"regex": "("}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}},
+        ),
+    ],
+)
+async def test_structure_that_does_not_compile(
+    client: httpx2.AsyncClient, field: str, value: Any, stream: bool
+) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, field: value, "stream": stream})
+    assert assert_error(response, 400, field).startswith(f"{field}: ")
 
 
 # Mode and threshold
@@ -507,17 +896,10 @@ def assert_error(response: httpx2.Response, status: int, param: str | None) -> s
         (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt"),
         (COMPLETIONS, {"max_tokens": 0}, 400, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 500}, 400, "max_tokens"),
-        (COMPLETIONS, {"temperature": 0.7}, 400, "temperature"),
-        (COMPLETIONS, {"top_p": 0.5}, 400, "top_p"),
-        (COMPLETIONS, {"n": 2}, 400, "n"),
-        (COMPLETIONS, {"best_of": 2}, 400, "best_of"),
-        (COMPLETIONS, {"stop": "."}, 400, "stop"),
-        (COMPLETIONS, {"stop": ["."]}, 400, "stop"),
-        (COMPLETIONS, {"logprobs": 0}, 400, "logprobs"),
-        (COMPLETIONS, {"logprobs": 5}, 400, "logprobs"),
         (COMPLETIONS, {"echo": True}, 400, "echo"),
         (COMPLETIONS, {"suffix": "end"}, 400, "suffix"),
-        (COMPLETIONS, {"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        (COMPLETIONS, {"logprobs": 6}, 400, "logprobs"),
+        (COMPLETIONS, {"logprobs": True}, 400, "logprobs"),
         (COMPLETIONS, {"model": "plain", "mode": "threshold"}, 400, "mode"),
         (
             COMPLETIONS,
@@ -531,9 +913,11 @@ def assert_error(response: httpx2.Response, status: int, param: str | None) -> s
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages"),
         (CHAT, {"max_completion_tokens": 500}, 400, "max_completion_tokens"),
         (CHAT, {"model": "absent"}, 404, "model"),
-        (CHAT, {"logprobs": True}, 400, "logprobs"),
+        (CHAT, {"logprobs": 1}, 400, "logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, 400, "tools"),
-        (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
         (CHAT, {"confidence_threshold": 1.01}, 400, "confidence_threshold"),
     ],
 )
@@ -547,6 +931,72 @@ async def test_errors(
 ) -> None:
     body = {**BODIES[path], **fields, "stream": stream}
     assert_error(await client.post(path, json=body), status, param)
+
+
+TOO_MANY = 2**63
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, 2.1, "0.5", True, float("nan")]),
+        ("top_p", [0, 1.1, float("inf")]),
+        ("top_k", [-2, 2**31, 1.5]),
+        ("min_p", [-0.1, 1.1]),
+        ("seed", [TOO_MANY, -TOO_MANY - 1, 0.5, "x"]),
+        ("repetition_penalty", [0, -1, 101]),
+        ("presence_penalty", [-2.1, 2.1]),
+        ("frequency_penalty", [-2.1, 2.1]),
+        (
+            "logit_bias",
+            [
+                {"a": 1},
+                {"-1": 1},
+                {"5": 100.5},
+                {"5": None},
+                {"100000": 1},
+                [5],
+                {str(each): 1 for each in range(1025)},
+            ],
+        ),
+        ("min_tokens", [-1, 25]),
+        ("stop", ["", [""], [5], ["x"] * 17, "x" * 257, {}]),
+        ("stop_token_ids", [[-1], [100_000], ["a"], 5, [5] * 1025]),
+        ("include_stop_str_in_output", ["maybe"]),
+        ("n", [0, 17, 1.5]),
+        ("best_of", [2]),
+        ("mode", ["fast"]),
+        ("confidence", ["hope"]),
+        ("calibrated", ["maybe"]),
+        ("service_tier", ["priority"]),
+        ("response_format", [{"type": "yaml"}, {"type": "json_schema"}, {}, "json"]),
+        ("structured_outputs", [{}, {"jsn": {}}, {"json": 5}, {"regex": "a", "choice": ["a"]}]),
+        ("guided_json", [5, "", "x" * 65_537]),
+        ("guided_regex", ["", 5]),
+        ("guided_grammar", ["", 5]),
+        ("guided_choice", [[], [""], "a", ["a"] * 1025]),
+        ("ignore_eos", [True]),
+        ("use_beam_search", [True]),
+        ("length_penalty", [2]),
+        ("allowed_token_ids", [[5]]),
+        ("bad_words", [["x"]]),
+        ("skip_special_tokens", [False]),
+        ("truncate_prompt_tokens", [5]),
+        ("prompt_logprobs", [0]),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_out_of_range(
+    client: httpx2.AsyncClient, path: str, field: str, values: list[Any]
+) -> None:
+    headers = {"content-type": "application/json"}
+    for value in values:
+        content = json.dumps({**BODIES[path], field: value})
+        message = assert_error(
+            await client.post(path, content=content, headers=headers), 400, field
+        )
+        assert message.startswith(field), value
+        assert len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -617,7 +1067,7 @@ async def test_paths_and_methods(
 
 async def test_official_client_raises_its_own_errors(official: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
-        await official.completions.create(model="mars", prompt=PROMPT, temperature=0.7)
+        await official.completions.create(model="mars", prompt=PROMPT, temperature=2.5)
     assert refusal.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         await official.completions.create(model="absent", prompt=PROMPT)
@@ -644,6 +1094,15 @@ async def test_backend_errors(
     assert "secret" not in message
 
 
+async def test_what_the_engine_refuses_keeps_its_words_through_ray(mars: Checkpoint) -> None:
+    cause = UserError("grammar: it does not parse")
+    error = RayTaskError("stream", "a remote traceback", cause).as_instanceof_cause()
+    app = create_app({"mars": serve("mars", mars, BrokenBackend(error))})
+    async with client_of(app) as client:
+        response = await client.post(COMPLETIONS, json={**COMPLETION, "guided_regex": "a"})
+    assert assert_error(response, 400, "guided_regex") == "guided_regex: it does not parse"
+
+
 async def test_an_error_amid_a_stream_is_its_last_event(mars: Checkpoint) -> None:
     backend = BrokenBackend(EngineDied("dead"), num_outputs=2)
     async with client_of(create_app({"mars": serve("mars", mars, backend)})) as client:
@@ -661,67 +1120,3 @@ async def test_health_of_a_dead_replica(mars: Checkpoint) -> None:
         response = await client.get("/health")
     message = assert_error(response, 503, None)
     assert "mars" in message
-
-
-# Text
-
-MULTIBYTE = "aé漢😀"
-
-
-def push_all(tokenizer: PreTrainedTokenizerBase, groups: list[list[int]]) -> list[str]:
-    stream = TextStream(tokenizer)
-    last = len(groups) - 1
-    return [stream.push(group, last=index == last) for index, group in enumerate(groups)]
-
-
-def grouped(tokens: list[int], cuts: tuple[bool, ...]) -> list[list[int]]:
-    """Split ``tokens`` after each place where ``cuts`` is true."""
-    groups = [tokens[:1]]
-    for token, cut in zip(tokens[1:], cuts, strict=True):
-        if cut:
-            groups.append([])
-        groups[-1].append(token)
-    return groups
-
-
-def test_every_grouping_gives_whole_characters(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
-    assert len(tokens) == 10, "one token a byte"
-    for cuts in product([False, True], repeat=len(tokens) - 1):
-        parts = push_all(tokenizer, grouped(tokens, cuts))
-        assert "".join(parts) == MULTIBYTE
-        assert not any("\ufffd" in part for part in parts)
-
-
-def test_characters_come_as_soon_as_they_are_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
-    parts = push_all(tokenizer, [[token] for token in tokens])
-    assert parts == ["a", "", "é", "", "", "漢", "", "", "", "😀"]
-
-
-@pytest.mark.parametrize("length", [2, 4, 5, 7, 8, 9])
-def test_output_that_ends_inside_a_character(
-    tokenizer: PreTrainedTokenizerBase, length: int
-) -> None:
-    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)[:length]
-    whole = decode(tokenizer, tokens)
-    assert whole.endswith("\ufffd")
-    *before, last = push_all(tokenizer, [[token] for token in tokens])
-    assert "".join([*before, last]) == whole
-    assert not any("\ufffd" in part for part in before)
-
-
-def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = encode(tokenizer, "漢<|im_end|>", add_special_tokens=False)
-    assert tokens[-1] == tokenizer.eos_token_id
-    assert push_all(tokenizer, [tokens[:1], tokens[1:]]) == ["", "漢"]
-
-
-@given(data=st.data())
-def test_any_tokens_in_any_groups_join_to_the_decoded_whole(
-    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
-) -> None:
-    ids = st.integers(0, len(tokenizer) - 1)
-    groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
-    whole = decode(tokenizer, [token for group in groups for token in group])
-    assert "".join(push_all(tokenizer, groups)) == whole

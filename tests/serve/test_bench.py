@@ -15,21 +15,33 @@ from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.cli import run
 from mars_platform.errors import UserError
+from mars_platform.mode import Mode
 from mars_serve.bench.block_cache import ATTENTION_NAME, BlockSyncDecoder, Row
-from mars_serve.bench.contenders import ORDERS, Contender, static_batches
+from mars_serve.bench.contenders import (
+    ORDERS,
+    Contender,
+    EngineContender,
+    build_engine,
+    static_batches,
+)
 from mars_serve.bench.decode import CONTENDERS, DecodeOptions, Result, Timing, compare
 from mars_serve.bench.hugging_face import HfContinuous, HfGenerate
 from mars_serve.bench.models import PRESETS, untrained_model
 from mars_serve.bench.report import ratio
 from mars_serve.bench.workload import (
     PAPER_ACCEPTANCE,
+    Acceptance,
     BenchRequest,
+    Draws,
     RaggedShape,
+    agreeing,
     generated_requests,
     read_acceptance,
     requests_in_run,
 )
+from mars_serve.engine.engine import Engine, Step
 from mars_serve.engine.linear import pack_linears
+from mars_serve.engine.request import DecodingOptions, Outcomes
 
 MASK, WINDOW = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, MASK}))
@@ -151,6 +163,29 @@ def test_fewer_proposals_cut_a_draw() -> None:
             assert acceptance.draw(0, "a", place, proposed) == min(full, proposed)
 
 
+@pytest.mark.parametrize("agreement", [0.0, 0.8, 1.0])
+def test_drafts_agree_as_often_as_is_said(agreement: float) -> None:
+    acceptance = agreeing(agreement, 4)
+    assert sum(acceptance.tokens_per_forward.values()) == pytest.approx(1.0)
+    assert acceptance.chance(1) == pytest.approx(agreement)
+    for depth in (2, 3, 4):
+        assert acceptance.chance(depth) == pytest.approx(agreement)
+    assert acceptance.chance(5) == 0.0
+    draws = [acceptance.draw(0, str(index), 3, 5) for index in range(20_000)]
+    assert sum(draws) / len(draws) == pytest.approx(acceptance.mean, abs=0.04)
+    assert acceptance.mean == pytest.approx(sum(agreement**right for right in range(5)))
+
+
+def test_chances_are_those_of_the_distribution() -> None:
+    acceptance = read_acceptance(PAPER_ACCEPTANCE)
+    shares = acceptance.tokens_per_forward
+    assert acceptance.chance(1) == pytest.approx(1 - shares[1])
+    reached = 1.0
+    for depth in (1, 2, 3, 4):
+        reached *= acceptance.chance(depth)
+    assert reached == pytest.approx(shares[5])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -186,6 +221,89 @@ def test_static_batches_hold_each_request_once() -> None:
         assert sorted(flat, key=lambda r: int(r.id)) == requests
     lengths = [len(request.prompt) for request in flat]
     assert lengths == sorted(lengths)
+
+
+# The engine
+
+
+@pytest.mark.parametrize(
+    ("decoding", "passes"),
+    [
+        (DecodingOptions(1, Mode.AR), [1] * 13),
+        (DecodingOptions(1, Mode.THRESHOLD, 0.95, window=4), [2] * 6 + [1]),
+        (DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL), [1, 3, 3, 3, 3]),
+        # two of four drafts are right: there are none for the step after; at the end one is fed
+        (DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.LAST), [1, 3, 1, 3, 1, 3, 1]),
+    ],
+)
+def test_drawn_lengths_are_those_of_the_mode(
+    tmp_path: Path, decoding: DecodingOptions, passes: list[int]
+) -> None:
+    model = untrained_model(str(config_file(tmp_path)), torch.float32, "cpu", 0)
+    requests = [BenchRequest(str(n), (5 + n, 6, 7), 13) for n in range(6)]
+    draws = Draws(fixed_length(2), fixed_length(3), seed=0)
+    engine = build_engine(model, requests, 3, draws, exact=True)
+    decoded = EngineContender(lambda: engine, decoding, draws).run(requests)
+    assert [len(tokens) for tokens in decoded.outputs] == [13] * 6
+    assert decoded.num_passes == 6 * len(passes)
+
+
+def fixed_length(tokens: int) -> Acceptance:
+    return Acceptance(tokens_per_forward={tokens: 1.0})
+
+
+@pytest.mark.parametrize("outcomes", [None, *Outcomes])
+def test_mode_exact_decodes_what_the_reference_does(
+    tmp_path: Path, outcomes: Outcomes | None
+) -> None:
+    model = untrained_model(str(config_file(tmp_path)), torch.float32, "cpu", 0)
+    requests = ragged(7, seed=4)
+    engine = build_engine(model, requests, 3, exact=True)
+    options = DecodingOptions(1, Mode.EXACT, outcomes=outcomes)
+    decoded = EngineContender(lambda: engine, options).run(requests)
+    special, plain = model.checkpoint.special, model.create()
+    passes = [oracle(plain, each, special) for each in requests]
+    assert decoded.outputs == [[token for part in each for token in part] for each in passes]
+
+
+def test_positions_of_passes(tmp_path: Path) -> None:
+    model = untrained_model(str(config_file(tmp_path)), torch.float32, "cpu", 0)
+    requests = [BenchRequest("a", (5, 6, 7), 13)]
+    draws = Draws(fixed_length(2), fixed_length(3), seed=0)
+    engine = build_engine(model, requests, 1, draws, exact=True)
+
+    def positions(decoding: DecodingOptions) -> int | None:
+        return EngineContender(lambda: engine, decoding, draws).run(requests).num_positions
+
+    assert positions(DecodingOptions(1, Mode.AR)) == 13
+    # two tokens and the masks that the rest has room for, after the first pass
+    threshold = [1 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 2, 2 + 0]
+    assert positions(DecodingOptions(1, Mode.THRESHOLD, 0.95, window=4)) == sum(threshold)
+    # the pending token, the drafts, and for each number of right ones the masks that have room
+    exact = [1 + 4, 25, 25, 1 + 4 + 4 + 3 + 2 + 1 + 0, 1 + 2]
+    assert positions(DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL)) == sum(exact)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_the_engine_goes_by_the_rate_that_is_drawn(tmp_path: Path, right: float) -> None:
+    model = untrained_model(str(config_file(tmp_path)), torch.float32, "cpu", 0)
+    seen: list[list[float]] = []
+
+    class Watched(Engine):
+        def begin_step(self) -> Step | None:
+            seen.extend(
+                [draft.confidence for draft in request.drafts]
+                for request in self._requests.values()
+            )
+            return super().begin_step()
+
+    requests = [BenchRequest("a", (5, 6, 7), 12)]
+    draws = Draws(fixed_length(1), agreeing(right, 4), seed=0)
+    engine = build_engine(model, requests, 1, draws, exact=True)
+    engine.__class__ = Watched
+    decoding = DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL)
+    EngineContender(lambda: engine, decoding, draws).run(requests)
+    assert {rate for rates in seen for rate in rates} == {right}
 
 
 # Block-synchronised cache
@@ -340,6 +458,10 @@ def test_decode_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert batch["contenders"]["hf-generate"]["identical_to_ar"] == 1.0
     assert batch["contenders"]["hf-continuous"]["identical_to_ar"] == 1.0
     assert batch["ratios"]["threshold/ar"]["median"] > 0
+    assert batch["ratios"]["exact/hf-generate"]["median"] > 0
+    assert batch["contenders"]["ar"]["positions_per_forward"] == 1.0
+    assert batch["contenders"]["exact-all"]["positions_per_forward"] > 2.0
+    assert batch["contenders"]["hf-generate"]["positions_per_forward"] is None
     assert plot.stat().st_size > 0
 
 
@@ -352,13 +474,35 @@ def test_decode_prints_tables_for_conversations(
         for n in range(3)
     ]
     prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    wanted = ["ar", "threshold", "hf-generate", "block-sync"]
+    wanted = ["ar", "threshold", "exact", "hf-generate", "block-sync"]
     options = [part for name in wanted for part in ("--contender", name)]
     sizes = ["--batch", "2", "--rounds", "1", "--max-tokens", "4", "--prompts", str(prompts)]
     assert run(["bench", "decode", str(mars_dir), *options, *sizes]) == 0
     printed = capsys.readouterr().out
     assert "threshold / block-sync" in printed
+    assert "exact / threshold" in printed
     assert "drawn" not in printed
+
+
+def test_agreement_is_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--untrained", str(config_file(tmp_path)), "--batch", "2", "--rounds", "1"]
+    sizes = ["--prompt-tokens", "2", "8", "--output-tokens", "9", "9", "--num-requests", "4"]
+    wanted = ["--contender", "ar", "--contender", "exact-all"]
+    command = ["bench", "decode", *options, *sizes, *wanted]
+    speeds = []
+    for agreement in ("0.0", "1.0"):
+        assert run([*command, "--agreement", agreement, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["acceptance_exact"]["source"].startswith(
+            f"each draft is right with probability {float(agreement):g}"
+        )
+        assert "paper" in result["acceptance"]["source"].lower()
+        (batch,) = result["batches"]
+        speeds.append(batch["contenders"]["exact-all"]["tokens_per_forward"])
+    assert speeds == [1.0, 3.0]  # 9 tokens: one without drafts, five, then the three that are left
+    assert run([*command, "--agreement", "0.8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Lengths in mode exact are drawn otherwise, 3.36 on average" in printed
 
 
 def test_ratios_are_taken_in_each_round() -> None:
@@ -371,6 +515,8 @@ def test_ratios_are_taken_in_each_round() -> None:
     ("changes", "message"),
     [
         ({"contenders": ["vllm"]}, "--contender: there is no 'vllm'; choose from ar,"),
+        ({"agreement": 1.5}, r"--agreement: 1.5 is no probability"),
+        ({"agreement": 0.5, "contenders": ["ar"]}, "--agreement: only contenders in mode exact"),
         ({"batches": [4, 0]}, "--batch: 0 is no batch size"),
         ({"threshold": 0.0}, r"--threshold: 0.0 is not in \(0, 1\]"),
         ({"model": "some/where"}, "MODEL: name a checkpoint, or give --untrained"),

@@ -11,9 +11,11 @@ from rich.console import Console
 
 from mars_platform import reference
 from mars_platform.checkpoint import load_model, read_checkpoint
+from mars_platform.cli import run
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.command_settings import serve_settings
+from mars_serve.engine.request import Sampling
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.generate import Generation, generate_once, print_generation
 from mars_serve.settings import ServeSettings
@@ -227,6 +229,115 @@ def test_plain_checkpoint_decodes_in_ar_only(plain_dir: Path) -> None:
 def test_threshold_outside_its_range(mars_dir: Path, mode: Mode, threshold: float) -> None:
     with pytest.raises(UserError, match=r"^--threshold: .* is not in \(0, 1\]"):
         complete(mars_dir, mode, threshold)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling": Sampling(temperature=2.5)}, r"^--temperature: 2.5 is not in \[0, 2\]"),
+        ({"sampling": Sampling(temperature=float("nan"))}, "^--temperature: nan"),
+        ({"sampling": Sampling(top_p=0.0)}, r"^--top-p: 0.0 is not in \(0, 1\]"),
+        ({"stop": ["a", ""]}, "^--stop: an empty string"),
+    ],
+)
+def test_options_outside_their_ranges(mars_dir: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        complete(mars_dir, Mode.AR, 1.0, **fields)
+
+
+def test_exact_gives_what_ar_gives(mars_dir: Path) -> None:
+    exact, ar = complete(mars_dir, Mode.EXACT, 0.3), complete(mars_dir, Mode.AR, 0.3)
+    assert "".join(exact.passes) == "".join(ar.passes)
+    assert (exact.mode, exact.confidence_threshold) == (Mode.EXACT, 1.0)
+
+
+@pytest.mark.parametrize("threshold", [0.03, 1.0])
+def test_output_ends_before_a_stop_string(mars_dir: Path, threshold: float) -> None:
+    whole = complete(mars_dir, Mode.THRESHOLD, threshold)
+    text = "".join(whole.passes)
+    stop = text[4:6]
+    cut = complete(mars_dir, Mode.THRESHOLD, threshold, stop=["not there", stop])
+    assert "".join(cut.passes) == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.num_tokens < whole.num_tokens
+    assert len(cut.passes) < len(whole.passes)
+
+
+def test_a_seed_repeats_the_output(mars_dir: Path) -> None:
+    first, again, other = (
+        complete(mars_dir, Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed in (3, 3, 4)
+    )
+    assert first.passes == again.passes != other.passes
+    assert (first.temperature, first.seed) == (1.0, 3)
+
+
+def run_generate(
+    capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, Any], str]:
+    """Status, figures and error message of the command."""
+    status = run(["generate", *arguments, "--prompt", PROMPT, "--max-tokens", "20", "--json"])
+    output = capsys.readouterr()
+    return status, json.loads(output.out or "{}"), output.err
+
+
+def test_the_command_draws_a_seed_and_shows_it(
+    mars_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(mars_dir), "--mode", "exact", "--temperature", "0.9", "--top-p", "0.95"]
+    status, first, _ = run_generate(capsys, *options)
+    assert status == 0
+    _, again, _ = run_generate(capsys, *options, "--seed", str(first["seed"]))
+    _, other, _ = run_generate(capsys, *options)
+    assert again["text"] == first["text"] != other["text"]
+    assert first["seed"] != other["seed"]
+    assert (first["mode"], first["temperature"]) == ("exact", 0.9)
+
+
+def test_the_command_takes_several_stop_strings(
+    mars_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(mars_dir), "--mode", "ar", "--raw"]
+    _, whole, _ = run_generate(capsys, *options)
+    stop = whole["text"][3]
+    _, cut, _ = run_generate(capsys, *options, "--stop", "not there", "--stop", stop)
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+
+
+def test_the_command_takes_a_json_schema(
+    mars_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"enum": [1, True, None]}), encoding="utf-8")
+    status, result, _ = run_generate(capsys, str(mars_dir), "--json-schema", str(file))
+    assert status == 0
+    assert json.loads(result["text"]) in (1, True, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "holds no JSON schema"), ("\xff", "holds no JSON schema")],
+)
+def test_json_schema_that_is_unusable(
+    mars_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    message: str,
+) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_text(content, encoding="latin-1")
+    status, _, error = run_generate(capsys, str(mars_dir), "--json-schema", str(file))
+    assert status == 2
+    assert error.startswith(f"error: --json-schema: {file} {message}")
+
+
+def test_a_sampled_output_is_shown_with_its_seed(mars_dir: Path) -> None:
+    result = complete(mars_dir, Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=3))
+    file = io.StringIO()
+    print_generation(result, Console(file=file, width=200), as_json=False)
+    assert "mode ar, threshold 1, seed 3, " in file.getvalue()
 
 
 def test_completion_beyond_the_models_length(mars_dir: Path) -> None:

@@ -29,7 +29,7 @@ from mars_serve.engine.varlen import VarlenAttention
 
 MASK = 3
 SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK}))
-MODES = [(Mode.AR, 0.5), (Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
+MODES = [(Mode.AR, 0.5), (Mode.THRESHOLD, 0.05), (Mode.EXACT, 0.5), (Mode.THRESHOLD, 0.2)]
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
 NUM_VARIANTS = 2
 

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,12 @@ from transformers import PreTrainedModel
 
 from mars_platform import cli, reference
 from mars_platform.answers import is_correct
+from mars_platform.calibration import (
+    Calibration,
+    DepthCalibration,
+    weights_fingerprint,
+    write_calibration,
+)
 from mars_platform.checkpoint import (
     Checkpoint,
     MarsMetadata,
@@ -28,7 +35,7 @@ from mars_platform.checkpoint import (
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, Sampling
 from mars_serve.evaluation import (
     ONE_TOKEN,
     EvalItem,
@@ -361,6 +368,70 @@ def test_a_plain_checkpoint_decodes_in_ar_only(
         run_setting(engine, items, HASTY, max_tokens=MAX_TOKENS)
 
 
+# Mode exact and sampling
+
+EXACT = Setting(Mode.EXACT, 1.0, outcomes=Outcomes.ALL)
+EXACT_LAST = replace(EXACT, outcomes=Outcomes.LAST)
+
+
+@pytest.fixture
+def numbered(items: list[EvalItem]) -> list[EvalItem]:
+    return [replace(item, index=index) for index, item in enumerate(items)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("setting", [EXACT, EXACT_LAST])
+def test_mode_exact_says_what_mode_ar_does(
+    numbered: list[EvalItem], run: Run, setting: Setting, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=7)
+    ours = run(numbered, replace(setting, sampling=sampling))
+    theirs = run(numbered, replace(ONE_TOKEN, sampling=sampling))
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    found = score(ours, theirs)
+    assert found.identical == 1.0
+    assert found.tokens_per_forward.value > 1.0
+    assert (temperature > 0) == (theirs != run(numbered, ONE_TOKEN))
+
+
+def test_positions_are_those_of_decoding(items: list[EvalItem], run: Run) -> None:
+    last, every = score(run(items, EXACT_LAST)), score(run(items, EXACT))
+    assert score(run(items, ONE_TOKEN)).positions_per_forward.value == 1.0
+    # at most the pending token, four drafts, and four masks for one or for five outcomes
+    assert 1.0 < last.positions_per_forward.value <= 9.0 < every.positions_per_forward.value <= 25.0
+    assert 2.0 < score(run(items, CAREFUL)).positions_per_forward.value <= 9.0
+
+
+def test_a_draw_depends_on_the_item_and_the_seed(numbered: list[EvalItem], run: Run) -> None:
+    setting = Setting(Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=2**63 - 2))
+    whole = run(numbered, setting)
+    assert whole[1::3] == run(numbered[1::3], setting)
+    assert whole == run(numbered, setting, max_batch=2)
+    other = replace(setting, sampling=replace(setting.sampling, seed=3))
+    assert whole != run(numbered, other)
+    twice = [replace(numbered[5], index=index, source=str(index)) for index in range(2)]
+    first, second = run(twice, setting)
+    assert first.tokens != second.tokens
+
+
+def test_no_mask_is_left_out_for_want_of_room(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> None:
+    metadata = MarsMetadata(block_size=12, mask_token_id=3)
+    wide = replace(
+        checkpoint, metadata=metadata, special=replace(checkpoint.special, eos=frozenset())
+    )
+    items = [EvalItem(str(n), (4 + n,) * 5, None, False) for n in range(10)]
+    engine = evaluation_engine(
+        wide, items, max_tokens=60, max_batch=10, exact=True, model=copy.deepcopy(model)
+    )
+    for index, item in enumerate(items):
+        options = DecodingOptions(60, Mode.EXACT, outcomes=Outcomes.ALL)
+        engine.add(Request(str(index), list(item.prompt), options))
+    engine.step()
+    assert {output.num_positions for output in engine.step()} == {13**2}
+
+
 # Scores
 
 
@@ -369,17 +440,18 @@ def outcome(
     *,
     tokens: int = 4,
     passes: int = 2,
+    positions: int = 6,
     correct: bool | None = None,
     cut: bool = False,
     first: int = 0,
 ) -> Outcome:
     reason = FinishReason.LENGTH if cut else FinishReason.STOP
-    return Outcome(name, (first, *range(1, tokens)), passes, reason, correct)
+    return Outcome(name, (first, *range(1, tokens)), passes, positions, reason, correct)
 
 
 def test_known_score() -> None:
     ours = [
-        outcome("a", tokens=4, passes=1, correct=True),
+        outcome("a", tokens=4, passes=1, positions=9, correct=True),
         outcome("b", tokens=2, passes=2, correct=False, cut=True),
         outcome("c", tokens=6, passes=3, correct=None, first=9),
     ]
@@ -394,6 +466,7 @@ def test_known_score() -> None:
     # lost 1 of 2: p = 1/4, q = 2/4, half width 1.959964 * sqrt((3/4 - 1/16) / 4)
     assert found.difference == pytest.approx((-0.5, -1.0, 0.562558), abs=1e-6)
     assert found.tokens_per_forward == pytest.approx((2.0, 0.868414, 3.131586), abs=1e-6)
+    assert found.positions_per_forward.value == pytest.approx(21 / 6)
     assert found.identical == pytest.approx(2 / 3)
     assert found.mean_tokens == 4.0
     assert found.cut_off == pytest.approx(1 / 3)
@@ -516,9 +589,57 @@ def test_command_equals_the_core(
     setting = Setting(Mode.THRESHOLD, 0.7)
     ours, theirs = (run_setting(engine, items, s, max_tokens=32) for s in (setting, ONE_TOKEN))
     expected = asdict(score(ours, theirs))
-    for key in ("accuracy", "difference", "tokens_per_forward"):
+    for key in ("accuracy", "difference", "tokens_per_forward", "positions_per_forward"):
         expected[key] = expected[key]._asdict()
     assert found["rows"][4].items() >= expected.items()
+
+
+def test_command_measures_mode_exact(
+    taught_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--mode", "exact", "--outcomes", "last", "--outcomes", "all", "--max-tokens", 32]
+    sampling = ["--temperature", 0.9, "--top-p", 0.8, "--seed", 11]
+    found = evaluate(capsys, taught_dir, "--data", data, *options, *sampling)
+    assert (found["temperature"], found["top_p"], found["seed"]) == (0.9, 0.8, 11)
+    ar, last, every = found["rows"]
+    assert [(row["mode"], row["outcomes"]) for row in (ar, last, every)] == [
+        ("ar", None),
+        ("exact", "last"),
+        ("exact", "all"),
+    ]
+    for row in (last, every):
+        assert row["identical"] == 1.0
+        assert row["accuracy"] == ar["accuracy"]
+    assert last["positions_per_forward"]["value"] < every["positions_per_forward"]["value"]
+    assert ar["positions_per_forward"]["value"] == 1.0
+
+
+def test_command_measures_calibrated_confidence(
+    taught_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", data, "--threshold", 0.5, "--max-tokens", 32]
+    path = tmp_path / "calibrated"
+    shutil.copytree(taught_dir, path)
+    assert cli.run(["eval", str(path), *map(str, options), "--calibrated"]) == 2
+    assert "calibrated: this model has no calibration.json" in capsys.readouterr().err
+    depths = [DepthCalibration(temperature=t, num_fitted=1, num_checked=0) for t in (1, *[50] * 4)]
+    weights = weights_fingerprint(path)  # at temperature 50 no deeper token is sure
+    write_calibration(path, Calibration(weights=weights, num_items=2, depths=tuple(depths)))
+    _, raw = evaluate(capsys, path, *options)["rows"]
+    _, corrected = evaluate(capsys, path, *options, "--calibrated")["rows"]
+    assert raw["tokens_per_forward"]["value"] > 1.0 == corrected["tokens_per_forward"]["value"]
+
+
+def test_the_table_names_layouts_and_sampling(
+    taught_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data", str(data), "--mode", "exact", "--temperature", "0.5"]
+    assert cli.run(["eval", str(taught_dir), *arguments, "--max-tokens", "8"]) == 0
+    output = capsys.readouterr()
+    printed = " ".join(output.out.split())
+    assert "│ exact │ all │" in printed
+    assert "Sampled at temperature 0.5, top-p 1, seed 0" in printed
+    assert "exact all: 4/4" in output.err
 
 
 def test_an_end_token_is_no_part_of_the_answer(taught_dir: Path, tmp_path: Path) -> None:
@@ -584,6 +705,14 @@ def test_plain_checkpoint_has_one_row(
         (["--threshold", "0.9", "--threshold", "1.5"], "--threshold: 1.5 is not in (0, 1]"),
         (["--threshold", "nan"], "--threshold: nan is not in (0, 1]"),
         (["--threshold", "0.5", "--mode", "ar"], "--threshold: mode ar knows no threshold"),
+        (["--threshold", "0.5", "--mode", "exact"], "--threshold: mode exact knows no threshold"),
+        (["--calibrated", "--mode", "exact"], "--calibrated: only mode threshold"),
+        (["--outcomes", "all"], "--outcomes: only mode exact has outcomes"),
+        (["--outcomes", "first", "--mode", "exact"], "--outcomes"),
+        (["--temperature", "2.5"], "--temperature: 2.5 is not in [0, 2]"),
+        (["--temperature", "nan"], "--temperature: nan is not in [0, 2]"),
+        (["--top-p", "0"], "--top-p: 0.0 is not in (0, 1]"),
+        (["--seed", "-1"], "--seed"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--max-items", "0"], "--max-items"),
         (["--batch", "0"], "--batch"),
@@ -608,7 +737,9 @@ def test_mistakes_are_one_line(
     assert len(output.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("extra", [["--threshold", "0.9"], ["--mode", "threshold"]])
+@pytest.mark.parametrize(
+    "extra", [["--threshold", "0.9"], ["--mode", "threshold"], ["--mode", "exact"]]
+)
 def test_plain_checkpoint_takes_no_threshold(
     plain_dir: Path, data: Path, extra: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,27 +1,51 @@
 """Random schedules: whatever arrives, waits, shares, is preempted or cancelled, the output of every
 request is the oracle's for the windows that it was given.
+
+The oracle of greedy requests is the plain decoder. That of others, which sample or have a grammar,
+is an engine that serves nothing else meanwhile: in mode ar for those of mode exact, too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from mars_platform import reference
-from mars_platform.checkpoint import SpecialTokens
+from mars_platform.checkpoint import Checkpoint, MarsMetadata, SpecialTokens
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, StepOutput
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    Outcomes,
+    Request,
+    Sampling,
+    StepOutput,
+    TokenLogprob,
+)
+from mars_serve.engine.settings import EngineSettings
 
-PAD, MASK, BLOCK_SIZE = 0, 3, 4
+VOCABULARY, PAD, MASK, BLOCK_SIZE = 32, 0, 3, 4
+NAMES = {PAD: "<pad>", 1: "<end>", 2: "<start>", MASK: "<mask>", 7: "<stop>"}
+CHARACTERS = '0123456789abcdefghij,.{}":+'
+COMMON = [5, 6, 9, 15, 16, 18]
 SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
 SIZES = [
     {"num_pages": 12, "max_batch": 6, "page_size": 4},  # two requests at a time, often preempted
@@ -52,6 +76,39 @@ class Arrival:
         return Request(name, [*stem[:shared], *tail[shared:]], self.options, tenant=self.tenant)
 
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_GRAMMARS = [
+    GrammarSpec(GrammarKind.REGEX, "[a-e]{2,6}"),
+    GrammarSpec(GrammarKind.REGEX, "(ab|cd|[0-9]{2,3})*"),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA)),
+]
+_SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 5),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.3]),
+    logit_bias=st.sampled_from([(), ((9, 2.0), (12, -50.0))]),
+    min_tokens=st.sampled_from([0, 0, 3]),
+)
+
+
+def _replayable(options: DecodingOptions) -> DecodingOptions:
+    """With a window of its own where a replay in an engine has to have the same."""
+    if options.mode is Mode.THRESHOLD and not options.is_plain and options.window is None:
+        return replace(options, window=3)
+    return options
+
+
 _OPTIONS = st.builds(
     DecodingOptions,
     max_tokens=st.integers(1, 9),
@@ -61,7 +118,11 @@ _OPTIONS = st.builds(
     window=st.sampled_from([None, None, 0, 1, 2, 4]),
     outcomes=st.sampled_from([None, None, Outcomes.ALL, Outcomes.LAST]),
     priority=st.sampled_from([0, 0, 0, 1, 2]),
-)
+    sampling=st.one_of(st.just(Sampling()), st.just(Sampling()), _SAMPLINGS),
+    grammar=st.sampled_from([None] * 5 + _GRAMMARS),
+    stop_ids=st.sampled_from([frozenset(), frozenset(), frozenset({9, 14})]),
+    num_logprobs=st.sampled_from([None, None, 0, 2]),
+).map(_replayable)
 _ARRIVALS = st.builds(
     Arrival,
     step=st.integers(0, 12),
@@ -77,7 +138,7 @@ _ARRIVALS = st.builds(
 def _model() -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=32,
+        vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -86,16 +147,54 @@ def _model() -> PreTrainedModel:
         max_position_embeddings=128,
         initializer_range=0.4,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
+    return model
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A character a token: grammars need to know what tokens say."""
+    others = [token for token in range(VOCABULARY) if token not in NAMES]
+    vocabulary = {text: token for token, text in NAMES.items()}
+    vocabulary.update(zip(CHARACTERS, others, strict=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=NAMES[1],
+        pad_token=NAMES[PAD],
+        additional_special_tokens=[NAMES[2], NAMES[MASK], NAMES[7]],
+    )
+
+
+def _engine(**sizes: int) -> Engine:
+    metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
+    checkpoint = Checkpoint(None, _model().config, _tokenizer(), metadata, SPECIAL)
+    model = copy.deepcopy(_model())
+    return Engine(checkpoint, EngineSettings(max_positions=65, **sizes), model=model)
 
 
 @pytest.fixture(scope="module")
-def engines(make_engine: Callable[..., Engine]) -> list[Engine]:
+def engines() -> list[Engine]:
     """Engines that serve one schedule after the other, so that later ones find stored prefixes."""
-    made = [make_engine(_model(), SPECIAL, **sizes) for sizes in SIZES]
+    made = [_engine(**sizes) for sizes in SIZES]
     for engine in made:
         engine.warm_up()  # windows adapt: they depend on timing, and the trace says what they were
     return made
+
+
+@pytest.fixture(scope="module")
+def solo() -> Engine:
+    """Serves one request at a time."""
+    return _engine(num_pages=20, page_size=8, max_batch=1, reuse_prefixes=0)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What the schedules met."""
+    return Counter()
 
 
 @settings(
@@ -103,35 +202,45 @@ def engines(make_engine: Callable[..., Engine]) -> list[Engine]:
 )
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
-    engines: list[Engine], arrivals: list[Arrival], which: int
+    engines: list[Engine], solo: Engine, seen: Counter[str], arrivals: list[Arrival], which: int
 ) -> None:
     engine = engines[which]
     requests = {str(index): arrival.request(str(index)) for index, arrival in enumerate(arrivals)}
     outputs = _play(engine, arrivals, requests)
     assert engine.status().num_free_pages == engine.num_pages
     for name, request in requests.items():
-        expected = _oracle(request, outputs[name])
-        passes = [output.tokens for output in outputs[name]]
-        if request.options.mode is Mode.EXACT:  # checked tokens, in passes of any length
-            passes = [[token] for tokens in passes for token in tokens]
-        if request.finish_reason is FinishReason.CANCELLED:
-            assert passes == expected[: len(passes)]
-        else:
-            assert passes == expected
+        options, found = request.options, outputs[name]
+        if request.finish_reason is not FinishReason.CANCELLED:
             assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        _compare(request, found, solo)
+        passes = [output.tokens for output in found]
         assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
-        pinned = request.options.window
-        if pinned is not None and request.options.mode is not Mode.EXACT:
-            assert all(output.num_masks <= pinned for output in outputs[name])
+        if options.window is not None and options.mode is not Mode.EXACT:
+            assert all(output.num_masks <= options.window for output in found)
+        _count(seen, request, passes)
 
 
-def test_the_schedules_meet_what_they_are_about(engines: list[Engine]) -> None:
+def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Counter[str]) -> None:
     """Runs after the schedules: they preempted, reused prefixes and fed windows of all sizes."""
     statuses = [engine.status() for engine in engines]
     assert statuses[0].num_preemptions > 20
     assert statuses[0].num_reused_tokens > 200
     assert statuses[1].num_reused_tokens > 200
     assert statuses[2].num_reused_tokens == 0
+    for kind in ("greedy", "sampled", "grammar"):
+        for mode in Mode:
+            assert seen[f"{mode}, {kind}"] > 20
+        assert seen[f"{Mode.EXACT}, {kind}, drafts accepted"] > 10
+        assert seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] > 10
+
+
+def _count(seen: Counter[str], request: Request, passes: list[list[int]]) -> None:
+    options = request.options
+    kind = "sampled" if options.sampling.temperature > 0 else "greedy"
+    kind = f"{options.mode}, {'grammar' if options.grammar else kind}"
+    several = "drafts" if options.mode is Mode.EXACT else "masks"
+    seen[kind] += 1
+    seen[f"{kind}, {several} accepted"] += any(len(tokens) > 1 for tokens in passes)
 
 
 def _play(
@@ -154,7 +263,30 @@ def _play(
     return outputs
 
 
+def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
+    """Assert that what a request got is what it gets alone; part of it, where it was cancelled."""
+    found = [output.tokens for output in outputs]
+    logprobs = [entry for output in outputs for entry in output.logprobs]
+    if request.options.is_plain:
+        expected = _oracle(request, outputs)
+    else:
+        replayed, finish_reason = _alone(request, solo)
+        expected = [output.tokens for output in replayed]
+        entries = [entry for output in replayed for entry in output.logprobs]
+        _compare_logprobs(logprobs, entries[: len(logprobs)])
+        if request.finish_reason is not FinishReason.CANCELLED:
+            assert request.finish_reason is finish_reason
+    num_tokens = sum(map(len, found))
+    assert len(logprobs) == (0 if request.options.num_logprobs is None else num_tokens)
+    if request.options.mode is Mode.EXACT:  # checked tokens, in passes of any length
+        found, expected = _one_by_one(found), _one_by_one(expected)
+    if request.finish_reason is FinishReason.CANCELLED:
+        expected = expected[: len(found)]
+    assert found == expected
+
+
 def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
+    """Passes of the plain decoder with the windows that the request got."""
     options = request.options
     windows = [output.num_masks for output in outputs]
     if not windows:
@@ -162,7 +294,7 @@ def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
     return reference.decode(
         _model(),
         request.tokens[: request.num_prompt],
-        SPECIAL,
+        replace(SPECIAL, eos=SPECIAL.eos | options.stop_ids),
         max_tokens=sum(len(output.tokens) for output in outputs)
         if request.finish_reason is FinishReason.CANCELLED
         else options.max_tokens,
@@ -171,3 +303,29 @@ def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
         mask_token_id=MASK,
         measure=options.confidence,
     ).passes
+
+
+def _alone(request: Request, solo: Engine) -> tuple[list[StepOutput], FinishReason | None]:
+    options = request.options
+    if options.mode is Mode.EXACT:
+        options = replace(options, mode=Mode.AR, window=None, outcomes=None)
+    again = Request("alone", request.tokens[: request.num_prompt], options)
+    outputs = list[StepOutput]()
+    solo.add(again)
+    while solo.has_work:
+        outputs += solo.step()
+    return outputs, again.finish_reason
+
+
+def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
+    assert [entry.from_mask for entry in found] == [entry.from_mask for entry in expected]
+    numbers, others = (
+        [[entry.logprob, *(value for _, value in entry.top)] for entry in entries]
+        for entries in (found, expected)
+    )
+    for one, other in zip(numbers, others, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+
+
+def _one_by_one(passes: list[list[int]]) -> list[list[int]]:
+    return [[token] for tokens in passes for token in tokens]

@@ -25,6 +25,7 @@ from mars_platform.statistics import paired_difference
 
 _AR_SFT = Setting("ar-sft", Mode.AR, 1.0)
 _ONE_TOKEN = Setting("mars", Mode.AR, 1.0)
+_EXACT = Setting("mars", Mode.EXACT, 1.0)
 _THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 _SHOWN_THRESHOLD = 0.95
 _NUM_EXAMPLES = 40_000
@@ -85,7 +86,7 @@ def _ask_server(
     """Serve both models and measure; also the passes of one answer at the shown threshold."""
     console.rule("3  serving on Ray Serve, asked over REST with the openai client")
     items = read_items(work / "data" / "eval.jsonl", num_items)
-    settings = [_AR_SFT, _ONE_TOKEN]
+    settings = [_AR_SFT, _ONE_TOKEN, _EXACT]
     settings += [Setting("mars", Mode.THRESHOLD, threshold) for threshold in _THRESHOLDS]
     models = {"ar-sft": work / "train" / "stages" / "ar", "mars": work / "model"}
     started = time.monotonic()
@@ -125,7 +126,7 @@ def _table(rows: list[Row]) -> Table:
         setting = row.setting
         table.add_row(
             "AR SFT" if setting == _AR_SFT else setting.mode,
-            f"{setting.threshold:g}",
+            f"{setting.threshold:g}" if setting.mode is Mode.THRESHOLD else "",
             f"{100 * row.accuracy:.1f}%",
             "" if row is one_token else _difference(row, one_token),
             f"{row.tokens_per_forward:.2f}",

@@ -39,8 +39,8 @@ def decode(
     contender: Annotated[
         list[str] | None,
         typer.Option(
-            help="ar, threshold, hf-generate, hf-generate+packed, hf-continuous, "
-            "hf-continuous+packed or block-sync; may be repeated. Else all."
+            help="ar, threshold, exact, exact-all, exact-last, hf-generate, hf-generate+packed, "
+            "hf-continuous, hf-continuous+packed or block-sync; may be repeated. Else all."
         ),
     ] = None,
     batch: Annotated[
@@ -68,6 +68,13 @@ def decode(
             "which is the default for untrained weights.",
         ),
     ] = None,
+    agreement: Annotated[
+        float | None,
+        typer.Option(
+            help="In mode exact, draw each draft right with this probability, if all before it "
+            "are, in place of --acceptance."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths, draws and weights.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; else torch's choice.")
@@ -87,7 +94,9 @@ def decode(
     Generated prompts ignore end tokens: every output has its given length. With --acceptance the
     number of tokens that a pass gives is drawn instead of decided by the model, for measuring what
     steps cost where no trained weights are at hand. Its file holds {"tokens_per_forward": {"1":
-    0.6, "2": 0.4}}: how often a pass gives so many tokens.
+    0.6, "2": 0.4}}: how often a pass gives so many tokens. With --agreement, lengths outside mode
+    exact are drawn too. The contender exact leaves it to the engine which outcomes of a check get
+    masks; exact-all and exact-last give them to all outcomes, or to that of all drafts being right.
     """
     import torch
     from rich.console import Console
@@ -112,6 +121,7 @@ def decode(
         max_tokens=max_tokens,
         threshold=threshold,
         acceptance=acceptance,
+        agreement=agreement,
         seed=seed,
         device=device,
         dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from mars_platform.mode import Mode
 from mars_serve.bench.block_cache import ATTENTION_NAME, BlockSyncDecoder
 from mars_serve.bench.models import BenchModel, ModelForms
-from mars_serve.bench.workload import Acceptance, BenchRequest
+from mars_serve.bench.workload import Acceptance, BenchRequest, Draws
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import DecodingOptions, Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.evaluation import positions_fed, widest_row
 
 ORDERS = ("as given", "by prompt length")
 """How static batches are made up. Output lengths stand for what nobody knows beforehand."""
@@ -32,6 +33,8 @@ class Decoded:
     """Output tokens of each request, in the order of the requests; an end token included."""
     num_passes: int
     """Forward passes, counted for each request from its first token to its last."""
+    num_positions: int | None = None
+    """What those passes fed, a prompt before its last token left out; None: not known."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,8 +75,9 @@ def build_engine(
     model: BenchModel,
     requests: Sequence[BenchRequest],
     batch: int,
-    acceptance: Acceptance | None,
-    seed: int,
+    draws: Draws | None = None,
+    *,
+    exact: bool = False,
 ) -> Engine:
     """Engine with the pages for any ``batch`` of the requests at once, its step times measured.
 
@@ -81,8 +85,8 @@ def build_engine(
         model: the engine gets a copy of its own.
         requests: all that will be run.
         batch: requests that run at once.
-        acceptance: replaces the acceptance rule where given.
-        seed: of the draws from ``acceptance``.
+        draws: replace the acceptance rule where given.
+        exact: whether it decodes in mode exact, whose steps are wider.
     """
     defaults = EngineSettings()
     page_size = defaults.page_size_on(model.device)
@@ -92,8 +96,7 @@ def build_engine(
     settings = EngineSettings(
         num_pages=sum(nlargest(batch, pages)),
         max_batch=batch,
-        # all rows decode in one step: each feeds up to window + 1 unstored tokens and its masks
-        max_positions=max(defaults.max_positions, batch * (2 * window + 1)),
+        max_positions=max(defaults.max_positions, batch * widest_row(window, exact=exact)),
         reuse_prefixes=False,  # rounds repeat the same prompts
     )
     engine = Engine(
@@ -101,43 +104,66 @@ def build_engine(
         settings,
         model=model.create(),
         device=model.device,
-        draw_accepted=partial(_draw, acceptance, seed) if acceptance else None,
+        draw_accepted=partial(_draw, draws) if draws else None,
     )
     engine.warm_up()
     return engine
 
 
-def _draw(acceptance: Acceptance, seed: int, request: Request, num_proposed: int) -> int:
-    return acceptance.draw(seed, request.id, request.num_output, num_proposed)
+def _draw(draws: Draws, request: Request, num_proposed: int) -> int:
+    is_exact = request.options.mode is Mode.EXACT
+    acceptance = draws.exact if is_exact else draws.acceptance
+    return acceptance.draw(draws.seed, request.id, request.num_output, num_proposed)
 
 
 class EngineContender(Contender):
     """Marsray's engine with continuous batching."""
 
-    def __init__(self, engine: Callable[[], Engine], mode: Mode, threshold: float) -> None:
-        """Decode in ``mode`` with an engine that is made when first asked for."""
-        self._engine, self._mode, self._threshold = engine, mode, threshold
+    def __init__(
+        self, engine: Callable[[], Engine], options: DecodingOptions, draws: Draws | None = None
+    ) -> None:
+        """Decode with an engine that is made when first asked for.
+
+        Args:
+            engine: makes it.
+            options: what is asked of it; a request's ``max_tokens`` are its own.
+            draws: those that the engine was made with.
+        """
+        self._engine, self._options, self._draws = engine, options, draws
 
     def run(self, requests: Sequence[BenchRequest]) -> Decoded:
         """All requests are there from the start; the engine takes them in as places get free."""
         engine = self._engine()
-        running = [
-            Request(
-                request.id,
-                list(request.prompt),
-                DecodingOptions(request.max_tokens, self._mode, self._threshold),
-            )
-            for request in requests
-        ]
-        for request in running:
+        running = {each.id: self._request(each) for each in requests}
+        passes: dict[str, list[StepOutput]] = {name: [] for name in running}
+        for request in running.values():
             engine.add(request)
-        num_passes = 0
         while engine.has_work:
             for output in engine.step():
                 if output.error is not None:
                     raise NotAvailable(output.error)
-                num_passes += 1
-        return Decoded([request.tokens[request.num_prompt :] for request in running], num_passes)
+                passes[output.request_id].append(output)
+                if self._draws is not None:
+                    _rate_drafts(running[output.request_id], self._draws.exact)
+        return Decoded(
+            [request.tokens[request.num_prompt :] for request in running.values()],
+            sum(map(len, passes.values())),
+            sum(map(positions_fed, passes.values())),
+        )
+
+    def _request(self, request: BenchRequest) -> Request:
+        options = replace(self._options, max_tokens=request.max_tokens)
+        return Request(request.id, list(request.prompt), options)
+
+
+def _rate_drafts(request: Request, acceptance: Acceptance) -> None:
+    """Tell the engine, which goes by the confidence of drafts, how often they will be right: what
+    the weights say has nothing to do with what is drawn.
+    """
+    request.drafts = [
+        draft._replace(confidence=acceptance.chance(depth))
+        for depth, draft in enumerate(request.drafts, start=1)
+    ]
 
 
 class BlockSync(Contender):
@@ -154,13 +180,12 @@ class BlockSync(Contender):
         forms: ModelForms,
         batch: int,
         threshold: float,
-        acceptance: Acceptance | None,
-        seed: int,
+        draws: Draws | None,
     ) -> None:
         """Decode with threshold ``threshold`` in batches of ``batch``."""
         self._model, self._forms = model, forms
         self._batch, self._threshold = batch, threshold
-        self._draw = partial(acceptance.draw, seed) if acceptance else None
+        self._draw = partial(draws.acceptance.draw, draws.seed) if draws else None
         self._settings = {name: values[0] for name, values in self.choices.items()}
 
     def configure(self, settings: Mapping[str, Any]) -> None:

@@ -34,26 +34,33 @@ from mars_serve.bench.hugging_face import HfContinuous, HfGenerate
 from mars_serve.bench.models import BenchModel, ModelForms, trained_model, untrained_model
 from mars_serve.bench.workload import (
     PAPER_ACCEPTANCE,
-    Acceptance,
     BenchRequest,
+    Draws,
     RaggedShape,
+    agreeing,
     generated_requests,
     prompted_requests,
     read_acceptance,
     requests_in_run,
 )
+from mars_serve.engine.request import DecodingOptions, Outcomes
 from mars_serve.evaluation import read_items
 
 CONTENDERS = (
     "ar",
     "threshold",
+    "exact",
+    "exact-all",
+    "exact-last",
     "hf-generate",
     "hf-generate+packed",
     "hf-continuous",
     "hf-continuous+packed",
     "block-sync",
 )
-_NEED_MASKS = ("threshold", "block-sync")
+_LAYOUTS = {"exact": None, "exact-all": Outcomes.ALL, "exact-last": Outcomes.LAST}
+"""Contenders in mode exact and the outcomes that they feed masks for; None: the engine's choice."""
+_NEED_MASKS = ("threshold", *_LAYOUTS, "block-sync")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 4
 
@@ -81,7 +88,9 @@ class DecodeOptions:
     """τ in (0, 1]."""
     acceptance: str | None = None
     """File or name of a distribution of accepted runs; None: the model's own, or the paper's where
-    the weights are untrained."""
+    the weights are untrained or ``agreement`` is given."""
+    agreement: float | None = None
+    """In mode exact, draw each draft right with this probability, in [0, 1], instead."""
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
@@ -94,6 +103,8 @@ class Timing:
     seconds: float
     num_tokens: int
     num_passes: int
+    num_positions: int | None = None
+    """What the passes fed; see `Decoded`."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -132,7 +143,7 @@ class Comparison:
 
     options: DecodeOptions
     model: BenchModel
-    acceptance: Acceptance | None
+    draws: Draws | None
     batches: list[BatchResult]
 
 
@@ -143,21 +154,22 @@ def compare(options: DecodeOptions, console: Console) -> Comparison:
         UserError: the model, the data or an option is unusable.
     """
     _check(options)
+    _check_agreement(options)
     _check_source(options)
     model = _model(options)
-    acceptance = _acceptance(options)
     _check_model(model, options)
+    draws = _draws(model, options)
     requests = _requests(model, options)
     batches = []
     with progress_display(console) as display, _cheap_collection():
         for batch in options.batches:
             part = requests[: requests_in_run(batch, options.num_requests)]
-            with _contenders(model, part, batch, acceptance, options) as contenders:
+            with _contenders(model, part, batch, draws, options) as contenders:
                 results = _measure(contenders, part, batch, options, display)
             batches.append(BatchResult(batch, part, results))
             del contenders  # their models go before the next ones are made
             gc.collect()
-    return Comparison(options, model, acceptance, batches)
+    return Comparison(options, model, draws, batches)
 
 
 @contextmanager
@@ -186,6 +198,17 @@ def _check(options: DecodeOptions) -> None:
     if not 0.0 < options.threshold <= 1.0:
         raise UserError(
             f"--threshold: {options.threshold} is not in (0, 1]; 1 is plain AR decoding"
+        )
+
+
+def _check_agreement(options: DecodeOptions) -> None:
+    if options.agreement is None:
+        return
+    if not 0.0 <= options.agreement <= 1.0:
+        raise UserError(f"--agreement: {options.agreement} is no probability; give one in [0, 1]")
+    if not any(name in _LAYOUTS for name in options.contenders):
+        raise UserError(
+            "--agreement: only contenders in mode exact check drafts; add --contender exact"
         )
 
 
@@ -218,10 +241,15 @@ def _model(options: DecodeOptions) -> BenchModel:
     return model if options.prompts is not None else model.without_end()
 
 
-def _acceptance(options: DecodeOptions) -> Acceptance | None:
-    if options.acceptance is not None:
-        return read_acceptance(options.acceptance)
-    return read_acceptance(PAPER_ACCEPTANCE) if options.untrained is not None else None
+def _draws(model: BenchModel, options: DecodeOptions) -> Draws | None:
+    if (options.acceptance, options.untrained, options.agreement) == (None, None, None):
+        return None
+    acceptance = read_acceptance(options.acceptance or PAPER_ACCEPTANCE)
+    if options.agreement is None:
+        return Draws(acceptance, acceptance, options.seed)
+    assert model.checkpoint.metadata is not None
+    exact = agreeing(options.agreement, model.checkpoint.metadata.block_size)
+    return Draws(acceptance, exact, options.seed)
 
 
 def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:
@@ -253,23 +281,33 @@ def _contenders(
     model: BenchModel,
     requests: list[BenchRequest],
     batch: int,
-    acceptance: Acceptance | None,
+    draws: Draws | None,
     options: DecodeOptions,
 ) -> Iterator[dict[str, Contender]]:
     """The contenders asked for, in order; models are made when first used, and shared."""
     forms, special = ModelForms(model), model.checkpoint.special
-    threshold, seed = options.threshold, options.seed
-    engine = cache(partial(build_engine, model, requests, batch, acceptance, seed))
+    exact = any(name in _LAYOUTS for name in options.contenders)
+    engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
+    decodings = {
+        "ar": DecodingOptions(1, Mode.AR),
+        "threshold": DecodingOptions(1, Mode.THRESHOLD, options.threshold),
+        **{
+            name: DecodingOptions(1, Mode.EXACT, outcomes=outcomes)
+            for name, outcomes in _LAYOUTS.items()
+        },
+    }
     makers: dict[str, Callable[[], Contender]] = {
-        "ar": lambda: EngineContender(engine, Mode.AR, 1.0),
-        "threshold": lambda: EngineContender(engine, Mode.THRESHOLD, threshold),
+        **{
+            name: partial(EngineContender, engine, decoding, draws)
+            for name, decoding in decodings.items()
+        },
         "hf-generate": lambda: HfGenerate(forms.plain, special, batch),
         "hf-generate+packed": lambda: HfGenerate(forms.packed, special, batch),
         "hf-continuous": lambda: HfContinuous(forms.plain, special, batch, requests, model.device),
         "hf-continuous+packed": lambda: HfContinuous(
             forms.packed, special, batch, requests, model.device
         ),
-        "block-sync": lambda: BlockSync(model, forms, batch, threshold, acceptance, seed),
+        "block-sync": lambda: BlockSync(model, forms, batch, options.threshold, draws),
     }
     contenders = {name: makers[name]() for name in CONTENDERS if name in options.contenders}
     try:
@@ -350,7 +388,8 @@ def _time(
     decoded = contender.run(requests)
     _synchronise(device)
     seconds = time.perf_counter() - started
-    return Timing(seconds, decoded.num_tokens, decoded.num_passes), decoded.outputs
+    timing = Timing(seconds, decoded.num_tokens, decoded.num_passes, decoded.num_positions)
+    return timing, decoded.outputs
 
 
 def _synchronise(device: str) -> None:

@@ -30,6 +30,11 @@ RATIOS = (
     ("threshold", "ar"),
     ("threshold", "hf-generate"),
     ("threshold", "block-sync"),
+    ("exact", "ar"),
+    ("exact", "threshold"),
+    ("exact", "hf-generate"),
+    ("exact-all", "ar"),
+    ("exact-last", "ar"),
 )
 
 
@@ -122,7 +127,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 def figures(comparison: Comparison) -> dict[str, Any]:
     """Everything that was measured and what it was measured with, for JSON."""
-    options, acceptance = comparison.options, comparison.acceptance
+    options, draws = comparison.options, comparison.draws
     return {
         "benchmark": "decode",
         "label": _label(comparison),
@@ -136,7 +141,8 @@ def figures(comparison: Comparison) -> dict[str, Any]:
         "rounds": options.rounds,
         "seed": options.seed,
         "workload": _workload(options),
-        "acceptance": acceptance and acceptance.model_dump(),
+        "acceptance": draws and draws.acceptance.model_dump(),
+        "acceptance_exact": draws and draws.exact.model_dump(),
         "machine": _machine(options.device),
         "versions": {
             "marsray": __version__,
@@ -180,6 +186,7 @@ def _result_figures(result: Result, baseline: Result | None) -> dict[str, Any]:
     return {
         "tokens_per_s": range_of([t.tokens_per_s for t in result.timings])._asdict(),
         "tokens_per_forward": _tokens_per_forward(result),
+        "positions_per_forward": _positions_per_forward(result),
         "identical_to_ar": same,
         "settings": result.settings,
         "trials": result.trials,
@@ -190,6 +197,12 @@ def _result_figures(result: Result, baseline: Result | None) -> dict[str, Any]:
 def _tokens_per_forward(result: Result) -> float:
     tokens = sum(timing.num_tokens for timing in result.timings)
     return tokens / sum(timing.num_passes for timing in result.timings)
+
+
+def _positions_per_forward(result: Result) -> float | None:
+    positions = [timing.num_positions for timing in result.timings]
+    known = [number for number in positions if number is not None]
+    return sum(known) / sum(timing.num_passes for timing in result.timings) if known else None
 
 
 def _comparable(batch: BatchResult) -> list[tuple[str, str]]:
@@ -203,6 +216,7 @@ def _speeds(comparison: Comparison) -> Table:
     table.add_column("contender", no_wrap=True)
     table.add_column("tokens/s (range)", justify="right", no_wrap=True)
     table.add_column("tok/fwd", justify="right")
+    table.add_column("pos/fwd", justify="right")
     table.add_column("settings")
     for batch in comparison.batches:
         for index, (name, result) in enumerate(batch.results.items()):
@@ -214,12 +228,14 @@ def _speeds(comparison: Comparison) -> Table:
 
 def _speed_cells(result: Result) -> list[str]:
     if result.unavailable is not None:
-        return ["not available", "", result.unavailable]
+        return ["not available", "", "", result.unavailable]
     speed = range_of([timing.tokens_per_s for timing in result.timings])
     settings = ", ".join(f"{name}: {value}" for name, value in result.settings.items())
+    positions = _positions_per_forward(result)
     return [
         f"{speed.median:,.1f} ({speed.low:,.1f}-{speed.high:,.1f})",
         f"{_tokens_per_forward(result):.2f}",
+        "" if positions is None else f"{positions:.2f}",
         settings,
     ]
 
@@ -247,7 +263,7 @@ def _ratio_cell(value: Range) -> str:
 
 def _label(comparison: Comparison) -> str:
     name = comparison.model.name
-    drawn = comparison.acceptance is not None
+    drawn = comparison.draws is not None
     if drawn and not comparison.model.is_trained:
         return f"{name}: step-cost measurement: accepted lengths drawn, weights untrained"
     return f"{name}: accepted lengths drawn" if drawn else name
@@ -259,13 +275,20 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = [
         f"{options.dtype} on {options.device}, {torch.get_num_threads()} CPU threads, "
         f"{options.rounds} rounds; requests a run: {sizes}. tok/fwd counts the passes of each "
-        "request from its first token to its last, those in which it waited included."
+        "request from its first token to its last, those in which it waited included; pos/fwd is "
+        "what they fed, of a prompt its last token alone."
     ]
-    if comparison.acceptance is not None:
+    draws = comparison.draws
+    if draws is not None:
         notes.append(
-            f"Lengths of accepted runs are drawn, {comparison.acceptance.mean:.2f} on average "
-            f"where enough masks are fed: {comparison.acceptance.source}"
+            f"Lengths of accepted runs are drawn, {draws.acceptance.mean:.2f} on average "
+            f"where enough masks are fed: {draws.acceptance.source}"
         )
+        if draws.exact is not draws.acceptance:
+            notes.append(
+                f"Lengths in mode exact are drawn otherwise, {draws.exact.mean:.2f} on average "
+                f"where as many drafts are fed: {draws.exact.source}"
+            )
     return notes
 
 

@@ -136,6 +136,14 @@ class Acceptance(Settings):
         total = sum(self.tokens_per_forward.values())
         return sum(length * share for length, share in self.tokens_per_forward.items()) / total
 
+    def chance(self, depth: int) -> float:
+        """Chance that the proposal at a depth, 1 or more, is right if all before it are."""
+        reached, passed = (
+            sum(share for length, share in self.tokens_per_forward.items() if length >= least)
+            for least in (depth, depth + 1)
+        )
+        return passed / reached if reached else 0.0
+
     def draw(self, seed: int, request_id: str, num_output: int, num_proposed: int) -> int:
         """Tokens that a pass gives.
 
@@ -157,6 +165,30 @@ class Acceptance(Settings):
         lengths = list(self.tokens_per_forward)
         below = sum(uniform * bounds[-1] >= bound for bound in bounds)
         return min(lengths[below], num_proposed)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the lengths of accepted runs come from, if not from the model."""
+
+    acceptance: Acceptance
+    exact: Acceptance
+    """In mode exact: of a run of right drafts and the token behind it."""
+    seed: int
+
+
+def agreeing(agreement: float, most: int) -> Acceptance:
+    """Distribution where each draft is right with the same probability if all before it are.
+
+    Args:
+        agreement: that probability, in [0, 1].
+        most: drafts of a pass at the most, at least 1.
+    """
+    shares = {right + 1: agreement**right * (1 - agreement) for right in range(most)}
+    return Acceptance(
+        source=f"each draft is right with probability {agreement:g} if all before it are",
+        tokens_per_forward={**shares, most + 1: agreement**most},
+    )
 
 
 def read_acceptance(name: str) -> Acceptance:

@@ -20,8 +20,8 @@ from mars_serve.engine.scheduler import Work
 
 
 def num_coming(work: Work) -> int:
-    """Proposals of a work's masks for the step after: in mode exact all of them."""
-    return work.num_masks if work.request.options.mode is Mode.EXACT else 0
+    """Proposals of a work's masks behind drafts, which come to bear where their outcome does."""
+    return work.num_masks if work.request.checks_drafts else 0
 
 
 def first_reads(works: Sequence[Work]) -> list[int]:
@@ -98,18 +98,19 @@ def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> lis
         return None
     found: list[float] = []
     for work in works:
-        if num_coming(work):
+        if num_coming(work) and _is_calibrated(work):
             found += [1.0] * work.num_proposed
             found += [by_depth[depth + 1] for count in work.masks for depth in range(count)]
-        elif work.request.options.calibrated:
+        elif _is_calibrated(work):
             found += by_depth[: work.num_proposed]
         else:
-            found += [1.0] * work.num_proposed
+            found += [1.0] * (work.num_proposed + num_coming(work))
     return found
 
 
 def _is_calibrated(work: Work) -> bool:
-    return work.request.options.calibrated or num_coming(work) > 0
+    options = work.request.options
+    return options.calibrated or options.mode is Mode.EXACT
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class StepFunction:
         Args:
             model: it attends by `attend_by_operator`, and its layers do not change any more.
             attention: owns the pages.
-            compiled: with ``torch.compile``; takes a second or two for each layer, and less when
+            compiled: with ``torch.compile``; takes some seconds for each layer, and less when
                 torch finds the result in its cache.
 
         Raises:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
-from mars_platform.mode import Mode
 from mars_serve.engine.attention import KeyValueShape
 from mars_serve.engine.choose import choose_attention
 from mars_serve.engine.choosing import commit
+from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.forward import Accepted, FailedLaunch, Launched, ModelRunner
 from mars_serve.engine.grammar import GrammarCompiler
 from mars_serve.engine.graphs import CudaCapture, GraphSizes
@@ -48,6 +49,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         draw_accepted: Callable[[Request, int], int] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Load a checkpoint's weights (or take over ``model``) and reserve its pages.
 
@@ -60,6 +62,7 @@ class Engine:
             draw_accepted: given a request and how many tokens are proposed for it, says how many
                 are accepted, instead of the method's rule. For measuring steps with untrained
                 weights.
+            drafter: a second model, which proposes tokens for requests that are not in mode ar.
 
         Raises:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
@@ -79,12 +82,15 @@ class Engine:
                 f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
                 f"{self._vocabulary} embeddings; use one checkpoint's files"
             )
+        self._drafter = drafter
+        max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
             max_batch=settings.max_batch,
             max_positions=settings.max_positions,
             window=self.window,
+            max_drafts=max_drafts,
             reuse_prefixes=settings.reuse_prefixes,
         )
         self._attention = choose_attention(
@@ -92,7 +98,7 @@ class Engine:
             settings,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            max_masks=self.window * (self.window + 1),  # a group for each outcome of exact mode
+            max_masks=self.window * (max_drafts + 1),  # a group for each outcome
         )
         self._runner = ModelRunner(
             weights,
@@ -100,6 +106,7 @@ class Engine:
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
             batch_invariant=settings.batch_invariant,
+            compiled=settings.compile,
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,
         )
@@ -147,6 +154,8 @@ class Engine:
             on_progress: called with the steps that are done and their number.
         """
         assert not self.has_work, "warm up before the first request"
+        if self._drafter is not None:
+            self._drafter.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self._runner.capture(self._graph_sizes(), CudaCapture(), on_progress)
         times = measure_steps(
@@ -173,6 +182,8 @@ class Engine:
         """Take a request in; see `check` for what is refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
+        options = request.options
+        request.has_drafter = self._drafter is not None and options.takes_several
         if request.options.grammar is not None:
             request.matcher = self._grammars.compile(request.options.grammar).matcher()
         self._requests[request.id] = request
@@ -199,7 +210,7 @@ class Engine:
                 "fit; shorten the prompt or lower max_tokens"
             )
         options = request.options
-        if options.needs_masks and self.window == 0:
+        if options.needs_masks and self.window == 0 and self._drafter is None:
             raise UserError(
                 "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
                 f"mode '{options.mode}'; use mode 'ar'"
@@ -232,6 +243,15 @@ class Engine:
         On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
         not cancelled.
         """
+        if self._drafter is not None:
+            running = self._scheduler.running
+            self._drafter.propose(
+                [
+                    item
+                    for item in running
+                    if item.has_drafter and item.num_unstored <= self.window + 1
+                ]
+            )
         works = self._scheduler.schedule(self._choose if self._chooser else None)
         if not works:
             self._finished_at = None
@@ -323,9 +343,8 @@ class Engine:
 
     def _commit(self, work: Work, result: Accepted) -> StepOutput:
         request, num_right = work.request, 0
-        if self._chooser is not None:
-            self._chooser.observe(request, work.num_proposed - 1, len(result.tokens))
-        accepted = result.tokens[: request.options.max_tokens - request.num_output]
+        tokens, confidences = self._accepted(work, result)
+        accepted = tokens[: request.num_left]
         eos, stops = self.checkpoint.special.eos, request.options.stop_ids
         ends = [i for i, token in enumerate(accepted) if token in eos or token in stops]
         if ends:
@@ -333,9 +352,10 @@ class Engine:
         if not commit(request, accepted):
             return self._fail(request, ValueError("the grammar allows no token of this model"))
         request.tokens += accepted
-        if request.options.mode is Mode.EXACT:
-            request.drafts = result.drafts
+        if request.checks_drafts:
             num_right = min(len(result.tokens) - 1, len(accepted))
+            request.drafts = [] if request.takes_unchecked else list(result.drafts)
+            request.num_own_drafts = len(request.drafts)
         self._scheduler.stored(work, num_right)
         if ends:
             self._end(request, FinishReason.STOP)
@@ -347,9 +367,28 @@ class Engine:
             request.finish_reason,
             num_masks=work.num_masks,
             num_positions=work.num_positions,
-            confidences=result.confidences[: len(accepted)],
+            confidences=confidences[: len(accepted)],
             logprobs=result.logprobs[: len(accepted)],
         )
+
+    def _accepted(self, work: Work, result: Accepted) -> tuple[list[int], list[float]]:
+        """What a pass gave, with the tokens that masks behind checked drafts add to it, and their
+        confidences.
+        """
+        request, tokens, confidences = work.request, result.tokens, result.confidences
+        num_asked, num_given = work.num_proposed - 1, len(tokens)
+        if request.checks_drafts:
+            num_asked = min(work.num_drafts, request.num_own_drafts)
+            num_given = min(num_given, num_asked + 1)
+            if request.takes_unchecked:
+                limit = request.options.threshold
+                sure = list(takewhile(lambda draft: draft.confidence >= limit, result.drafts))
+                num_asked, num_given = len(result.drafts), len(sure) + 1
+                tokens = [*tokens, *(draft.token for draft in sure)]
+                confidences = [*confidences, *(draft.confidence for draft in sure)]
+        if self._chooser is not None:
+            self._chooser.observe(request, num_asked, min(num_given, num_asked + 1))
+        return tokens, confidences
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
         self._attention.recover()
@@ -365,6 +404,8 @@ class Engine:
             self._scheduler.finish(request)
         if self._chooser is not None:
             self._chooser.forget(request.id)
+        if self._drafter is not None:
+            self._drafter.forget(request.id)
 
 
 def _checked(result: Accepted) -> Accepted | Exception:

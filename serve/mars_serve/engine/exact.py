@@ -51,7 +51,7 @@ def _reach(request: Request, acceptance: Floats) -> list[float]:
     """Chance that so many drafts are right: 1.0 for none, and falling."""
     drafts = request.drafts[: request.num_left - 1]
     chances: Sequence[float]
-    if request.options.sampling.temperature > 0:
+    if request.options.sampling.temperature > 0 and not request.has_drafter:
         chances = acceptance[: len(drafts)].tolist()  # a mask's probability does not say it
     else:
         chances = [draft.confidence for draft in drafts]

@@ -46,7 +46,7 @@ class Accepted:
     tokens: list[int]
     confidences: list[float]
     drafts: list[Draft] = field(default_factory=list)
-    """In mode exact, what the masks of the outcome propose behind the tokens."""
+    """Where drafts were checked, what the masks of the outcome propose behind the tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of each token, where the request wants them."""
 

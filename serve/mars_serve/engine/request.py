@@ -118,7 +118,8 @@ class DecodingOptions:
     calibrated: bool = False
     """Compare the confidence that calibration corrected with τ."""
     outcomes: Outcomes | None = None
-    """In mode exact; None leaves the choice to the engine."""
+    """In mode exact; None leaves the choice to the engine, which takes the last one alone where it
+    does not adapt windows."""
 
     @property
     def is_plain(self) -> bool:
@@ -126,10 +127,14 @@ class DecodingOptions:
         return self.sampling.is_plain and self.grammar is None
 
     @property
-    def needs_masks(self) -> bool:
+    def takes_several(self) -> bool:
         """Whether more than one token a step is asked for; τ = 1 is plain AR decoding."""
-        multi = self.mode is Mode.EXACT or (self.mode is Mode.THRESHOLD and self.threshold < 1.0)
-        return multi and self.window != 0
+        return self.mode is Mode.EXACT or (self.mode is Mode.THRESHOLD and self.threshold < 1.0)
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether it takes masks at all."""
+        return self.takes_several and self.window != 0
 
 
 class Draft(NamedTuple):
@@ -164,7 +169,11 @@ class Request:
     num_preemptions: int = 0
     """Times that it gave its pages up for another."""
     drafts: list[Draft] = field(default_factory=list)
-    """In mode exact, what the step before proposes behind the committed tokens."""
+    """What is proposed behind the committed tokens and has to be checked."""
+    num_own_drafts: int = 0
+    """Leading ones of them that the model's own masks gave."""
+    has_drafter: bool = False
+    """Whether a second model drafts for it; the engine says so."""
     history: TokenHistory | None = None
     """Of the committed tokens, once a choice has needed it."""
     matcher: Matcher | None = None
@@ -199,24 +208,40 @@ class Request:
         options = self.options
         return options.needs_masks and options.window is None and options.outcomes is None
 
+    @property
+    def checks_drafts(self) -> bool:
+        """Whether a step may feed drafts, and masks for each outcome of checking them."""
+        return self.options.mode is Mode.EXACT or self.has_drafter
+
+    @property
+    def takes_unchecked(self) -> bool:
+        """Whether tokens are accepted from masks by their confidence."""
+        return self.options.mode is Mode.THRESHOLD
+
     def num_masks(self, window: int, outcome: int = 0) -> int:
         """Masks to feed for an outcome, at most ``window``: none where they could not be used.
 
         A pass gives one token without masks, so that masks past ``max_tokens`` would be wasted.
         In mode exact what masks propose is checked in the pass after.
         """
-        if not self.options.needs_masks:
+        if not self.options.needs_masks or (self.has_drafter and self._needs_checked):
             return 0
         pinned = window if self.options.window is None else self.options.window
         given = outcome + (2 if self.options.mode is Mode.EXACT else 1)
         return max(0, min(pinned, window, self.num_left - given))
 
+    @property
+    def _needs_checked(self) -> bool:
+        """Behind drafts, masks know nothing of the tokens that the choice depends on."""
+        depends = self.options.sampling.needs_history or self.options.grammar is not None
+        return self.takes_unchecked and (depends or self.options.num_logprobs is not None)
+
     def masks(self, window: int) -> tuple[int, ...]:
         """Masks of each outcome, 0 to the drafts to feed, where the engine has no choice."""
-        if self.options.mode is not Mode.EXACT:
+        if not self.checks_drafts:
             return (self.num_masks(window),)
         num_drafts = min(len(self.drafts), self.num_left - 1)
-        first = num_drafts if self.options.outcomes is Outcomes.LAST else 0
+        first = 0 if self.options.outcomes is Outcomes.ALL else num_drafts
         return tuple(
             self.num_masks(window, outcome) if outcome >= first else 0
             for outcome in range(num_drafts + 1)

@@ -45,8 +45,7 @@ class Work:
     @property
     def num_proposed(self) -> int:
         """Tokens that the step may give, where it reads logits."""
-        exact = self.request.options.mode is Mode.EXACT
-        return 1 + (self.num_drafts if exact else self.num_masks)
+        return 1 + (self.num_drafts if self.request.checks_drafts else self.num_masks)
 
     @property
     def num_positions(self) -> int:
@@ -75,14 +74,25 @@ class Scheduler:
         max_batch: int,
         max_positions: int,
         window: int,
+        max_drafts: int | None = None,
         reuse_prefixes: bool = True,
     ) -> None:
-        """Share ``pool`` out; ``window`` is the model's block size, 0 where it has none."""
+        """Share ``pool`` out.
+
+        Args:
+            pool: pages.
+            max_batch: rows of a step at the most.
+            max_positions: positions of a step at the most.
+            window: the model's block size, 0 where it has none.
+            max_drafts: of a row at the most; by default as many as the window.
+            reuse_prefixes: see `EngineSettings`.
+        """
         assert max_positions > window, "one row and its window must fit a step"
         self.pool = pool
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.window = window
+        self.max_drafts = window if max_drafts is None else max_drafts
         self.reuse_prefixes = reuse_prefixes
         self.waiting: list[Request] = []  # in order, as is `running`
         self.running: list[Request] = []
@@ -149,7 +159,7 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
-            drafts = self.window if request.options.mode is Mode.EXACT else 0
+            drafts = self.max_drafts if request.checks_drafts else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
             assert self.pool.pages_for(request.num_stored) <= len(request.pages) <= most
             keys = self._keys(request, 0, request.num_stored // self.pool.page_size)

@@ -322,7 +322,7 @@ class WindowChooser:
         return [self._masks(request) for request in rows]
 
     def _masks(self, request: Request) -> tuple[int, ...]:
-        if _is_free_exact(request):
+        if _is_free_checked(request):
             chances = self._chances.get(request.id, self._optimistic)
             return chosen_masks(request, chances, self._max_window, self._least_gain)
         asked = request.masks(self._max_window)
@@ -357,13 +357,13 @@ class WindowChooser:
     def _choose(self, rows: Sequence[Request], fed: int, stored: int) -> list[int]:
         asked = [request.masks(self._max_window) for request in rows]
         is_free = [request.leaves_masks for request in rows]
-        is_exact = np.array([request.options.mode is Mode.EXACT for request in rows])
-        limits = np.where(is_exact, 0, [sum(masks) for masks in asked])
+        is_checked = np.array([request.checks_drafts for request in rows])
+        limits = np.where(is_checked, 0, [sum(masks) for masks in asked])
         acceptance = self._acceptance.probabilities(rows)  # [rows, depths]
         self._chances = {
             request.id: acceptance[row]
             for row, request in enumerate(rows)
-            if _is_free_exact(request)
+            if _is_free_checked(request)
         }
         # gains[i, d - 1]: tokens that depth d adds to row i, p_1 ... p_d; falls with d
         stages = _Stages.of(
@@ -376,7 +376,7 @@ class WindowChooser:
                 if request.id in self._chances
             },
         )
-        pinned = sum(sum(asked[row]) for row in is_exact.nonzero()[0] if not is_free[row])
+        pinned = sum(sum(asked[row]) for row in is_checked.nonzero()[0] if not is_free[row])
         num_stages = self._best(stages, fed + pinned, stored)
         self._least_gain = stages.least_gain(num_stages)
         return stages.masks_of_rows(num_stages)
@@ -452,5 +452,5 @@ class _Stages:
         return float(self.tokens[stage] - self.tokens[stage - 1]) if stage else float("inf")
 
 
-def _is_free_exact(request: Request) -> bool:
-    return request.options.mode is Mode.EXACT and request.leaves_masks
+def _is_free_checked(request: Request) -> bool:
+    return request.checks_drafts and request.leaves_masks

@@ -1,0 +1,124 @@
+"""A second, smaller model that proposes tokens, which the engine's own model then checks.
+
+It is an engine of its own with a shadow of each request: the same tokens and, behind them, what it
+proposes. Before a step the shadows are cut back to what has been committed meanwhile. Whatever it
+proposes, or fails to propose, no output depends on it.
+Source: arXiv 2604.07023, section 4.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mars_platform.checkpoint import Checkpoint
+from mars_platform.errors import UserError
+from mars_platform.mode import Mode
+from mars_serve.engine.request import DecodingOptions, Draft, Request
+
+if TYPE_CHECKING:
+    from mars_serve.engine.engine import Engine
+
+
+class Drafter:
+    """Drafts for the requests of one engine, which owns it. Not thread-safe."""
+
+    def __init__(self, engine: Engine, num_drafts: int, threshold: float = 0.8) -> None:
+        """Propose ``num_drafts`` tokens for a request and step.
+
+        Args:
+            engine: of the drafting model, made from `drafting_checkpoint`; for this use alone.
+            num_drafts: at least 1.
+            threshold: τ of the drafting model's own multi-token decoding; a plain AR model drafts
+                one token a pass.
+        """
+        assert not engine.settings.reuse_prefixes, "what is stored may be taken back"
+        self.num_drafts = num_drafts
+        self._engine, self._threshold = engine, threshold
+        self._shadows: dict[str, Request] = {}
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """Fill the drafts of requests up, behind those that they have already.
+
+        It takes as many passes as there are drafts to a request at most: one whose prompt is longer
+        than they read gets its drafts later.
+        """
+        wanted = {request.id: (request, self._num_wanted(request)) for request in requests}
+        wanted = {name: pair for name, pair in wanted.items() if pair[1] > 0}
+        found: dict[str, list[Draft]] = {name: [] for name in wanted}
+        for request, _ in wanted.values():
+            self._follow(request)
+        for _ in range(self.num_drafts):
+            if all(len(found[name]) >= number for name, (_, number) in wanted.items()):
+                break
+            for output in self._engine.step():
+                if output.request_id in found:
+                    pairs = zip(output.tokens, output.confidences, strict=True)
+                    found[output.request_id] += (Draft(*pair) for pair in pairs)
+                if output.finish_reason is not None:
+                    del self._shadows[output.request_id]
+        for name, (request, number) in wanted.items():
+            request.drafts += found[name][:number]
+
+    def forget(self, request_id: str) -> None:
+        """Drop the shadow of a request that has ended; one that has none is no error."""
+        if self._shadows.pop(request_id, None) is not None:
+            self._engine.cancel(request_id)
+
+    def warm_up(self) -> None:
+        """See `Engine.warm_up`."""
+        self._engine.warm_up()
+
+    def _num_wanted(self, request: Request) -> int:
+        length = len(request.tokens) + len(request.drafts)
+        room = min(request.num_left - 1 - len(request.drafts), self._engine.max_length - length)
+        return min(self.num_drafts - len(request.drafts), room)
+
+    def _follow(self, request: Request) -> None:
+        """Make the shadow hold the request's tokens and drafts, and keep what it has stored of
+        them.
+        """
+        tokens = [*request.tokens, *(draft.token for draft in request.drafts)]
+        shadow = self._shadows.get(request.id)
+        if shadow is None:
+            options = DecodingOptions(
+                self._engine.max_length - len(tokens),
+                Mode.THRESHOLD if self._engine.window else Mode.AR,
+                self._threshold if self._engine.window else 1.0,
+                sampling=request.options.sampling,
+            )
+            shadow = self._shadows[request.id] = Request(request.id, tokens, options)
+            self._engine.add(shadow)
+            return
+        same = _num_common(shadow.tokens, tokens, shadow.num_prompt)
+        shadow.num_stored = min(shadow.num_stored, same, len(tokens) - 1)
+        shadow.tokens[same:] = tokens[same:]
+        shadow.history = None
+
+
+def drafting_checkpoint(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
+    """A checkpoint to draft with: it goes on past end tokens, which only the target may judge.
+
+    Raises:
+        UserError: its tokens are not the target's.
+    """
+    special = target.special.never_emitted | checkpoint.special.never_emitted
+    ours, theirs = (
+        {text: token for text, token in each.tokenizer.get_vocab().items() if token not in special}
+        for each in (checkpoint, target)
+    )
+    if ours != theirs:
+        raise UserError(
+            f"draft.path: {checkpoint.path} has another tokenizer than {target.path}; use a model "
+            "with the same one"
+        )
+    return replace(checkpoint, special=replace(checkpoint.special, eos=frozenset()))
+
+
+def _num_common(ours: list[int], theirs: list[int], start: int) -> int:
+    """Leading tokens that are the same, where at least ``start`` are."""
+    for place in range(start, min(len(ours), len(theirs))):
+        if ours[place] != theirs[place]:
+            return place
+    return min(len(ours), len(theirs))
