@@ -63,7 +63,7 @@ class Parting:
     gap_float32: float
     """The gap with weights and activations in float32, the weights rounded as before."""
     usual_gap: float
-    """Logit of the likeliest token minus that of the second one, median over the common tokens."""
+    """Logit of the likeliest token minus that of the second one, median up to there."""
 
 
 def main(

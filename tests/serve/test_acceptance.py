@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mars_platform.method import confidence, num_accepted
 from mars_platform.mode import Confidence
-from mars_serve.engine.acceptance import Reads, accept, unpack
+from mars_serve.engine.acceptance import Reads, accept, unpack, unpack_coming
 
 MEASURES = tuple(Confidence)
 BANNED = torch.tensor([0, 3])
@@ -219,3 +220,146 @@ def test_logits_without_any_token_show_too():
     for measure in MEASURES:
         [(_, sure)] = unpack(accept(logits.clone(), reads_of([1], [0.5], [measure]), BANNED))
         assert math.isnan(sure[0])
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def checked_reads(drafts: Sequence[Sequence[int]], num_coming: Sequence[int]) -> Reads:
+    """Of rows in mode exact: a read of the pending token and of each draft, then of masks."""
+    plain = reads_of(
+        [len(row) + 1 for row in drafts], [0.5] * len(drafts), [MEASURES[0]] * len(drafts)
+    )
+    now, coming, row_of = [], [], []
+    for row, (own, count) in enumerate(zip(drafts, num_coming, strict=True)):
+        begin = len(row_of)
+        row_of += [row] * (len(own) + 1 + count)
+        now += range(begin, begin + len(own) + 1)
+        coming += range(begin + len(own) + 1, len(row_of))
+    width = plain.max_depth - 1
+    padded = [[*row, *[-1] * (width - len(row))] for row in drafts]
+    return replace(
+        plain,
+        row=torch.tensor(row_of),
+        drafts=torch.tensor(padded, dtype=torch.long).view(len(drafts), width),
+        now=torch.tensor(now),
+        coming=torch.tensor(coming, dtype=torch.long),
+    )
+
+
+def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> Tensor:
+    """Logits that give each token this share: [tokens, vocabulary]."""
+    logits = torch.full((len(tokens), vocabulary), (1 - share) / (vocabulary - 1))
+    logits[range(len(tokens)), list(tokens)] = share
+    return logits.log()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+@pytest.mark.parametrize(
+    ("drafts", "chosen", "count"),
+    [
+        ([], [4], 1),
+        ([4, 5, 6], [4, 5, 6, 7], 4),
+        ([4, 5, 6], [4, 5, 7, 7], 3),
+        ([4, 5, 6], [4, 7, 6, 7], 2),
+        ([4, 5, 6], [7, 5, 6, 7], 1),  # drafts behind a wrong one do not count
+        ([4, 4], [4, 4, 4], 3),
+    ],
+)
+def test_the_leading_right_drafts_are_accepted_however_sure(drafts, chosen, count, share):
+    """One more token than drafts that are what is chosen before them."""
+    reads = checked_reads([drafts, [1, 1, 1]], [0, 0])
+    logits = torch.cat([certain(chosen, share=share), certain([2, 2, 2, 2])])
+    [(tokens, sure), (others, _)] = unpack(accept(logits, reads, NONE))
+    assert tokens == chosen[:count]
+    assert sure == pytest.approx([share] * count)
+    assert others == [2]
+
+
+def test_a_banned_draft_is_never_right():
+    reads = checked_reads([[3, 5]], [0])
+    [(tokens, _)] = unpack(accept(certain([3, 5, 6]), reads, BANNED))
+    assert len(tokens) == 1
+    assert tokens[0] not in BANNED
+
+
+@given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6))
+@settings(deadline=None, max_examples=150)
+def test_checked_rows_beside_rows_with_a_threshold(seed, num_rows):
+    """Each by its own rule, and what masks propose for the step after in order of the reads."""
+    source = random.Random(seed)
+    measures = [source.choice(MEASURES) for _ in range(num_rows)]
+    is_exact = [source.random() < 0.6 for _ in range(num_rows)]
+    counts = [source.randint(1, 5) for _ in range(num_rows)]
+    num_coming = [source.randint(0, 6) if exact else 0 for exact in is_exact]
+    reads = checked_reads([[-1] * (count - 1) for count in counts], num_coming)
+    num_reads = len(reads.row)
+    logits = random_logits(seed, num_reads, 12)
+    proposed = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1)
+    now, drafts = reads.now.split(counts), reads.drafts.clone()
+    for row in range(num_rows):
+        if is_exact[row]:
+            for depth, token in enumerate(proposed[now[row][:-1]].tolist()):
+                drafts[row, depth] = token if source.random() < 0.7 else source.randrange(4, 12)
+    thresholds = torch.tensor([source.choice([0.1, 0.4, 0.8]) for _ in counts])
+    places = torch.tensor([MEASURES.index(measure) for measure in measures])
+    reads = replace(
+        reads, drafts=drafts, thresholds=thresholds, measures=places, used=frozenset(measures)
+    )
+    packed = accept(logits.clone(), reads, BANNED)
+    for row, (tokens, sure) in enumerate(unpack(packed, num_rows)):
+        chosen = proposed[now[row]]
+        expected = confidence(logits[now[row]], chosen, measures[row])
+        if is_exact[row]:
+            right = (chosen[:-1] == drafts[row, : counts[row] - 1]).long()
+            count = 1 + int(right.cumprod(0).sum())
+        else:
+            size = torch.tensor([counts[row]])
+            count = int(num_accepted(expected[None], thresholds[row : row + 1], size))
+        assert tokens == chosen[:count].tolist()
+        assert sure == expected[:count].tolist()
+    found = unpack_coming(packed, num_rows, sum(num_coming))
+    assert [draft.token for draft in found] == proposed[reads.coming].tolist()
+    rows = reads.row[reads.coming].tolist()
+    for draft, place, row in zip(found, reads.coming.tolist(), rows, strict=True):
+        one = slice(place, place + 1)
+        assert draft.confidence == float(confidence(logits[one], proposed[one], measures[row]))
+
+
+def test_drafts_are_compared_with_what_is_chosen_otherwise():
+    """Sampling may choose what is not the likeliest."""
+    reads = checked_reads([[6, 6], [2, 2]], [1, 0])
+    logits = certain([5, 5, 5, 5, 2, 2, 2])
+
+    def choose(_):
+        return torch.tensor([1, 0, 3]), torch.tensor([7, 6, 1])
+
+    packed = accept(logits, reads, NONE, choose=choose)
+    [(one, _), (other, _)] = unpack(packed, 2)
+    assert one == [6, 7]  # the draft 6 is right, the one behind it is not
+    assert other == [2, 2, 2]
+    assert [draft.token for draft in unpack_coming(packed, 2, 1)] == [1]
+
+
+def test_a_damaged_row_accepts_no_draft_and_spares_its_neighbours():
+    drafts = [[4, 5], [4, 5], [4, 5]]
+    logits = certain([4, 5, 6] * 3)
+    sound = unpack(accept(logits.clone(), checked_reads(drafts, [0, 0, 0]), NONE))
+    logits[3, 7] = torch.nan  # depth 0 of the middle row
+    damaged = unpack(accept(logits.clone(), checked_reads(drafts, [0, 0, 0]), NONE))
+    assert len(damaged[1][0]) == 1
+    assert math.isnan(damaged[1][1][0])
+    assert (damaged[0], damaged[2]) == (sound[0], sound[2])
+    assert sound[1][0] == [4, 5, 6]
+
+
+def test_a_damaged_check_shows_among_the_confidences():
+    logits = certain([4, 5, 6])
+    logits[1, 7] = torch.nan
+    [(_, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
+    assert math.isnan(sure[1])
+    logits = certain([6, 5, 6])
+    logits[1, 7] = torch.nan  # behind a refused draft
+    [(tokens, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
+    assert tokens == [6]
+    assert sure == pytest.approx([0.9])

@@ -35,6 +35,7 @@ from mars_serve.engine.request import (
     StepOutput,
 )
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.window import StepTimes, WindowChooser
 from mars_serve.evaluation import read_items
 
 MAX_TOKENS = 26
@@ -47,6 +48,9 @@ EXACT = [
     DecodingOptions(MAX_TOKENS, Mode.EXACT, outcomes=Outcomes.ALL, window=2),
 ]
 THRESHOLD = DecodingOptions(MAX_TOKENS, threshold=0.6, window=4)
+
+TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
+"""Far above what steps take: the engine's own clock changes no choice."""
 
 Engines = Callable[..., Engine]
 Passes = dict[str, list[StepOutput]]
@@ -74,7 +78,7 @@ def model(trained) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
     engine = Engine(checkpoint, EngineSettings(max_batch=24, num_pages=400))
-    engine.warm_up()
+    engine._chooser = WindowChooser(TIMES, engine.window)
     return engine
 
 
@@ -188,7 +192,7 @@ def test_depth_zero_chooses_what_mode_ar_would(engine: Engine, prompts: list[lis
 # Distributions
 
 TINY = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 1}))
-TINY_VOCABULARY, NUM_DRAWS = 7, 20_000
+TINY_VOCABULARY, NUM_DRAWS, TEMPERATURE = 7, 20_000, 1.1
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +226,11 @@ def p_value(counts: Tensor, shares: Tensor) -> float:
 
 
 @torch.inference_mode()
-def joint_shares(model: PreTrainedModel, prompt: list[int], temperature: float) -> Tensor:
+def joint_shares(model: PreTrainedModel, prompt: list[int]) -> Tensor:
     """Of the first three tokens, from plain passes: [vocabulary, vocabulary, vocabulary]."""
     pairs = torch.tensor(list(product(range(TINY_VOCABULARY), repeat=2)))
     ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
-    logits = model(input_ids=ids).logits[:, len(prompt) - 1 :] / temperature
+    logits = model(input_ids=ids).logits[:, len(prompt) - 1 :] / TEMPERATURE
     logits[..., sorted(TINY.never_emitted)] = -torch.inf
     first, second, third = (
         logits.softmax(-1).view(TINY_VOCABULARY, TINY_VOCABULARY, 3, TINY_VOCABULARY).unbind(2)
@@ -234,8 +238,11 @@ def joint_shares(model: PreTrainedModel, prompt: list[int], temperature: float) 
     return first[0, 0][:, None, None] * second[:, 0][:, :, None] * third
 
 
-def drawn(make_engine: Engines, model: PreTrainedModel, options: DecodingOptions) -> Tensor:
+def drawn(
+    make_engine: Engines, model: PreTrainedModel, mode: Mode, num_draws: int = NUM_DRAWS
+) -> Tensor:
     """How often the engine gave which three tokens, over as many seeds."""
+    options = DecodingOptions(3, mode, sampling=Sampling(TEMPERATURE))
     engine = make_engine(
         model,
         TINY,
@@ -251,11 +258,13 @@ def drawn(make_engine: Engines, model: PreTrainedModel, options: DecodingOptions
         Request(
             str(seed),
             [3, 5],
-            replace(options, max_tokens=3, sampling=replace(options.sampling, seed=seed)),
+            replace(options, sampling=replace(options.sampling, seed=seed)),
         )
-        for seed in range(NUM_DRAWS)
+        for seed in range(num_draws)
     ]
-    run(engine, requests)
+    passes = run(engine, requests)
+    lengths = {len(output.tokens) for outputs in passes.values() for output in outputs}
+    assert lengths == ({1} if mode is Mode.AR else {1, 2})
     a, b, c = torch.tensor([output_of(request) for request in requests]).unbind(1)
     sizes = (TINY_VOCABULARY,) * 3
     flat = (a * TINY_VOCABULARY + b) * TINY_VOCABULARY + c
@@ -275,10 +284,9 @@ def p_values(counts: Tensor, shares: Tensor) -> list[float]:
 def test_draws_follow_the_models_distribution(
     make_engine: Engines, tiny: PreTrainedModel, mode: Mode
 ) -> None:
-    options = DecodingOptions(3, mode, sampling=Sampling(1.1))
-    counts = drawn(make_engine, tiny, options)
+    counts = drawn(make_engine, tiny, mode)
     assert counts.sum() == NUM_DRAWS
-    shares = joint_shares(tiny, [3, 5], 1.1)
+    shares = joint_shares(tiny, [3, 5])
     assert shares.sum() == pytest.approx(1.0)
     assert min(p_values(counts, shares)) > 0.01
 
@@ -301,10 +309,8 @@ def test_a_broken_rule_fails_the_same_checks(
 ) -> None:
     engine = Engine(checkpoint, EngineSettings(max_batch=24, num_pages=400, reuse_prefixes=False))
     assert num_unlike_ar(engine, prompts, Sampling(1.2, top_p=0.95), 32) > 3
-    options = DecodingOptions(3, Mode.EXACT, sampling=Sampling(1.1))
-    first, _, together = p_values(
-        drawn(make_engine, tiny, options), joint_shares(tiny, [3, 5], 1.1)
-    )
+    counts = drawn(make_engine, tiny, Mode.EXACT, num_draws=5_000)
+    first, _, together = p_values(counts, joint_shares(tiny, [3, 5]))
     assert first > 0.01  # it depends on no draft
     assert together < 1e-6
 
@@ -369,19 +375,20 @@ def test_log_probs_of_masks_say_so(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1)])
+@pytest.mark.parametrize("kinds", [[AR, *EXACT], [THRESHOLD]], ids=["exact", "threshold"])
 def test_a_stop_token_ends_the_output_inside_a_run(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling
+    engine: Engine, prompts: list[list[int]], kinds: list[DecodingOptions], sampling: Sampling
 ) -> None:
-    options = replace(AR, sampling=sampling)
-    free = [Request(str(i), list(prompt), options) for i, prompt in enumerate(prompts[:10])]
+    """It is where the output without it is cut."""
+    plain = replace(kinds[0], sampling=sampling)
+    free = [Request(str(i), list(prompt), plain) for i, prompt in enumerate(prompts[:10])]
     run(engine, free)
     outputs, num_inside = [output_of(request) for request in free], 0
     for stop in sorted(set(outputs[0]))[::2]:
-        kinds = [replace(kind, sampling=sampling, stop_ids=frozenset({stop})) for kind in EXACT]
-        kinds.append(replace(options, stop_ids=frozenset({stop})))
+        stopping = [replace(kind, sampling=sampling, stop_ids=frozenset({stop})) for kind in kinds]
         requests = [
-            Request(str(i), list(request.tokens[: request.num_prompt]), kinds[i % len(kinds)])
-            for i, request in enumerate(free)
+            Request(str(i), list(prompt), stopping[i % len(kinds)])
+            for i, prompt in enumerate(prompts[:10])
         ]
         passes = run(engine, requests)
         for request, output in zip(requests, outputs, strict=True):

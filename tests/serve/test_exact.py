@@ -19,11 +19,13 @@ from mars_platform import reference
 from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
 from mars_platform.mode import Mode
 from mars_serve.engine.acceptance import unpack_coming
+from mars_serve.engine.batch import Row
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.forward import Launched
 from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, StepOutput
 from mars_serve.engine.scheduler import Work
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.window import StepTimes, WindowChooser
 from mars_serve.evaluation import read_items
 
 MAX_TOKENS = 40
@@ -37,6 +39,8 @@ LAYOUTS = {
     **{f"last {w}": replace(EXACT, outcomes=Outcomes.LAST, window=w) for w in (1, 2, 3)},
     "no masks": replace(EXACT, window=0),
 }
+TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
+"""Far above what steps take: the engine's own clock changes no choice."""
 OTHERS = {
     "ar": DecodingOptions(MAX_TOKENS, Mode.AR),
     "threshold": DecodingOptions(MAX_TOKENS, threshold=0.9),
@@ -68,8 +72,8 @@ def model(trained) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
     """Windows adapt; pages are tight enough for rows to be preempted at times."""
-    engine = Engine(checkpoint, EngineSettings(max_batch=12, num_pages=50))
-    engine.warm_up()
+    engine = Engine(checkpoint, EngineSettings(max_batch=12, num_pages=30))
+    engine._chooser = WindowChooser(TIMES, engine.window)
     return engine
 
 
@@ -117,6 +121,7 @@ def test_every_layout_gives_the_output_of_mode_ar(
                 assert output_of(request) == tokens, name
                 num_passes[name] += len(passes[request.id])
                 num_tokens[name] += len(tokens)
+    assert engine.status().num_preemptions > 0
     per_pass = {name: num_tokens[name] / num_passes[name] for name in num_tokens}
     assert per_pass["ar"] == per_pass["no masks"] == 1.0
     assert min(per_pass[name] for name in ("free", "all", "last")) > 1.5
@@ -142,6 +147,38 @@ def test_short_outputs_feed_no_mask_that_could_not_be_used(
 
 
 # What is fed
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_drafts", "masks"),
+    [
+        (1, 0, (0,)),
+        (7, 0, (3,)),
+        (3, 2, (2, 0, 1)),
+        (1 + 4, 4, (4, 4, 4, 4, 4)),
+        (1 + 4, 4, (0, 0, 0, 0, 4)),
+        (6, 1, (3, 0)),
+    ],
+)
+def test_what_each_place_of_a_row_sees(
+    num_tokens: int, num_drafts: int, masks: tuple[int, ...]
+) -> None:
+    """Tokens and drafts what is before them; a mask the tokens, its drafts and its own group."""
+    row = Row(0, 9, num_tokens, num_drafts, masks, [], reads_logits=True)
+    leading, own = row.visible()
+    groups = [group for group, count in enumerate(masks) for _ in range(count)]
+    num_fixed = num_tokens - num_drafts
+    for place in range(row.length):
+        seen = {*range(leading[place]), *range(own[place], place + 1)}
+        if place < num_tokens:
+            assert seen == set(range(place + 1))
+        else:
+            group = groups[place - num_tokens]
+            same = (i for i, other in enumerate(groups) if other == group)
+            masks_before = {i + num_tokens for i in same if i + num_tokens <= place}
+            assert seen == {*range(num_fixed + group), *masks_before}
+    sees_all = all(leading[i] + (i + 1 - own[i]) >= i + 1 for i in range(row.length))
+    assert row.is_causal == sees_all
 
 
 def drafts_by_group(step: Launched) -> dict[str, list[list[int]]]:
@@ -178,9 +215,10 @@ def test_each_group_proposes_what_a_plain_pass_does(
     prompts: list[list[int]],
     name: str,
 ) -> None:
-    for index, prompt in enumerate(prompts[:5]):
-        engine.add(Request(str(index), list(prompt), LAYOUTS[name]))
-    num_right_of_outcome = defaultdict[int, int](int)
+    requests = [Request(str(i), list(prompts[i]), LAYOUTS[name]) for i in range(5)]
+    for request in requests:
+        engine.add(request)
+    outcomes = set[int]()
     while engine.has_work:
         step = engine.begin_step()
         assert isinstance(step, Launched)
@@ -189,12 +227,14 @@ def test_each_group_proposes_what_a_plain_pass_does(
             for outcome, drafts in enumerate(found[work.request.id]):
                 if drafts:
                     assert drafts == plain_drafts(model, checkpoint, work, outcome)
-                    num_right_of_outcome[outcome] += 1
-        engine.finish_step(step)
-    most = 2 if name == "all 2" else engine.window
-    assert num_right_of_outcome[most] > 0
-    if name.startswith("all"):
-        assert set(num_right_of_outcome) == set(range(most + 1))
+                    outcomes.add(outcome)
+        for output in engine.finish_step(step):
+            coming = requests[int(output.request_id)].drafts
+            # those of the group that saw the drafts that were right
+            group = found[output.request_id][len(output.tokens) - 1]
+            assert output.finish_reason or [draft.token for draft in coming] == group
+    assert (2 if name == "all 2" else engine.window) in outcomes
+    assert outcomes == set(range(max(outcomes) + 1)) or name in ("last", "free")
 
 
 @pytest.mark.parametrize("name", ["all", "last", "free"])
@@ -202,7 +242,7 @@ def test_each_committed_token_is_fed_once(
     checkpoint: Checkpoint, prompts: list[list[int]], name: str
 ) -> None:
     engine = Engine(checkpoint, EngineSettings(max_batch=4, num_pages=60))
-    engine.warm_up()
+    engine._chooser = WindowChooser(TIMES, engine.window)
     for prompt in prompts[:20]:
         request = Request("one", list(prompt), LAYOUTS[name])
         num_drafts, outputs = 0, list[StepOutput]()

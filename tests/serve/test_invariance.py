@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.linear import TiledLinear
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.request import DecodingOptions, Outcomes, Request, Sampling, StepOutput
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 OPTIONS = {
@@ -23,8 +25,18 @@ OPTIONS = {
     "ar": DecodingOptions(24, Mode.AR),
     "entropy": DecodingOptions(24, threshold=0.1, confidence=Confidence.ENTROPY, window=3),
     "margin": DecodingOptions(24, threshold=0.02, confidence=Confidence.MARGIN, window=2),
+    "sampled": DecodingOptions(
+        24, threshold=0.05, window=3, sampling=Sampling(0.8, top_p=0.9, seed=7)
+    ),
 }
 """Thresholds that random weights of this size reach at times."""
+EXACT = {
+    "all": DecodingOptions(24, Mode.EXACT, outcomes=Outcomes.ALL, window=4),
+    "last": DecodingOptions(24, Mode.EXACT, outcomes=Outcomes.LAST, window=3),
+    "sampled": DecodingOptions(
+        24, Mode.EXACT, outcomes=Outcomes.ALL, window=2, sampling=Sampling(1.2, top_k=9, seed=2)
+    ),
+}
 
 Result = tuple[list[StepOutput], Tensor]
 
@@ -51,10 +63,10 @@ def prompt(length: int, seed: int) -> list[int]:
     return [source.randrange(4, 500) for _ in range(length)]
 
 
-def named() -> list[Request]:
+def named(kinds: dict[str, DecodingOptions] = OPTIONS) -> list[Request]:
     return [
-        Request(name, prompt(20 + 37 * index, index), options)
-        for index, (name, options) in enumerate(OPTIONS.items())
+        Request(name, prompt(20 + 37 * (index % 4), index), options)
+        for index, (name, options) in enumerate(kinds.items())
     ]
 
 
@@ -90,7 +102,7 @@ def test_in_company_as_alone(
     model: PreTrainedModel, make_engine: Callable[..., Engine], batch_invariant: bool
 ) -> None:
     sizes = {"num_pages": 400, "max_batch": 9, "batch_invariant": batch_invariant}
-    requests = [r for pair in zip(named(), company(), strict=False) for r in pair]
+    requests = [r for pair in zip_longest(named(), company()) for r in pair if r is not None]
     together = run(make_engine(model, SPECIAL, **sizes), requests, gap=2)
     for request in named():
         alone = run(make_engine(model, SPECIAL, **sizes), [request])[request.id]
@@ -101,6 +113,28 @@ def test_in_company_as_alone(
             assert_same_bits(same, alone)
     counts = {len(o.tokens) for name in ("half", "entropy", "margin") for o in together[name][0]}
     assert len(counts) > 1
+
+
+def test_checked_drafts_in_company_as_alone(
+    model: PreTrainedModel, make_engine: Callable[..., Engine]
+) -> None:
+    """Mode exact, with positions enough for no group of masks to give way to neighbours."""
+    repetitive = copy.deepcopy(model)
+    with torch.no_grad():
+        repetitive.lm_head.weight[10:16] *= 3  # of few tokens masks guess some right
+    sizes = {"num_pages": 400, "max_batch": 9, "max_positions": 1024, "batch_invariant": True}
+    requests = [r for pair in zip_longest(company(), named(EXACT)) for r in pair if r is not None]
+    together = run(make_engine(repetitive, SPECIAL, **sizes), requests, gap=2)
+    lengths = set[int]()
+    for request in named(EXACT):
+        alone = run(make_engine(repetitive, SPECIAL, **sizes), [request])[request.id]
+        assert_same_bits(together[request.id], alone)
+        ar_prompt = request.tokens[: request.num_prompt]
+        ar = Request("ar", ar_prompt, replace(request.options, mode=Mode.AR))
+        run(make_engine(repetitive, SPECIAL, **sizes), [ar])
+        assert ar.tokens == request.tokens
+        lengths.update(len(output.tokens) for output in alone[0])
+    assert len(lengths) > 1
 
 
 def test_bits_do_not_depend_on_chunks(

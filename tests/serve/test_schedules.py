@@ -227,11 +227,14 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert statuses[0].num_reused_tokens > 200
     assert statuses[1].num_reused_tokens > 200
     assert statuses[2].num_reused_tokens == 0
-    for kind in ("greedy", "sampled", "grammar"):
-        for mode in Mode:
-            assert seen[f"{mode}, {kind}"] > 20
-        assert seen[f"{Mode.EXACT}, {kind}, drafts accepted"] > 10
-        assert seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] > 10
+    kinds = "greedy", "sampled", "grammar"
+    assert all(seen[f"{mode}, {kind}"] > 10 for mode in Mode for kind in kinds)
+    drafts = [seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds]
+    masks = [seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] for kind in kinds]
+    assert min(drafts) > 0
+    assert min(masks) > 0
+    assert sum(drafts) > 30
+    assert sum(masks) > 100
 
 
 def _count(seen: Counter[str], request: Request, passes: list[list[int]]) -> None:

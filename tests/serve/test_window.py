@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mars_platform.mode import Confidence, Mode
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.exact import chosen_masks, mask_gains
+from mars_serve.engine.request import DecodingOptions, Draft, Outcomes, Request, Sampling
 from mars_serve.engine.window import Acceptance, StepTimes, WindowChooser
 
 Floats = NDArray[np.float64]
@@ -390,3 +391,152 @@ def test_a_pause_is_no_step() -> None:
     assert numbers_of(chooser, rows) == [0] * 8
     chooser.observe_step(5000, 0, 10.0)  # a step of prompts, which the table does not hold
     assert numbers_of(chooser, rows) == [0] * 8
+
+
+# Mode exact
+
+
+def exact_row(
+    drafts: Sequence[float],
+    *,
+    num_left: int = 100,
+    temperature: float = 0.0,
+    window: int | None = None,
+    outcomes: Outcomes | None = None,
+    name: str = "exact",
+) -> Request:
+    """A row of mode exact with drafts of these confidences."""
+    options = DecodingOptions(
+        num_left,
+        Mode.EXACT,
+        window=window,
+        outcomes=outcomes,
+        sampling=Sampling(temperature),
+    )
+    return Request(name, [5], options, drafts=[Draft(7, chance) for chance in drafts])
+
+
+CHANCES = np.array([0.9, 0.6, 0.5, 0.5])
+
+
+def test_a_mask_is_worth_the_chance_of_its_outcome_times_that_of_its_depth() -> None:
+    greedy, sampled = mask_gains(exact_row([0.8, 0.5]), CHANCES, 2), [0.1, 0.36, 0.54]
+    for gains, chance in zip(greedy, [0.2, 0.4, 0.4], strict=True):
+        assert gains == pytest.approx([chance * 0.9, chance * 0.54])
+    # what a mask thinks of its draft does not say whether noise will choose it
+    other = mask_gains(exact_row([0.8, 0.5], temperature=1.0), CHANCES, 2)
+    for gains, chance in zip(other, sampled, strict=True):
+        assert gains == pytest.approx([chance * 0.9, chance * 0.54])
+    assert mask_gains(exact_row([]), CHANCES, 3) == [pytest.approx([0.9, 0.54, 0.27])]
+
+
+def test_masks_that_bring_enough_are_chosen_and_drafts_that_do_not_are_pruned() -> None:
+    row = exact_row([0.8, 0.5, 0.1])
+    assert chosen_masks(row, CHANCES, 4, 1e-9) == (4, 4, 4, 4)
+    # outcomes of .2 .4 .36 .04; a third draft would be right with a chance of .04
+    assert chosen_masks(row, CHANCES, 4, 0.1) == (2, 3, 3)
+    assert chosen_masks(row, CHANCES, 4, 0.3) == (0, 1, 1)
+    assert chosen_masks(row, CHANCES, 4, 0.5) == (0, 1)  # the last one now holds .8
+    assert chosen_masks(row, CHANCES, 4, 0.95) == (0,)
+    assert chosen_masks(row, CHANCES, 4, float("inf")) == (0,)
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), max_size=MAX_WINDOW),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 1.0]),
+    st.floats(1e-6, 1.5),
+)
+def test_nothing_is_fed_that_could_not_be_used(
+    drafts: list[float], num_left: int, temperature: float, least_gain: float
+) -> None:
+    row = exact_row(drafts, num_left=num_left, temperature=temperature)
+    chosen = chosen_masks(row, CHANCES, MAX_WINDOW, least_gain)
+    asked = row.masks(MAX_WINDOW)
+    for masks in (chosen, asked):
+        assert 1 <= len(masks) <= min(len(drafts), num_left - 1) + 1
+        for outcome, num_masks in enumerate(masks):
+            # the outcome gives outcome + 1 tokens, and the pass after it one without drafts
+            assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
+    gains = mask_gains(row, CHANCES, MAX_WINDOW)
+    shares = [line[0] for line in gains if line]
+    assert sum(shares) <= CHANCES[0] + 1e-9
+    if num_left > MAX_WINDOW + 2:
+        assert sum(shares) == pytest.approx(CHANCES[0])  # one of the outcomes comes about
+
+
+def test_pinned_layouts() -> None:
+    drafts = [0.9] * MAX_WINDOW
+    assert exact_row(drafts, outcomes=Outcomes.ALL).masks(4) == (4, 4, 4, 4, 4)
+    assert exact_row(drafts, outcomes=Outcomes.LAST).masks(4) == (0, 0, 0, 0, 4)
+    assert exact_row(drafts[:2], outcomes=Outcomes.ALL, window=2).masks(4) == (2, 2, 2)
+    assert exact_row(drafts[:2], window=2).masks(4) == (0, 0, 2)
+    assert exact_row([], outcomes=Outcomes.LAST, window=3).masks(4) == (3,)
+    assert exact_row(drafts, outcomes=Outcomes.ALL, num_left=4).masks(4) == (2, 1, 0, 0)
+    assert exact_row(drafts, outcomes=Outcomes.LAST, num_left=1).masks(4) == (0,)
+
+
+FREE = step_times({1: 0.010, 4096: 0.010})
+DEAR = step_times({1: 0.010, 2: 0.020, 256: 2.56})
+
+
+def mixed_rows() -> list[Request]:
+    pinned = {"outcomes": Outcomes.LAST, "window": 2, "name": "pinned"}
+    return [
+        exact_row([0.7, 0.6, 0.5, 0.4], name="greedy"),
+        exact_row([0.7, 0.6], temperature=0.8, name="sampled"),
+        exact_row([0.9, 0.9], **pinned),  # type: ignore[arg-type]
+        *make_rows(2),
+        Request("ar", [5], DecodingOptions(99, Mode.AR)),
+    ]
+
+
+def test_where_positions_are_free_every_outcome_gets_masks() -> None:
+    greedy, sampled, pinned, *others = WindowChooser(FREE, MAX_WINDOW).choose(mixed_rows())
+    # but for the very least of them, which sets what is worth a position
+    assert len(greedy) == 5
+    assert sum(greedy) >= 5 * MAX_WINDOW - 1
+    assert sum(sampled) >= 3 * MAX_WINDOW - 1
+    assert pinned == (0, 0, 2)
+    assert others == [(MAX_WINDOW,), (MAX_WINDOW,), (0,)]
+
+
+def test_where_positions_are_dear_there_are_neither_masks_nor_drafts() -> None:
+    chooser, rows = WindowChooser(DEAR, MAX_WINDOW), mixed_rows()
+    for _ in range(100):
+        chosen = chooser.choose(rows)
+        for row, masks in zip(rows, chosen, strict=True):
+            asked = len(masks) - 1 if row.options.mode is Mode.EXACT else masks[0]
+            chooser.observe(row, asked, 1)
+    assert chosen == [(0,), (0,), (0, 0, 2), (0,), (0,), (0,)]
+
+
+def test_where_positions_cost_something_the_likely_outcomes_get_masks() -> None:
+    """As many as pay: with more rows beside it a row gets fewer."""
+    totals = []
+    for num_others in (0, 20, 60):
+        chooser = WindowChooser(TABLES["cpu"], MAX_WINDOW)
+        sure, unsure = exact_row([0.97] * 4, name="sure"), exact_row([0.1] * 4, name="unsure")
+        others = [Request(f"ar {i}", [5], DecodingOptions(99, Mode.AR)) for i in range(num_others)]
+        first, second, *rest = chooser.choose([sure, unsure, *others])
+        assert rest == [(0,)] * num_others
+        if sum(first) and sum(second):
+            assert first[-1] == max(first)  # all drafts right
+            assert second[0] == max(second)  # none
+        assert len(first) >= len(second)
+        totals.append(sum(first) + sum(second))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > totals[-1]
+
+
+def test_rows_of_mode_exact_learn_apart_from_others() -> None:
+    """By temperature: sampled drafts are right as often as noise allows."""
+    acceptance, (threshold,) = Acceptance(MAX_WINDOW), make_rows(1)
+    greedy, like, warm = (
+        exact_row([], temperature=temperature, name=name)
+        for name, temperature in [("greedy", 0.0), ("like", 0.0), ("warm", 1.0)]
+    )
+    prior = estimate(acceptance, threshold)
+    teach(acceptance, greedy, [(4, 1)] * 60)
+    assert estimate(acceptance, like)[0] < 0.2
+    assert estimate(acceptance, threshold) == estimate(acceptance, warm) == pytest.approx(prior)

@@ -1,4 +1,4 @@
-"""Which drafts and masks a row of mode exact feeds: pure functions of what they may bring.
+"""Which drafts and masks a row that checks drafts feeds: pure functions of what they may bring.
 
 A step that checks D drafts has D + 1 outcomes. Masks behind an outcome give the drafts of the step
 after if it comes about; behind any other they are wasted. So a mask is worth the chance of its
@@ -8,61 +8,70 @@ outcome times what a draft of its depth brings, in tokens, and it costs a positi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from mars_serve.engine.request import Request
 
-Floats = NDArray[np.float64]
+
+class DraftChances(NamedTuple):
+    """What is known of a request's drafts, by depth from 1 on. Plain lists: asked in every step."""
+
+    each: list[float]
+    """That a draft is right if all before it are."""
+    all_up_to: list[float]
+    """That it is right, and all before it."""
+
+    @classmethod
+    def of(cls, each: Sequence[float]) -> DraftChances:
+        """From the first."""
+        return cls(list(each), list(accumulate(each, mul)))
 
 
-def mask_gains(request: Request, acceptance: Floats, window: int) -> list[list[float]]:
+def mask_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
     """Expected tokens of each mask that a request could feed: by outcome, then by depth.
 
     Args:
-        request: in mode exact.
-        acceptance: ``[depths]``, chances that a draft is right if all before it are.
+        request: one that checks drafts.
+        chances: of its drafts.
         window: masks of an outcome at the most.
     """
-    reach = _reach(request, acceptance)
-    return _gains(request, reach, acceptance.cumprod(), window)
+    return [
+        [share * gain for gain in chances.all_up_to[: request.num_masks(window, outcome)]]
+        for outcome, share in enumerate(_shares(_reach(request, chances)))
+    ]
 
 
 def chosen_masks(
-    request: Request, acceptance: Floats, window: int, least_gain: float
+    request: Request, chances: DraftChances, window: int, least_gain: float
 ) -> tuple[int, ...]:
     """Masks of each outcome, for as many drafts as are worth a position.
 
     Args:
-        request: in mode exact.
-        acceptance: as for :func:`mask_gains`.
+        request: one that checks drafts.
+        chances: of its drafts.
         window: masks of an outcome at the most.
         least_gain: tokens that a position must be expected to bring, above 0.
     """
-    reach = [chance for chance in _reach(request, acceptance) if chance >= least_gain] or [1.0]
-    gains = _gains(request, reach, acceptance.cumprod(), window)
-    return tuple(sum(gain >= least_gain for gain in line) for line in gains)
+    reach = _reach(request, chances)
+    kept = list(takewhile(lambda chance: chance >= least_gain, reach)) or [1.0]
+    masks = []
+    for outcome, share in enumerate(_shares(kept)):
+        count = sum(share * gain >= least_gain for gain in chances.all_up_to)
+        masks.append(min(count, request.num_masks(window, outcome)) if count else 0)
+    return tuple(masks)
 
 
-def _reach(request: Request, acceptance: Floats) -> list[float]:
+def _reach(request: Request, chances: DraftChances) -> list[float]:
     """Chance that so many drafts are right: 1.0 for none, and falling."""
     drafts = request.drafts[: request.num_left - 1]
-    chances: Sequence[float]
     if request.options.sampling.temperature > 0 and not request.has_drafter:
-        chances = acceptance[: len(drafts)].tolist()  # a mask's probability does not say it
-    else:
-        chances = [draft.confidence for draft in drafts]
-    return list(accumulate(chances, mul, initial=1.0))
+        # a mask's probability does not say how often its draw is the right one
+        return [1.0, *chances.all_up_to[: len(drafts)]]
+    return list(accumulate((draft.confidence for draft in drafts), mul, initial=1.0))
 
 
-def _gains(
-    request: Request, reach: list[float], by_depth: Floats, window: int
-) -> list[list[float]]:
-    gains = []
-    for outcome, (chance, further) in enumerate(zip(reach, [*reach[1:], 0.0], strict=True)):
-        num_masks = request.num_masks(window, outcome)
-        gains.append([(chance - further) * gain for gain in by_depth[:num_masks].tolist()])
-    return gains
+def _shares(reach: list[float]) -> list[float]:
+    """Chance of each outcome: that so many drafts are right and no more."""
+    return [chance - further for chance, further in zip(reach, [*reach[1:], 0.0], strict=True)]

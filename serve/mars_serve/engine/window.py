@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_platform.mode import Mode
-from mars_serve.engine.exact import chosen_masks, mask_gains
+from mars_serve.engine.exact import DraftChances, chosen_masks, mask_gains
 from mars_serve.engine.request import Request
 
 Floats = NDArray[np.float64]
@@ -44,6 +44,10 @@ _ROW_HALF_LIFE = 20.0  # observations
 _ROW_IDLE_HALF_LIFE = 200.0  # steps
 _ENGINE_HALF_LIFE = 500.0  # observations
 _ENGINE_IDLE_HALF_LIFE = 500.0  # steps
+_NEXT_FEW = 8
+"""Positions over which the cost of a further one is taken."""
+_LEAST_GAIN = 0.01
+"""Tokens below which no mask is worth its place in the step's bookkeeping."""
 _MARGIN = 0.03
 """Tokens a step that a row's masks must be predicted to bring beyond their cost."""
 
@@ -262,9 +266,9 @@ class WindowChooser:
         self._acceptance = Acceptance(max_window)
         self._kept: dict[str, int] = {}
         self._usual = 0  # for rows that came since
-        self._least_gain = float("inf")  # tokens that the least of the chosen masks brings
-        self._optimistic = np.full(max_window, _PRIOR)
-        self._chances: dict[str, Floats] = {}  # that drafts are right, by depth, in mode exact
+        self._least_gain = float("inf")  # tokens that a position must bring
+        self._optimistic = DraftChances.of([_PRIOR] * max_window)
+        self._chances: dict[str, DraftChances] = {}  # of rows that check drafts
         self._interval = self._num_kept = self._other_positions = 0
         self._overhead_s = 0.0
         self._seen = np.zeros(4)  # since the last choice: steps, positions, stored tokens, seconds
@@ -361,7 +365,7 @@ class WindowChooser:
         limits = np.where(is_checked, 0, [sum(masks) for masks in asked])
         acceptance = self._acceptance.probabilities(rows)  # [rows, depths]
         self._chances = {
-            request.id: acceptance[row]
+            request.id: DraftChances.of(acceptance[row].tolist())
             for row, request in enumerate(rows)
             if _is_free_checked(request)
         }
@@ -371,30 +375,38 @@ class WindowChooser:
             np.where(is_free, 0, limits),
             np.where(is_free, limits, 0),
             {
-                row: mask_gains(request, acceptance[row], self._max_window)
+                row: mask_gains(request, self._chances[request.id], self._max_window)
                 for row, request in enumerate(rows)
                 if request.id in self._chances
             },
         )
         pinned = sum(sum(asked[row]) for row in is_checked.nonzero()[0] if not is_free[row])
-        num_stages = self._best(stages, fed + pinned, stored)
-        self._least_gain = stages.least_gain(num_stages)
-        return stages.masks_of_rows(num_stages)
+        best, price = self._best(stages, fed + pinned, stored)
+        positions = fed + pinned + int(stages.num_masks[best])
+        self._least_gain = stages.least_gain(best, price * self._position_s(positions, stored))
+        return stages.masks_of_rows(best)
 
-    def _best(self, stages: _Stages, fed: int, stored: int) -> int:
-        """The best stage, where the step feeds ``fed`` positions beside its masks."""
+    def _best(self, stages: _Stages, fed: int, stored: int) -> tuple[int, float]:
+        """The best stage, where the step feeds ``fed`` positions beside its masks, and the price of
+        a second, in tokens.
+        """
         tokens = stages.tokens
         least = np.full_like(tokens, tokens[0])
         feeds = np.stack([tokens, least, np.full_like(tokens, fed)])
         times = self._times.at(feeds + stages.num_masks, stored) + self._overhead_s
         steady, unfed, now = times  # [stages] each
-        price = (tokens / steady).max()
+        price = float((tokens / steady).max())
         peak = (tokens - price * steady - stages.margins).argmax()
         if peak == 0:
-            return 0
+            return 0, price
         upkeep = price * max(0.0, steady[peak] - unfed[peak]) / (tokens[peak] - tokens[0])
         scores = tokens * (1 - upkeep) - price * now - stages.margins
-        return int(scores.argmax())
+        return int(scores.argmax()), price
+
+    def _position_s(self, positions: int, stored: int) -> float:
+        """What a further position adds to a step, over the next few."""
+        near, far = self._times.at(np.array([positions, positions + _NEXT_FEW]) * 1.0, stored)
+        return max(0.0, float(far - near)) / _NEXT_FEW
 
 
 @dataclass(frozen=True)
@@ -447,9 +459,14 @@ class _Stages:
         added = np.bincount(self.rows[:stage], minlength=len(self.fixed))
         return [int(num_masks) for num_masks in self.fixed + added]
 
-    def least_gain(self, stage: int) -> float:
-        """Tokens that the last mask up to a stage brings; infinite where there is none."""
-        return float(self.tokens[stage] - self.tokens[stage - 1]) if stage else float("inf")
+    def least_gain(self, stage: int, marginal: float) -> float:
+        """Tokens that a position must bring: ``marginal``, as far as the masks that were chosen and
+        those that were not agree with it. The next steps' masks are judged by it, too.
+        """
+        gains = np.diff(self.tokens)
+        high = float(gains[stage - 1]) if stage else float("inf")
+        low = float(np.nextafter(gains[stage], 2.0)) if stage < len(gains) else 0.0
+        return max(min(max(marginal, low), high), _LEAST_GAIN)
 
 
 def _is_free_checked(request: Request) -> bool:
