@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mars_platform.mode import Confidence, Mode
-from mars_serve.engine.exact import chosen_masks, mask_gains
+from mars_serve.engine.exact import DraftChances, chosen_masks, mask_gains
 from mars_serve.engine.request import DecodingOptions, Draft, Outcomes, Request, Sampling
 from mars_serve.engine.window import Acceptance, StepTimes, WindowChooser
 
@@ -416,7 +416,7 @@ def exact_row(
     return Request(name, [5], options, drafts=[Draft(7, chance) for chance in drafts])
 
 
-CHANCES = np.array([0.9, 0.6, 0.5, 0.5])
+CHANCES = DraftChances.of([0.9, 0.6, 0.5, 0.5])
 
 
 def test_a_mask_is_worth_the_chance_of_its_outcome_times_that_of_its_depth() -> None:
@@ -460,9 +460,9 @@ def test_nothing_is_fed_that_could_not_be_used(
             assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
     gains = mask_gains(row, CHANCES, MAX_WINDOW)
     shares = [line[0] for line in gains if line]
-    assert sum(shares) <= CHANCES[0] + 1e-9
+    assert sum(shares) <= CHANCES.each[0] + 1e-9
     if num_left > MAX_WINDOW + 2:
-        assert sum(shares) == pytest.approx(CHANCES[0])  # one of the outcomes comes about
+        assert sum(shares) == pytest.approx(CHANCES.each[0])  # one of the outcomes comes about
 
 
 def test_pinned_layouts() -> None:

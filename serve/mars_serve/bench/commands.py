@@ -84,6 +84,9 @@ def decode(
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of the weights; else float32 on the CPU, bfloat16 on CUDA."),
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the engine's model (engine.compile).")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw tokens a second over batch size into this file.")
     ] = None,
@@ -125,6 +128,7 @@ def decode(
         seed=seed,
         device=device,
         dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+        compiled=compiled,
     )
     comparison = compare(options, Console(stderr=True))
     output = Console()

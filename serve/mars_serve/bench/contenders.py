@@ -78,6 +78,7 @@ def build_engine(
     draws: Draws | None = None,
     *,
     exact: bool = False,
+    compiled: bool = False,
 ) -> Engine:
     """Engine with the pages for any ``batch`` of the requests at once, its step times measured.
 
@@ -87,6 +88,7 @@ def build_engine(
         batch: requests that run at once.
         draws: replace the acceptance rule where given.
         exact: whether it decodes in mode exact, whose steps are wider.
+        compiled: see `EngineSettings.compile`.
     """
     defaults = EngineSettings()
     page_size = defaults.page_size_on(model.device)
@@ -98,6 +100,7 @@ def build_engine(
         max_batch=batch,
         max_positions=max(defaults.max_positions, batch * widest_row(window, exact=exact)),
         reuse_prefixes=False,  # rounds repeat the same prompts
+        compile=compiled,
     )
     engine = Engine(
         model.checkpoint,

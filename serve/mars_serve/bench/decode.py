@@ -94,6 +94,8 @@ class DecodeOptions:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    compiled: bool = False
+    """Compile the engine's model."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,9 @@ def _contenders(
     """The contenders asked for, in order; models are made when first used, and shared."""
     forms, special = ModelForms(model), model.checkpoint.special
     exact = any(name in _LAYOUTS for name in options.contenders)
-    engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
+    engine = cache(
+        partial(build_engine, model, requests, batch, draws, exact=exact, compiled=options.compiled)
+    )
     decodings = {
         "ar": DecodingOptions(1, Mode.AR),
         "threshold": DecodingOptions(1, Mode.THRESHOLD, options.threshold),

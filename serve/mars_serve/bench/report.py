@@ -139,6 +139,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
         "dtype": options.dtype,
         "threshold": options.threshold,
         "rounds": options.rounds,
+        "compiled": options.compiled,
         "seed": options.seed,
         "workload": _workload(options),
         "acceptance": draws and draws.acceptance.model_dump(),
@@ -278,6 +279,8 @@ def _notes(comparison: Comparison) -> list[str]:
         "request from its first token to its last, those in which it waited included; pos/fwd is "
         "what they fed, of a prompt its last token alone."
     ]
+    if options.compiled:
+        notes.append("The engine's model is compiled.")
     draws = comparison.draws
     if draws is not None:
         notes.append(
