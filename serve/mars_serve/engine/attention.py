@@ -353,10 +353,11 @@ class GatheredAttention:
         tokens = np.array([[row.num_tokens] for row in rows])
         place, key = np.arange(width), np.arange(num_pages * self.page_size)
         seen = stored + np.minimum(place + 1, tokens)  # [rows, width]
-        first = np.array(used)[:, None] * self.page_size + np.zeros_like(place)  # [rows, width]
-        end = first + place + 1 - tokens
-        for index, row in enumerate(rows):
-            if not row.is_causal:
+        first = np.array(used)[:, None] * self.page_size  # [rows, 1]
+        end = first + place + 1 - tokens  # [rows, width]
+        if not all(row.is_causal for row in rows):
+            first = first + np.zeros_like(place)  # [rows, width]
+            for index, row in enumerate(rows):
                 leading, own = (np.array(part)[row.num_tokens :] for part in row.visible())
                 seen[index, row.num_tokens : row.length] = row.num_stored + leading
                 first[index, row.num_tokens : row.length] += own - row.num_tokens

@@ -10,14 +10,14 @@ captured graphs prepare themselves once for each length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mars_serve.engine.scheduler import Work
 
 _EXACT_UP_TO = 8
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # as `Work` is
 class Row:
     """One request's places in a step."""
 
@@ -33,16 +33,14 @@ class Row:
     pages: list[int]
     """Pages of its stored tokens and of those that it feeds."""
     reads_logits: bool
+    num_masks: int = field(init=False)
+    """Masks of all groups."""
+    length: int = field(init=False)
+    """Places that it takes."""
 
-    @property
-    def num_masks(self) -> int:
-        """Masks of all groups."""
-        return sum(self.masks)
-
-    @property
-    def length(self) -> int:
-        """Places that it takes."""
-        return self.num_tokens + self.num_masks
+    def __post_init__(self) -> None:
+        self.num_masks = sum(self.masks)
+        self.length = self.num_tokens + self.num_masks
 
     @property
     def is_causal(self) -> bool:

@@ -19,16 +19,11 @@ from mars_serve.engine.sampling import SampledRow, TokenHistory, log_probs_of
 from mars_serve.engine.scheduler import Work
 
 
-def num_coming(work: Work) -> int:
-    """Proposals of a work's masks behind drafts, which come to bear where their outcome does."""
-    return work.num_masks if work.request.checks_drafts else 0
-
-
 def first_reads(works: Sequence[Work]) -> list[int]:
     """Of works that read logits, laid side by side, the first read of each, and their end."""
     starts = [0]
     for work in works:
-        starts.append(starts[-1] + work.num_proposed + num_coming(work))
+        starts.append(starts[-1] + work.num_proposed + work.num_coming)
     return starts
 
 
@@ -39,11 +34,14 @@ def sampled_rows(works: Sequence[Work], ends: frozenset[int]) -> list[SampledRow
         works: those that read logits, in order.
         ends: the model's end tokens.
     """
-    rows: list[SampledRow] = []
-    for work, start in zip(works, first_reads(works), strict=False):
-        if not work.request.options.is_plain:
-            rows += _rows(work, start, ends)
-    return rows
+    if all(work.request.options.is_plain for work in works):
+        return []
+    return [
+        row
+        for work, start in zip(works, first_reads(works), strict=False)
+        if not work.request.options.is_plain
+        for row in _rows(work, start, ends)
+    ]
 
 
 def _rows(work: Work, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
@@ -70,7 +68,7 @@ def _rows(work: Work, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
 
     yield row(start, work.num_proposed, 0, checked=True)
     begin = start + work.num_proposed
-    for outcome, count in enumerate(work.masks if num_coming(work) else ()):
+    for outcome, count in enumerate(work.masks if work.num_coming else ()):
         if count:
             yield row(begin, count, outcome + 1, checked=False)
         begin += count
@@ -98,13 +96,13 @@ def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> lis
         return None
     found: list[float] = []
     for work in works:
-        if num_coming(work) and _is_calibrated(work):
+        if work.num_coming and _is_calibrated(work):
             found += [1.0] * work.num_proposed
             found += [by_depth[depth + 1] for count in work.masks for depth in range(count)]
         elif _is_calibrated(work):
             found += by_depth[: work.num_proposed]
         else:
-            found += [1.0] * (work.num_proposed + num_coming(work))
+            found += [1.0] * (work.num_proposed + work.num_coming)
     return found
 
 
@@ -123,6 +121,8 @@ class Reports:
     @classmethod
     def of(cls, logits: Tensor, works: Sequence[Work]) -> Reports:
         """Taken from raw logits, float [reads, vocabulary]."""
+        if all(work.request.options.num_logprobs is None for work in works):
+            return cls({})
         return cls(
             {
                 work.request.id: log_probabilities(logits[start : start + work.num_proposed])

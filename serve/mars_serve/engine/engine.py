@@ -345,8 +345,10 @@ class Engine:
         request, num_right = work.request, 0
         tokens, confidences = self._accepted(work, result)
         accepted = tokens[: request.num_left]
-        eos, stops = self.checkpoint.special.eos, request.options.stop_ids
-        ends = [i for i, token in enumerate(accepted) if token in eos or token in stops]
+        end_tokens = self.checkpoint.special.eos
+        if request.options.stop_ids:
+            end_tokens |= request.options.stop_ids
+        ends = [i for i, token in enumerate(accepted) if token in end_tokens]
         if ends:
             accepted = accepted[: ends[0] + 1]
         if not commit(request, accepted):
@@ -359,7 +361,7 @@ class Engine:
         self._scheduler.stored(work, num_right)
         if ends:
             self._end(request, FinishReason.STOP)
-        elif request.num_output >= request.options.max_tokens:
+        elif request.num_left == 0:
             self._end(request, FinishReason.LENGTH)
         return StepOutput(
             request.id,

@@ -23,7 +23,6 @@ from mars_serve.engine.batch import build_batch
 from mars_serve.engine.choosing import (
     Reports,
     first_reads,
-    num_coming,
     sampled_rows,
     temperatures,
 )
@@ -39,7 +38,7 @@ _TILE = 16
 _MEASURES = {measure: place for place, measure in enumerate(Confidence)}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Accepted:
     """What a pass gave one request: tokens and, of each, its confidence."""
 
@@ -69,10 +68,10 @@ class Launched:
             return [_NOTHING] * len(self.works)
         packed = self.packed.cpu()  # the one copy to the host
         reading = [work for work in self.works if work.reads_logits]
-        coming = iter(unpack_coming(packed, len(reading), sum(map(num_coming, reading))))
+        coming = iter(unpack_coming(packed, len(reading), sum(work.num_coming for work in reading)))
         accepted = iter(unpack(packed, len(reading)))
         return [
-            self._accepted(work, *next(accepted), list(islice(coming, num_coming(work))))
+            self._accepted(work, *next(accepted), list(islice(coming, work.num_coming)))
             if work.reads_logits
             else _NOTHING
             for work in self.works
@@ -182,7 +181,7 @@ class ModelRunner:
     def _reads_on_host(self, works: Sequence[Work]) -> list[Tensor]:
         """The tensors of `Reads`; see `_reads_on_device`."""
         counts = [work.num_proposed for work in works]
-        sizes = [work.num_proposed + num_coming(work) for work in works]
+        sizes = [work.num_proposed + work.num_coming for work in works]
         found = temperatures(works, self._temperatures)
         return [
             torch.tensor([row for row, size in enumerate(sizes) for _ in range(size)]),
@@ -205,7 +204,7 @@ def _checks(works: Sequence[Work]) -> list[list[int]]:
     """`Reads.now`, `Reads.coming` and `Reads.drafts`, or nothing where all reads are of this step
     and no draft is fed.
     """
-    if not any(work.num_drafts or num_coming(work) for work in works):
+    if not any(work.num_drafts or work.num_coming for work in works):
         return []
     starts = first_reads(works)
     counts = [work.num_proposed for work in works]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.mode import Confidence, Mode
@@ -121,17 +122,19 @@ class DecodingOptions:
     """In mode exact; None leaves the choice to the engine, which takes the last one alone where it
     does not adapt windows."""
 
-    @property
+    # Asked for each row of each step.
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether each token is simply the likeliest one."""
         return self.sampling.is_plain and self.grammar is None
 
-    @property
+    @cached_property
     def takes_several(self) -> bool:
         """Whether more than one token a step is asked for; τ = 1 is plain AR decoding."""
         return self.mode is Mode.EXACT or (self.mode is Mode.THRESHOLD and self.threshold < 1.0)
 
-    @property
+    @cached_property
     def needs_masks(self) -> bool:
         """Whether it takes masks at all."""
         return self.takes_several and self.window != 0
@@ -275,7 +278,7 @@ class TokenLogprob:
     """Whether a mask gave it, in mode threshold; else it is the exact AR value."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOutput:
     """What one forward pass gave one request."""
 
