@@ -48,6 +48,9 @@ _NEXT_FEW = 8
 """Positions over which the cost of a further one is taken."""
 _LEAST_GAIN = 0.01
 """Tokens below which no mask is worth its place in the step's bookkeeping."""
+_SHORT_PROMPT = 32
+"""Positions of prompts that are no reason to choose anew, which costs more than they matter; nor
+are as many as the rows' masks."""
 _MARGIN = 0.03
 """Tokens a step that a row's masks must be predicted to bring beyond their cost."""
 
@@ -313,13 +316,15 @@ class WindowChooser:
         A long step in which a prompt is read does not make masks look free: they are charged the
         time that they add to it, at the price that a second has in steps without it.
 
-        Where steps are short, a choice is kept for some of them unless a prompt comes; see
+        Where steps are short, a choice is kept for some of them unless a long prompt comes; see
         `_renew`.
         """
         if not rows:
             return []
         self._num_kept += 1
-        if self._num_kept > self._interval or other_positions != self._other_positions:
+        change = abs(other_positions - self._other_positions)
+        is_other_step = change > max(_SHORT_PROMPT, len(rows) * self._max_window)
+        if self._num_kept > self._interval or is_other_step:
             if stored is None:
                 stored = sum(request.num_stored for request in rows)
             self._renew(rows, other_positions, stored)
