@@ -96,13 +96,13 @@ def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> lis
         return None
     found: list[float] = []
     for work in works:
-        if work.num_coming and _is_calibrated(work):
-            found += [1.0] * work.num_proposed
-            found += [by_depth[depth + 1] for count in work.masks for depth in range(count)]
-        elif _is_calibrated(work):
-            found += by_depth[: work.num_proposed]
-        else:
+        if not _is_calibrated(work):
             found += [1.0] * (work.num_proposed + work.num_coming)
+        elif work.request.checks_drafts:
+            found += [1.0] * work.num_proposed  # of the model's own choices, at depth 0
+            found += [by_depth[depth + 1] for count in work.masks for depth in range(count)]
+        else:
+            found += by_depth[: work.num_proposed]
     return found
 
 
