@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -64,6 +65,46 @@ def client(server):
 
 def test_models_are_listed(client):
     assert {model.id for model in client.models.list()} == {"mars", "plain", "untrained"}
+
+
+def ask_sampled(client, mode, **options):
+    return client.chat.completions.create(
+        model="mars",
+        messages=PROMPT,
+        max_tokens=40,
+        temperature=0.9,
+        seed=11,
+        n=2,
+        logprobs=True,
+        extra_body={"mode": mode},
+        **options,
+    )
+
+
+def test_sampled_exact_output_is_that_of_mode_ar(client):
+    exact, plain = (ask_sampled(client, mode) for mode in ("exact", "ar"))
+    texts = [[choice.message.content for choice in each.choices] for each in (exact, plain)]
+    assert texts[0] == texts[1]
+    assert exact.usage == plain.usage
+    assert exact.model_extra["mars"]["tokens_per_forward"] > 1.5
+    assert plain.model_extra["mars"]["tokens_per_forward"] == 1
+    ours, theirs = (
+        [token.logprob for token in each.choices[0].logprobs.content] for each in (exact, plain)
+    )
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_output_in_a_schema_with_a_stop_string(client):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for mode in ("exact", "threshold"):
+        body = {"response_format": wanted, "extra_body": {"mode": mode}}
+        made = client.chat.completions.create(
+            model="mars", messages=PROMPT, max_tokens=100, stop="}", **body
+        )
+        assert made.choices[0].finish_reason == "stop"
+        assert json.loads(made.choices[0].message.content + "}")["n"] in (1, 22)
 
 
 def test_completion_with_a_threshold_that_is_reported_back(client):

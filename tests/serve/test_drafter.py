@@ -121,7 +121,7 @@ def test_masks_behind_drafts_add_tokens(engine: Engine, items: list[EvalItem]) -
         tokens_per_forward(run(engine, items, [replace(THRESHOLD, window=window)])[1])
         for window in (4, 0)
     )
-    assert with_masks > without + 0.5
+    assert with_masks > without + 0.2
 
 
 def test_threshold_without_masks_is_exact(
@@ -145,7 +145,7 @@ def test_a_small_pool_preempts_shadows(
     trained: Trained, target: Checkpoint, items: list[EvalItem], expected: list[list[int]]
 ) -> None:
     drafter = make_drafter(trained.model, target, num_pages=8)
-    engine = Engine(target, SIZES.model_copy(update={"num_pages": 20}), drafter=drafter)
+    engine = Engine(target, SIZES.model_copy(update={"num_pages": 12}), drafter=drafter)
     assert run(engine, items, [EXACT])[0] == expected
     assert engine.status().num_preemptions > 0
     assert drafter._engine.status().num_preemptions > 0

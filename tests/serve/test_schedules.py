@@ -48,7 +48,7 @@ CHARACTERS = '0123456789abcdefghij,.{}":+'
 COMMON = [5, 6, 9, 15, 16, 18]
 SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
 SIZES = [
-    {"num_pages": 12, "max_batch": 6, "page_size": 4},  # two requests at a time, often preempted
+    {"num_pages": 10, "max_batch": 6, "page_size": 4},  # two requests at a time, often preempted
     {"num_pages": 40, "max_batch": 4, "page_size": 2},
     {"num_pages": 16, "max_batch": 8, "page_size": 3, "reuse_prefixes": 0},
 ]
