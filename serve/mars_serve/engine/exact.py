@@ -66,8 +66,11 @@ def chosen_masks(
 def _reach(request: Request, chances: DraftChances) -> list[float]:
     """Chance that so many drafts are right: 1.0 for none, and falling."""
     drafts = request.drafts[: request.num_left - 1]
-    if request.options.sampling.temperature > 0 and not request.has_drafter:
-        # a mask's probability does not say how often its draw is the right one
+    options = request.options
+    if (
+        options.sampling.temperature > 0 or options.grammar is not None
+    ) and not request.has_drafter:
+        # a mask's probability says neither how often its draw is right nor what a grammar allows
         return [1.0, *chances.all_up_to[: len(drafts)]]
     return list(accumulate((draft.confidence for draft in drafts), mul, initial=1.0))
 
