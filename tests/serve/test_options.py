@@ -27,7 +27,7 @@ from mars_serve.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
-from mars_serve.settings import ModelSettings
+from mars_serve.settings import DraftSettings, ModelSettings
 from mars_serve.text import StopRules
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -261,3 +261,12 @@ def test_a_schema_nested_too_deeply() -> None:
         schema = {"items": schema}
     with pytest.raises(ApiError, match=r"^guided_json: .* nested too deeply"):
         json_schema_grammar("guided_json", schema)
+
+
+def test_a_plain_model_with_a_draft_takes_every_mode(plain: Checkpoint) -> None:
+    draft = DraftSettings(path="small")
+    for mode in Mode:
+        assert options_of(plain, body_of(mode=mode), draft=draft).mode is mode
+    assert options_of(plain, body_of(), draft=draft).mode is Mode.THRESHOLD
+    with pytest.raises(ApiError, match="plain AR checkpoint"):
+        options_of(plain, body_of(mode=Mode.EXACT))
