@@ -7,6 +7,7 @@ nothing here are refused. Ranges that need no model are checked here, all others
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -183,9 +184,9 @@ class GenerationRequest(BaseModel):
         return "max_tokens"
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to report beside each output token; None reports no probabilities."""
-        raise NotImplementedError
 
     def refuse_unsupported(self) -> None:
         """Refuse what would otherwise be silently ignored.
