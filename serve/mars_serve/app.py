@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from mars_platform.checkpoint import read_checkpoint
-from mars_serve.api import ServedModel, create_app
 from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.loading import load_engine
+from mars_serve.rest.app import create_app
+from mars_serve.served import LiveThreshold, ReplicaReport, ServedModel
 from mars_serve.settings import ModelSettings, ServeSettings
 
 _MAX_ONGOING = 100_000
@@ -41,7 +42,7 @@ class ModelReplica:
         """Run a request to its end; a cancelled call cancels it."""
         return [output async for output in self._loop.stream(request)]
 
-    async def stream(self, request: Request) -> AsyncIterator[StepOutput]:
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run a request, one item a forward pass; a cancelled call cancels it."""
         async for output in self._loop.stream(request):
             yield output
@@ -56,7 +57,7 @@ class ModelReplica:
 
 
 class HandleBackend:
-    """`mars_serve.api.Backend` over the replicas of a deployment."""
+    """`mars_serve.served.Backend` over the replicas of a deployment."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -67,7 +68,7 @@ class HandleBackend:
         outputs: list[StepOutput] = await self._handle.complete.remote(request)
         return outputs
 
-    async def stream(self, request: Request) -> AsyncIterator[StepOutput]:
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run a request on one replica; leaving the iteration early cancels it there."""
         response = self._streaming.stream.remote(request)
         try:
@@ -76,10 +77,14 @@ class HandleBackend:
         finally:
             response.cancel()
 
-    async def status(self) -> EngineStatus:
-        """Status of one replica; raises if none answers."""
-        found: EngineStatus = await self._handle.status.remote()
-        return found
+    async def replicas(self) -> list[ReplicaReport]:
+        """One replica, where one answers."""
+        status: EngineStatus = await self._handle.status.remote()
+        return [ReplicaReport("one", status, await self.live_threshold())]
+
+    async def live_threshold(self) -> LiveThreshold:
+        """Not changed yet."""
+        return LiveThreshold(0, 0.95)
 
 
 class Ingress:
@@ -87,6 +92,7 @@ class Ingress:
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
         created = int(time.time())
+        self._settings = settings
         self._models = {
             model.name: ServedModel(
                 model, read_checkpoint(model.path), HandleBackend(handle), created
@@ -96,7 +102,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve once the replica is constructed."""
-        return create_app(self._models)
+        return create_app(self._models, self._settings)
 
 
 def _log_progress(done: int, total: int) -> None:

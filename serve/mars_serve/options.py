@@ -11,13 +11,8 @@ from typing import Any
 from mars_platform.checkpoint import Checkpoint
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.request import DecodingOptions, GrammarKind, GrammarSpec, Sampling
-from mars_serve.protocol import (
-    MAX_GRAMMAR_LENGTH,
-    ApiError,
-    GenerationRequest,
-    StructuredOutputs,
-    invalid_value,
-)
+from mars_serve.errors import ApiError, invalid_value
+from mars_serve.protocol import MAX_GRAMMAR_LENGTH, GenerationRequest, StructuredOutputs
 from mars_serve.settings import ModelSettings
 from mars_serve.text import StopRules
 

@@ -13,47 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from mars_platform.mode import Confidence, Mode
+from mars_serve.errors import ApiError, invalid_value
+from mars_serve.messages import ChatMessage
 
 MAX_GRAMMAR_LENGTH = 65_536
 """Characters of a schema, a regular expression or a grammar."""
 
 _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
-
-
-class ApiError(Exception):
-    """An error that a response reports in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-    def body(self) -> dict[str, Any]:
-        """The response body."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-def invalid_value(param: str, reason: str) -> ApiError:
-    """A field whose value cannot be served: status 400; the reason holds value and remedy."""
-    return ApiError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
 def _as_list(value: Any) -> Any:
@@ -246,13 +212,6 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to report beside each output token; None reports no probabilities."""
         return self.logprobs
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, StringConstraints(min_length=1)]
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,17 +12,47 @@ from mars_serve.engine.settings import CPU_PAGES
 from mars_serve.settings import ModelSettings
 
 
+@dataclass(frozen=True)
+class LiveThreshold:
+    """τ of the requests that give none of their own, as it was set last."""
+
+    version: int
+    """Grows with every change."""
+    threshold: float
+    """In (0, 1]."""
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """One replica of a model, as it is now."""
+
+    replica: str
+    """Name, unique among all replicas that ever ran."""
+    status: EngineStatus
+    live: LiveThreshold
+    """What its next step decodes with."""
+
+
 class Backend(Protocol):
     """A model's replicas."""
 
     async def complete(self, request: Request) -> list[StepOutput]:
         """Run a request to its end."""
 
-    def stream(self, request: Request) -> AsyncIterator[StepOutput]:
-        """Run a request, one item a forward pass; leaving the iteration early cancels it."""
+    def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        """Run a request, one item a forward pass; closing the generator early cancels it."""
 
-    async def status(self) -> EngineStatus:
-        """Of one replica; raises if none can serve."""
+    async def replicas(self) -> list[ReplicaReport]:
+        """Every replica that can serve; empty where none can."""
+
+    async def live_threshold(self) -> LiveThreshold:
+        """What was set last, whether or not every replica has it yet."""
+
+    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
+        """Change τ of the requests that give none, those that run now included."""
+
+    async def metrics(self) -> list[str]:
+        """What every replica counted, in Prometheus' text format."""
 
 
 @dataclass(frozen=True)

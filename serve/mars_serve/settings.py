@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -24,6 +25,18 @@ class DraftSettings(Settings):
     """τ of its own decoding, where it is a MARS checkpoint."""
 
 
+class TierSettings(Settings):
+    """What each ``service_tier`` may be served with.
+
+    Requests of tier ``priority`` are decoded without loss and go first, those of ``flex`` go last.
+    """
+
+    default_min_threshold: float = Field(default=0.9, gt=0, le=1)
+    """Lowest τ to which a request of tier ``default`` may be moved while it gives none itself."""
+    flex_min_threshold: float = Field(default=0.7, gt=0, le=1)
+    """The same for tier ``flex``."""
+
+
 class ModelSettings(Settings):
     """One served model."""
 
@@ -34,7 +47,8 @@ class ModelSettings(Settings):
     mode: Mode = Mode.THRESHOLD
     """Mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
     confidence_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of requests that name none."""
+    """τ of requests that name none, until it is changed on the running server."""
+    tiers: TierSettings = TierSettings()
     num_replicas: int = Field(default=1, ge=1)
     """Replicas, each with an engine of its own."""
     num_cpus: float = Field(default=1, ge=0)
@@ -50,6 +64,55 @@ class ModelSettings(Settings):
     """Used for requests in modes exact and threshold."""
 
 
+class LimitSettings(Settings):
+    """What one request may ask for; more is refused before it reaches a model."""
+
+    body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    """Bytes of a request's body."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of each prompt; by default what the model takes."""
+    output_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of each output; by default what the model takes."""
+    choices: int = Field(default=128, ge=1)
+    """Outputs of one request, ``n`` times its prompts."""
+    stop_strings: int = Field(default=16, ge=0)
+    stop_characters: int = Field(default=256, ge=1)
+    """Characters of each stop string."""
+    queue_wait_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a request that has not begun to run is given up; by default never."""
+
+
+class KeySettings(Settings):
+    """Who may use the server. Without either, it is open, and listens on loopback only."""
+
+    file: Path | None = None
+    """Keys, by hash, with what each may do; read again when the file changes."""
+    environment: str = "MARSRAY_API_KEYS"
+    """Variable that holds the same, where no file is given."""
+    reload_s: float = Field(default=2, gt=0)
+    """Seconds between two looks at the file."""
+
+
+class ProxySettings(Settings):
+    """How Ray Serve takes HTTP requests in."""
+
+    kind: Literal["auto", "haproxy", "python"] = "auto"
+    """Serve's proxies: ``auto`` is haproxy where its package is installed, which is on Linux. On a
+    cluster that runs already, it is the cluster's environment that decides."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Replicas of the ingress, which checks, tokenises and streams. Limits by key are shared out
+    evenly among them."""
+
+
+class TelemetrySettings(Settings):
+    """What the server tells about itself."""
+
+    log_requests: bool = True
+    """Write one line of JSON for each request, without its text."""
+    tracing: bool = False
+    """Send OpenTelemetry spans, where the standard OTEL_ variables say; needs marsray[tracing]."""
+
+
 class ServeSettings(Settings):
     """A server: some models behind one address."""
 
@@ -59,7 +122,14 @@ class ServeSettings(Settings):
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to listen on."""
     insecure: bool = False
-    """Allow an address other than loopback: there is no authentication."""
+    """Allow an address other than loopback without keys."""
+    keys: KeySettings = KeySettings()
+    limits: LimitSettings = LimitSettings()
+    proxy: ProxySettings = ProxySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    drain_s: float = Field(default=600, gt=0)
+    """Seconds that running requests get to end in when a replica is taken down; choose more than
+    the longest generation takes."""
     cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")

@@ -1,63 +1,35 @@
-"""The FastAPI application. Reaches models through `Backend`; knows neither Ray nor the engine."""
+"""``/v1/completions`` and ``/v1/chat/completions``. Reaches models through `Backend` only."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 
-from mars_platform import __version__
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
-from mars_platform.mode import Mode
 from mars_serve.choices import Choice, run_all, stream_all
-from mars_serve.engine.loop import EngineDied, QueueFull, RequestFailed
-from mars_serve.engine.request import EngineStatus
 from mars_serve.engine.request import Request as EngineRequest
+from mars_serve.errors import ApiError
 from mars_serve.options import decoding_options, stop_rules, structure_of, with_seed_of
-from mars_serve.protocol import (
-    ApiError,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from mars_serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mars_serve.responses import Generation
+from mars_serve.rest.errors import as_api_error
 from mars_serve.served import ServedModel
 from mars_serve.text import TokenBytes, encode
 
-__all__ = ["ServedModel", "create_app"]
-
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-_RETRY_AFTER_S = 1
-_GRAMMAR = "grammar"  # how the engine calls the field that asks for a structure
-_BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's, for bad encodings
 
 
-def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
-    """The REST application over some models."""
-    app = FastAPI(title="marsray", version=__version__)
-    _add_error_handlers(app)
+def generation_router(models: Mapping[str, ServedModel]) -> APIRouter:
+    """The endpoints that generate text."""
+    router = APIRouter()
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        """Whether every model has a replica that can serve."""
-        engines = {name: asdict(await _status(model)) for name, model in models.items()}
-        return JSONResponse({"status": "ok", "models": engines})
-
-    @app.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        """The models that requests can name."""
-        entries = [_model_entry(model) for model in models.values()]
-        return JSONResponse({"object": "list", "data": entries})
-
-    @app.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest) -> JSONResponse | StreamingResponse:
         """Complete a prompt given as text or token ids."""
         model = _find_model(models, body)
@@ -70,7 +42,7 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
         generation = _generation(model, body, prompt, is_chat=False, default_tokens=default)
         return await _respond(body, generation)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> JSONResponse | StreamingResponse:
         """Answer a conversation."""
         model = _find_model(models, body)
@@ -84,19 +56,7 @@ def create_app(models: Mapping[str, ServedModel]) -> FastAPI:
         generation = _generation(model, body, prompt, is_chat=True, default_tokens=rest)
         return await _respond(body, generation)
 
-    return app
-
-
-async def _status(model: ServedModel) -> EngineStatus:
-    try:
-        return await model.backend.status()
-    except Exception as error:
-        raise ApiError(
-            503,
-            f"model {model.settings.name}: no replica is ready ({type(error).__name__})",
-            code="not_ready",
-            retry_after_s=_RETRY_AFTER_S,
-        ) from error
+    return router
 
 
 def _find_model(models: Mapping[str, ServedModel], body: GenerationRequest) -> ServedModel:
@@ -180,7 +140,7 @@ async def _respond(
     try:
         deltas = await run_all(generation.choices, generation.model.backend)
     except Exception as error:
-        raise _as_api_error(error, generation.grammar_field) from error
+        raise as_api_error(error, generation.grammar_field) from error
     return JSONResponse(generation.response(deltas))
 
 
@@ -198,7 +158,7 @@ async def _events(generation: Generation, *, include_usage: bool) -> AsyncIterat
             yield _sse(generation.event(delta))
             has_begun = True
     except Exception as error:
-        problem = _as_api_error(error, generation.grammar_field)
+        problem = as_api_error(error, generation.grammar_field)
         if not has_begun:
             raise problem from error
         yield _sse(problem.body())
@@ -210,86 +170,3 @@ async def _events(generation: Generation, *, include_usage: bool) -> AsyncIterat
 
 def _sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-def _model_entry(model: ServedModel) -> dict[str, Any]:
-    metadata = model.checkpoint.metadata
-    return {
-        "id": model.settings.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "marsray",
-        "max_model_len": model.max_length,
-        "mars": {
-            "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],
-            "block_size": metadata.block_size if metadata else None,
-        },
-    }
-
-
-def _as_api_error(error: Exception, grammar_field: str | None) -> ApiError:
-    """What a backend raised, as an error of the API."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, UserError):
-        return _refused(error, grammar_field)
-    if isinstance(error, QueueFull):
-        return ApiError(
-            503,
-            "the queue is full; try again shortly",
-            code="queue_full",
-            retry_after_s=_RETRY_AFTER_S,
-        )
-    if isinstance(error, EngineDied):
-        return ApiError(
-            503, "the replica has failed", code="not_ready", retry_after_s=_RETRY_AFTER_S
-        )
-    if isinstance(error, RequestFailed):
-        return ApiError(500, "the model failed on this request", code="request_failed")
-    return ApiError(500, f"internal error ({type(error).__name__})", code="internal_error")
-
-
-def _refused(error: UserError, grammar_field: str | None) -> ApiError:
-    """What the engine refuses; the field that its message begins with is the request's own."""
-    message = str(error.args[0])  # Ray's str() of an error is the remote traceback
-    param, _, reason = message.partition(":")
-    if param == _GRAMMAR and grammar_field is not None:
-        param = grammar_field
-    return ApiError(400, f"{param}:{reason}", param=param, code="invalid_value")
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
-        return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await api_error(request, _describe(error))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == _BODY_NOT_PARSED[0] and error.detail == _BODY_NOT_PARSED[1]:
-            return await api_error(request, _unparsable(error.detail))
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        response = await api_error(request, ApiError(error.status_code, message))
-        response.headers.update(error.headers or {})
-        return response
-
-
-def _unparsable(reason: str) -> ApiError:
-    return ApiError(422, f"body: not a valid JSON object ({reason})", code="unparsable")
-
-
-def _describe(error: RequestValidationError) -> ApiError:
-    """The first problem of a request body: 422 if it cannot be parsed, else 400."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid" or not where:
-        return _unparsable(first["msg"])
-    param = ".".join(part for part in where if part.replace("_", "").isalnum())
-    message = f"{param}: {first['msg']}"
-    if first["type"] != "missing":
-        message += f" (got {str(first['input'])[:80]!r})"
-    return ApiError(400, message, param=where[0], code="invalid_value")

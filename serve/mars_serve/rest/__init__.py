@@ -1,0 +1,1 @@
+"""The REST endpoints: OpenAI's, and marsray's own beside them."""
