@@ -5,7 +5,12 @@ Knows no tokenisation and no cluster.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
@@ -13,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_platform.config import describe_validation_error
 from mars_platform.errors import UserError
+
+_MISTRAL_CALLS = "[TOOL_CALLS]"
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 class Message(BaseModel):
@@ -62,13 +70,46 @@ def validate_conversation(row: Any) -> Conversation:
     return conversation
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
     """Text that asks the model for the next assistant turn.
 
+    Args:
+        tokenizer: with its chat template, which transformers runs in jinja's sandbox.
+        messages: turns as Hugging Face's chat templates read them.
+        tools: what the model may call: objects with ``type`` and ``function``.
+        template_kwargs: further variables of the template, from whoever sent the request.
+        add_generation_prompt: else the text ends with the last turn.
+
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the messages.
+        UserError: the tokenizer has no chat template, the template refuses the messages or knows
+            no tools, or a variable has a name that is taken; begins with the argument's name.
     """
-    return _render(tokenizer, messages, add_generation_prompt=True)
+    if tools and "tools" not in _template_of(tokenizer, tools):
+        raise UserError(
+            "tools: this model's chat template does not know tools; leave them out, or use a model "
+            "that was trained with tools"
+        )
+    kwargs = template_kwargs or {}
+    taken = sorted(_reserved_names(tokenizer) & kwargs.keys())
+    if taken:
+        raise UserError(
+            f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
+            "of the template's own variables"
+        )
+    return _render(tokenizer, messages, add_generation_prompt, tools or None, kwargs)
+
+
+def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Variables of a template that only the server sets."""
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {*parameters, *tokenizer.special_tokens_map, "messages", "conversations"}
 
 
 def render_turns(
@@ -86,15 +127,13 @@ def render_turns(
             others follow, so that its span cannot be told.
     """
     messages = [message.model_dump() for message in conversation.messages]
-    text = _render(tokenizer, messages, add_generation_prompt=False)
+    text = _render(tokenizer, messages, False)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     spans = []
     for index in turns if loss_on == "all" else turns[-1:]:
         prompt = render_prompt(tokenizer, messages[:index])
         upto = (
-            text
-            if index + 1 == len(messages)
-            else _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
+            text if index + 1 == len(messages) else _render(tokenizer, messages[: index + 1], False)
         )
         if not (upto.startswith(prompt) and text.startswith(upto)):
             raise UserError(
@@ -107,17 +146,66 @@ def render_turns(
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    *,
+    messages: list[dict[str, Any]],
     add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template; add one as chat_template.jinja")
+    turns = _adapted(messages, _template_of(tokenizer, tools))
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            turns,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **kwargs,
         )
     except Exception as error:  # jinja templates raise whatever they like
-        raise UserError(f"messages: the chat template cannot render them ({error})") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"messages: the chat template cannot render them ({reason})") from error
     assert isinstance(text, str)
     return text
+
+
+def _template_of(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None
+) -> str:
+    """The template's text; of several, the one for tools where there are any."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "messages: the tokenizer has no chat template; add one as chat_template.jinja"
+        )
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise UserError(f"messages: there is no chat template to use ({error})") from error
+    assert isinstance(template, str)
+    return template
+
+
+def _adapted(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The turns in the terms that a template knows.
+
+    Few know the role developer, and some that do not leave such a turn out without a word; its
+    older name is system. Mistral's demand call ids of nine characters.
+    """
+    if "developer" not in template:
+        messages = [
+            {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages
+        ]
+    return [_with_short_ids(turn) for turn in messages] if _MISTRAL_CALLS in template else messages
+
+
+def _with_short_ids(turn: dict[str, Any]) -> dict[str, Any]:
+    if "tool_call_id" in turn:
+        turn = {**turn, "tool_call_id": _short_id(turn["tool_call_id"])}
+    if "tool_calls" in turn:
+        calls = [{**call, "id": _short_id(call["id"])} for call in turn["tool_calls"]]
+        turn = {**turn, "tool_calls": calls}
+    return turn
+
+
+def _short_id(identifier: str) -> str:
+    if _SHORT_ID.fullmatch(identifier):
+        return identifier
+    return hashlib.sha256(identifier.encode()).hexdigest()[:9]
