@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full test-clients lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
@@ -13,6 +14,10 @@ test: $(VENV)/.installed-dev lint
 
 test-full: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest --full
+
+# OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini $(TEST_ARGS) tests/clients
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -38,5 +43,11 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
+# The clients pin versions that the project does not share, so that they live apart, without torch.
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache

@@ -15,6 +15,7 @@ from mars_train.recipe import Recipe
 from mars_train.run import run_recipe
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
+collect_ignore = ["clients"]  # they run in an environment of their own: `make test-clients`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

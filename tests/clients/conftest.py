@@ -1,0 +1,168 @@
+"""A server with keys over a trained tiny model, for clients in an environment of their own.
+
+Nothing of the project is imported here: `make test-clients` runs these tests without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 120, 60
+_KEY = "mars-key-of-the-client-tests"
+# In the manner of the Qwen2.5 models: tools are told to the model, calls stand between tags.
+_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Return each call as an object within <tool_call></tool_call> tags:
+<tool_call>
+{"name": <function-name>, "arguments": <arguments-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    address: str
+    """Without ``/v1``."""
+    key: str
+    model: Path
+    """The checkpoint that it serves as ``mars``."""
+    data: Path
+    """Held-out conversations."""
+
+    @property
+    def api(self) -> str:
+        return f"{self.address}/v1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--python", default=str(ROOT / ".venv/bin/python"), help="interpreter that has marsray"
+    )
+    parser.addoption("--work", type=Path, help="folder of an earlier run, for its trained model")
+
+
+@pytest.fixture(scope="session")
+def python(request: pytest.FixtureRequest) -> str:
+    """The interpreter that has the project installed."""
+    found: str = request.config.getoption("--python")
+    return found
+
+
+@pytest.fixture(scope="session")
+def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model and its data are."""
+    return request.config.getoption("--work") or tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="session")
+def model(work: Path, python: str) -> Path:
+    """The checkpoint of the end-to-end tests' recipe, with a template that knows tools."""
+    path = work / "served"
+    if path.exists():
+        return path
+    marsray = [python, "-m", "mars_platform"]
+    _run([*marsray, "data", "demo", "--out", str(work / "data"), "--examples", "4000"])
+    recipe = [*marsray, "train", str(ROOT / "tests/recipe.yaml"), "--set", f"output={work / 'out'}"]
+    recipe += ["--set", f"data.train=[{work / 'data/train.jsonl'}]"]
+    recipe += ["--set", f"evaluation.data=[{work / 'data/eval.jsonl'}]"]
+    _run(recipe)
+    shutil.copytree(work / "out/model", path)
+    (path / "chat_template.jinja").write_text(_TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(work: Path, model: Path) -> Path:
+    """Held-out conversations of the model."""
+    return work / "data/eval.jsonl"
+
+
+@pytest.fixture(scope="session")
+def served(
+    model: Path, data: Path, python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """``marsray serve`` with one admin key."""
+    folder, port = tmp_path_factory.mktemp("server"), _free_port()
+    key = {"name": "clients", "sha256": hashlib.sha256(_KEY.encode()).hexdigest(), "admin": True}
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": [key]}))
+    settings = {
+        "port": port,
+        "models": [{"name": "mars", "path": str(model)}],
+        "keys": {"file": str(folder / "keys.yaml")},
+    }
+    (folder / "serve.yaml").write_text(yaml.safe_dump(settings))
+    command = [python, "-m", "mars_platform", "serve", str(folder / "serve.yaml")]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}/ready", log)
+        yield Served(f"http://127.0.0.1:{port}", _KEY, model, data)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(_STOP_TIMEOUT_S)
+
+
+@pytest.fixture(scope="session")
+def offline() -> dict[str, str]:
+    """Environment of child processes: nothing is asked of a hub or of a telemetry service."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "OPENAI_API_KEY": _KEY,
+    }
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.2)
+    pytest.fail(f"not ready in time: {log.read_text()}")

@@ -1,0 +1,282 @@
+"""The official openai client against the real server, which it takes for OpenAI's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from typing import Literal
+
+import openai
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+QUESTION = [{"role": "user", "content": "Start at 48. Steps: -4 +5 +2 +1"}]
+ADMIN, USER, SLOW = "mars-admin-key-of-the-tests", "mars-user-key-of-the-tests", "mars-slow"
+# In the manner of the Qwen2.5 models, whose tool calls stand between these tags.
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call functions. Their signatures are within <tools></tools> tags:
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Return each call as an object within <tool_call></tool_call> tags:
+<tool_call>
+{"name": <function-name>, "arguments": <arguments-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+class Weather(BaseModel):
+    """Weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    days: int = Field(ge=1, le=9)
+    metric: bool
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {**Weather.model_json_schema(), "additionalProperties": False},
+    },
+}
+OTHER = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["UTC", "CET"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+NAMED = {"type": "function", "function": {"name": "clock"}}
+
+
+def key_entry(name, secret, **options):
+    return {"name": name, "sha256": hashlib.sha256(secret.encode()).hexdigest(), **options}
+
+
+@pytest.fixture(scope="module")
+def server(serve, trained, tmp_path_factory):
+    """A server with keys, and with a model whose template knows tools."""
+    work = tmp_path_factory.mktemp("openai")
+    model = work / "model"
+    shutil.copytree(trained.model, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    keys = [
+        key_entry("admin", ADMIN, admin=True),
+        key_entry("user", USER, tiers=["default"]),
+        key_entry("slow", SLOW, requests_per_minute=1),
+    ]
+    (work / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    settings = {
+        "models": [{"name": "mars", "path": str(model)}],
+        "keys": {"file": str(work / "keys.yaml")},
+    }
+    with serve(settings, work) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server, api_key=USER, max_retries=0) as made:
+        yield made
+
+
+def ask(client, **options):
+    body = {"model": "mars", "messages": QUESTION, "max_tokens": 24, **options}
+    return client.chat.completions.create(**body)
+
+
+async def test_the_asynchronous_client_and_streams_give_the_same_text(server, client):
+    text = ask(client).choices[0].message.content
+    assert text
+    async with openai.AsyncOpenAI(base_url=server, api_key=USER, max_retries=0) as other:
+        assert (await ask(other)).choices[0].message.content == text
+        chunks = [chunk async for chunk in await ask(other, stream=True)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_streams_usage_comes_last_with_no_choice(client):
+    whole = ask(client)
+    *others, last = ask(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert all(chunk.usage is None for chunk in others)
+
+
+def test_models_are_listed_and_found(client):
+    listed = client.models.list().data
+    assert [model.id for model in listed] == ["mars"]
+    assert client.models.retrieve("mars") == listed[0]
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("nobody")
+    assert error.value.code == "model_not_found"
+
+
+def test_prompts_in_every_form(client):
+    texts = ["Count a box of 97 bells", "Add 2 and 4 cups"]
+    options = {"model": "mars", "max_tokens": 12}
+    alone = [client.completions.create(prompt=text, **options) for text in texts]
+    both = client.completions.create(prompt=texts, n=2, **options)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    expected = [each.choices[0].text for each in alone]
+    assert [choice.text for choice in both.choices] == [expected[i] for i in (0, 0, 1, 1)]
+    assert both.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+
+
+def test_scoring_by_echo(client):
+    prompt = "Add 2 and 4 cups"
+    scored = client.completions.create(
+        model="mars", prompt=prompt, max_tokens=0, echo=True, logprobs=1
+    )
+    choice = scored.choices[0]
+    assert choice.text == prompt
+    assert "".join(choice.logprobs.tokens) == prompt
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert len(choice.logprobs.tokens) == scored.usage.prompt_tokens
+    assert scored.usage.completion_tokens == 0
+
+
+def test_log_probabilities_of_a_chat(client):
+    made = ask(client, logprobs=True, top_logprobs=3, max_tokens=6).choices[0]
+    assert len(made.logprobs.content) == 6
+    for token in made.logprobs.content:
+        assert token.token == token.top_logprobs[0].token  # greedy
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
+        assert len(token.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("mode", ["ar", "exact", "threshold"])
+def test_output_parsed_into_a_model(client, mode):
+    made = client.chat.completions.parse(
+        model="mars",
+        messages=QUESTION,
+        response_format=Weather,
+        max_tokens=200,
+        extra_body={"mode": mode},
+    )
+    assert isinstance(made.choices[0].message.parsed, Weather)
+
+
+def test_a_cut_off_output_is_not_parsed(client):
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(
+            model="mars", messages=QUESTION, response_format=Weather, max_tokens=3
+        )
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "clock"}}]
+)
+def test_a_tool_is_called_and_its_result_goes_back(client, choice):
+    options = {"tools": [TOOL, OTHER], "tool_choice": choice, "max_tokens": 200}
+    made = ask(client, **options).choices[0]
+    assert made.finish_reason == "tool_calls"
+    assert made.message.content is None
+    call = made.message.tool_calls[0]
+    if choice != "required":
+        assert call.function.name == "clock"
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        Weather.model_validate(arguments)
+    else:
+        assert arguments["zone"] in ("UTC", "CET")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    answer = ask(client, messages=[*QUESTION, made.message, result], tools=[TOOL, OTHER])
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_streamed_tool_calls_add_up_to_the_unstreamed_ones(client):
+    options = {"model": "mars", "messages": QUESTION, "max_tokens": 200}
+    options |= {"tools": [TOOL, OTHER], "tool_choice": "required"}
+    whole = client.chat.completions.create(**options).choices[0]
+    with client.chat.completions.stream(**options) as stream:
+        events = [event.type for event in stream]
+        added = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in events
+    assert added.finish_reason == whole.finish_reason
+    functions = [
+        [(call.function.name, call.function.arguments) for call in each.message.tool_calls]
+        for each in (added, whole)
+    ]
+    assert functions[0] == functions[1]
+
+
+def test_a_tool_parsed_into_a_model(client):
+    made = client.chat.completions.parse(
+        model="mars",
+        messages=QUESTION,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice="required",
+        max_tokens=200,
+    )
+    call = made.choices[0].message.tool_calls[0]
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+def test_tools_that_need_not_be_used_leave_text(client):
+    made = ask(client, tools=[TOOL]).choices[0]
+    assert made.message.content or made.message.tool_calls
+
+
+def test_the_request_id_is_what_the_client_shows(client):
+    made = client.chat.completions.with_raw_response.create(
+        model="mars", messages=QUESTION, max_tokens=2, extra_headers={"X-Request-Id": "mine-1"}
+    )
+    assert made.headers["x-request-id"] == "mine-1"
+    assert made.parse()._request_id == "mine-1"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "param", "code"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature", "invalid_value"),
+        ({"service_tier": "priority"}, openai.PermissionDeniedError, "service_tier", None),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "invalid_value"),
+    ],
+)
+def test_refusals_arrive_as_the_clients_own_errors(client, body, kind, param, code):
+    with pytest.raises(kind) as error:
+        ask(client, **body)
+    assert error.value.param == param
+    assert code in (None, error.value.code)
+    assert error.value.type in ("invalid_request_error", "permission_error")
+    assert error.value.request_id
+
+
+def test_keys_arrive_as_the_clients_own_errors(server):
+    with (
+        openai.OpenAI(base_url=server, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError) as error,
+    ):
+        stranger.models.list()
+    assert error.value.code == "invalid_api_key"
+    with openai.OpenAI(base_url=server, api_key=SLOW, max_retries=0) as slow:
+        ask(slow, max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as limited:
+            ask(slow, max_tokens=1)
+    assert 1 <= int(limited.value.response.headers["retry-after"]) <= 60
