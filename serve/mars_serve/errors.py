@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+_MAX_MESSAGE = 1000
+"""Characters of a message: some quote what the client sent, which may be megabytes."""
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -16,20 +21,23 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        """Of the response, beside ``Retry-After``."""
 
     def body(self) -> dict[str, Any]:
         """The response body."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        other = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
-                "message": str(self),
-                "type": kind,
+                "message": clipped(str(self), _MAX_MESSAGE),
+                "type": _TYPES.get(self.status, other),
                 "param": self.param,
                 "code": self.code,
             }
@@ -39,3 +47,8 @@ class ApiError(Exception):
 def invalid_value(param: str, reason: str) -> ApiError:
     """A field whose value cannot be served: status 400; the reason holds value and remedy."""
     return ApiError(400, f"{param}: {reason}", param=param, code="invalid_value")
+
+
+def clipped(text: str, num_characters: int) -> str:
+    """A text that may be long, for a message."""
+    return text if len(text) <= num_characters else text[: num_characters - 1] + "…"

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mars_platform.cluster import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.mode import Mode
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.key_file import KeyEntry, parse_keys, refuse_duplicates
+
+
+def _absolute(path: Path) -> Path:
+    """Against the directory of who wrote it: Ray's processes may run in another."""
+    return path.expanduser().absolute()
 
 
 class DraftSettings(Settings):
@@ -83,14 +90,42 @@ class LimitSettings(Settings):
 
 
 class KeySettings(Settings):
-    """Who may use the server. Without either, it is open, and listens on loopback only."""
+    """Who may use the server. Without any key, it is open, and listens on loopback only."""
 
-    file: Path | None = None
-    """Keys, by hash, with what each may do; read again when the file changes."""
-    environment: str = "MARSRAY_API_KEYS"
-    """Variable that holds the same, where no file is given."""
+    file: Annotated[Path, AfterValidator(_absolute)] | None = None
+    """Keys, by hash, with what each may do; read again when the file changes. Every replica of the
+    ingress reads it, wherever it runs."""
+    environment: str = Field(default="MARSRAY_API_KEYS", min_length=1)
+    """Variable that holds the same, where no file is given. A replica of the ingress that does not
+    have it uses what ``marsray serve`` found in its own environment."""
+    entries: list[KeyEntry] | None = None
+    """The same, given here; used where there is neither file nor variable."""
     reload_s: float = Field(default=2, gt=0)
     """Seconds between two looks at the file."""
+
+    @field_validator("entries")
+    @classmethod
+    def _distinct(cls, entries: list[KeyEntry] | None) -> list[KeyEntry] | None:
+        refuse_duplicates(entries or [])
+        return entries
+
+    @property
+    def are_given(self) -> bool:
+        """Whether requests need a key."""
+        return self.file is not None or self.current_entries() is not None
+
+    def current_entries(self) -> list[KeyEntry] | None:
+        """Keys that are not in a file, of this process' environment first; None without any.
+
+        Raises:
+            UserError: the variable cannot be read; the message names it.
+        """
+        text = os.environ.get(self.environment)
+        return self.entries if text is None else parse_keys(text, self.environment)
+
+    def captured(self) -> KeySettings:
+        """These with what the environment holds now, hashes only, for a process elsewhere."""
+        return self.model_copy(update={"entries": self.current_entries()})
 
 
 class ProxySettings(Settings):
@@ -137,12 +172,18 @@ class ServeSettings(Settings):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ValueError(f"models: names must differ, got {names}")
-        if not self.insecure and not _is_loopback(self.host):
+        if not (self.insecure or self.is_local or self.keys.are_given):
             raise ValueError(
-                f"host: {self.host} is reachable from other machines and requests are not "
-                "authenticated; use 127.0.0.1, or allow it with insecure: true (--insecure)"
+                f"host: {self.host} is reachable from other machines and there are no keys; use "
+                "127.0.0.1, give keys.file or the variable that keys.environment names (marsray "
+                "key makes keys), or allow everybody in with insecure: true (--insecure)"
             )
         return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return _is_loopback(self.host)
 
 
 def _is_loopback(host: str) -> bool:

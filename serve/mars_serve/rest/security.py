@@ -1,0 +1,34 @@
+"""What stands before every endpoint: keys, limits by key, bodies, and errors' responses."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from mars_platform.errors import UserError
+from mars_serve.keys import KeyRing
+from mars_serve.limits import KeyLimits
+from mars_serve.rest.admission import AdmissionMiddleware
+from mars_serve.rest.authentication import KeyMiddleware
+from mars_serve.rest.bodies import BodyMiddleware
+from mars_serve.rest.errors import ErrorMiddleware
+from mars_serve.settings import ServeSettings
+
+
+def add_security(app: FastAPI, settings: ServeSettings) -> None:
+    """Put keys, limits and what reports their errors before an application's endpoints.
+
+    Raises:
+        UserError: the keys cannot be read, or there are none where there have to be.
+    """
+    keys = KeyRing(settings.keys)
+    if keys.is_open and not (settings.is_local or settings.insecure):
+        raise UserError(
+            "keys: the process that takes requests has none, and other machines reach it; give "
+            f"keys.file, or set {settings.keys.environment} there"
+        )
+    limits = KeyLimits(num_shares=settings.proxy.num_replicas)
+    # The one that is added last comes first.
+    app.add_middleware(BodyMiddleware, max_bytes=settings.limits.body_bytes)
+    app.add_middleware(AdmissionMiddleware, limits=limits)
+    app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
+    app.add_middleware(ErrorMiddleware)
