@@ -36,7 +36,7 @@ def decode(
     special: SpecialTokens,
     *,
     max_tokens: int,
-    threshold: float = 1.0,
+    threshold: float | Sequence[float] = 1.0,
     num_masks: int | Sequence[int] = 0,
     mask_token_id: int | None = None,
     measure: Confidence = Confidence.PROBABILITY,
@@ -48,26 +48,27 @@ def decode(
         prompt: token ids, at least one.
         special: ids that end the sequence, and ids never emitted.
         max_tokens: most output tokens.
-        threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding.
-        num_masks: window B, masks fed behind the cursor; a sequence gives the window of each pass,
-            so that the trace recorded from an engine can be replayed.
+        threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding. A sequence gives
+            that of each pass, so that the trace recorded from an engine can be replayed.
+        num_masks: window B, masks fed behind the cursor; likewise.
         mask_token_id: id of the mask; needed where masks are fed.
         measure: what is compared with the threshold.
 
     Raises:
-        UserError: decoding takes more passes than ``num_masks`` gives windows for.
+        UserError: decoding takes more passes than a sequence has entries for.
     """
     committed, passes = list(prompt), list[list[int]]()
     banned = torch.tensor(sorted(special.never_emitted), dtype=torch.long, device=model.device)
     while (num_output := len(committed) - len(prompt)) < max_tokens:
-        window = _window(num_masks, len(passes)) if threshold < 1.0 else 0
+        limit = _of_pass("threshold", threshold, len(passes))
+        window = int(_of_pass("num_masks", num_masks, len(passes))) if limit < 1.0 else 0
         masks = [] if window == 0 else [mask_token_id] * window
         ids = torch.tensor([committed + masks], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0]
         logits = logits[len(committed) - 1 :]  # [window + 1, vocabulary]
         proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
         sure = confidence(logits, proposed, measure).cpu()
-        count = num_accepted(sure[None], torch.tensor([threshold]), torch.tensor([window + 1]))
+        count = num_accepted(sure[None], torch.tensor([limit]), torch.tensor([window + 1]))
         accepted = proposed[: int(count)].tolist()[: max_tokens - num_output]
         ends = [i for i, token in enumerate(accepted) if token in special.eos]
         passes.append(accepted[: ends[0] + 1] if ends else accepted)
@@ -77,13 +78,13 @@ def decode(
     return Decoded(passes)
 
 
-def _window(num_masks: int | Sequence[int], index: int) -> int:
-    """Window of a pass."""
-    if isinstance(num_masks, int):
-        return num_masks
-    if index >= len(num_masks):
+def _of_pass(name: str, given: float | Sequence[float], index: int) -> float:
+    """What a pass has of a number that may be given for each pass."""
+    if isinstance(given, int | float):
+        return given
+    if index >= len(given):
         raise UserError(
-            f"num_masks: windows of {len(num_masks)} passes are given and decoding takes more; "
-            "record the whole trace or lower max_tokens"
+            f"{name}: those of {len(given)} passes are given and decoding takes more; record the "
+            "whole trace or lower max_tokens"
         )
-    return num_masks[index]
+    return given[index]

@@ -81,11 +81,11 @@ def generate_once(
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )
-    effective = threshold if mode is Mode.THRESHOLD else 1.0
-    options = DecodingOptions(max_tokens, mode, effective, sampling=sampling, grammar=grammar)
+    options = DecodingOptions(max_tokens, mode, threshold, sampling=sampling, grammar=grammar)
     engine = Engine(checkpoint, settings)
-    engine.add(Request("generate", ids, options))
-    return _run(engine, OutputText(tokenizer, StopRules(tuple(stop))), options)
+    request = Request("generate", ids, options)
+    engine.add(request)
+    return _run(engine, request, OutputText(tokenizer, StopRules(tuple(stop))))
 
 
 def read_json_schema(file: Path) -> GrammarSpec:
@@ -116,7 +116,8 @@ def _check_ranges(threshold: float, sampling: Sampling, stop: Sequence[str]) -> 
         raise UserError("--stop: an empty string is everywhere; leave it out")
 
 
-def _run(engine: Engine, text: OutputText, options: DecodingOptions) -> Generation:
+def _run(engine: Engine, request: Request, text: OutputText) -> Generation:
+    options = request.options
     started, passes, num_tokens, reason = time.monotonic(), list[str](), 0, None
     while engine.has_work and reason is None:
         for output in engine.step():
@@ -132,7 +133,7 @@ def _run(engine: Engine, text: OutputText, options: DecodingOptions) -> Generati
         num_tokens,
         reason,
         mode=options.mode,
-        confidence_threshold=options.threshold,
+        confidence_threshold=request.threshold,
         temperature=options.sampling.temperature,
         seed=options.sampling.seed,
         seconds=time.monotonic() - started,

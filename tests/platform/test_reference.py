@@ -169,7 +169,7 @@ def test_one_window_for_all_passes_is_the_same_as_a_list_of_it(model):
 
 
 def test_too_few_windows_are_refused(model):
-    with pytest.raises(UserError, match="num_masks: windows of 2 passes"):
+    with pytest.raises(UserError, match="num_masks: those of 2 passes"):
         windowed(model, PROMPTS[0], max_tokens=9, num_masks=[3, 3])
 
 

@@ -301,7 +301,7 @@ def settled(times: StepTimes, rows: list[Request], acceptance: float) -> WindowC
     for _ in range(200):
         numbers_of(chooser, rows)
         for row in rows:
-            if row.options.needs_masks:
+            if row.needs_masks:
                 run = int(np.cumprod(source.random(MAX_WINDOW) < acceptance).sum())
                 chooser.observe(row, MAX_WINDOW, run + 1)
     return chooser

@@ -69,6 +69,8 @@ class StepBatch:
     rows: list[Row]
     num_places: int
     """Places in use; ids and positions may be longer."""
+    scored: list[int] = field(default_factory=list)
+    """Places of prompt tokens whose next token's log-probability is to be reported."""
 
     @property
     def reads(self) -> list[int]:
@@ -103,6 +105,7 @@ def build_batch(
     """
     ids: list[int] = []
     positions: list[int] = []
+    scored: list[int] = []
     rows = []
     for work in works:
         request, begin = work.request, work.request.num_stored
@@ -115,6 +118,8 @@ def build_batch(
             pages=request.pages,
             reads_logits=work.reads_logits,
         )
+        if request.scores_prompt:
+            scored += [row.start + position - begin for position in work.scored]
         ids += request.tokens[begin : begin + work.num_tokens]
         ids += [draft.token for draft in request.drafts[: work.num_drafts]]
         positions += range(begin, begin + row.num_tokens)
@@ -127,4 +132,4 @@ def build_batch(
         rows.append(row)
     num_places = len(ids)
     padding = -(-bucket(num_places) // multiple_of) * multiple_of - num_places
-    return StepBatch(ids + [0] * padding, positions + [0] * padding, rows, num_places)
+    return StepBatch(ids + [0] * padding, positions + [0] * padding, rows, num_places, scored)

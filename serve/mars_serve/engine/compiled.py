@@ -73,9 +73,16 @@ class StepFunction:
         Returns:
             [reads, vocabulary]
         """
+        return self.logits(self.hidden(ids, positions, plan).index_select(0, reads))
+
+    def hidden(self, ids: Tensor, positions: Tensor, plan: Any) -> Tensor:
+        """Hidden states of all places behind the last layer, [places, hidden_size]."""
         with _attending(partial(self._attention.attend, plan=plan)):
-            hidden = self._decode(ids, positions)
-        logits: Tensor = self._output(hidden.index_select(0, reads))
+            return self._decode(ids, positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """From hidden states [n, hidden_size] to logits [n, vocabulary]."""
+        logits: Tensor = self._output(hidden)
         return logits
 
 

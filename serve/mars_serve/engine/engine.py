@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint import Checkpoint, load_model
 from mars_platform.errors import UserError
+from mars_serve.engine.admission import Deadlines, Limits
 from mars_serve.engine.attention import KeyValueShape
 from mars_serve.engine.choose import choose_attention
 from mars_serve.engine.choosing import commit
@@ -34,6 +36,16 @@ _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""
 
 
+@dataclass
+class _Counts:
+    """What an engine has done since its start; see `EngineStatus`."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    forward_passes: int = 0
+    row_passes: int = 0
+
+
 class Engine:
     """Steps all its requests together; each is admitted, advanced and finished on its own.
 
@@ -50,6 +62,7 @@ class Engine:
         device: str = "cpu",
         draw_accepted: Callable[[Request, int], int] | None = None,
         drafter: Drafter | None = None,
+        live_threshold: float = 0.95,
     ) -> None:
         """Load a checkpoint's weights (or take over ``model``) and reserve its pages.
 
@@ -63,6 +76,7 @@ class Engine:
                 are accepted, instead of the method's rule. For measuring steps with untrained
                 weights.
             drafter: a second model, which proposes tokens for requests that are not in mode ar.
+            live_threshold: see the attribute.
 
         Raises:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
@@ -113,7 +127,15 @@ class Engine:
         self._grammars = GrammarCompiler(
             checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
         )
+        self.live_threshold = live_threshold
+        """τ in (0, 1] of requests that give none, from the next step on. Any thread may set it."""
+        self._threshold = live_threshold
+        """What the step at hand has."""
         self._requests: dict[str, Request] = {}
+        self._deadlines = Deadlines()
+        self._overdue: list[StepOutput] = []
+        """Of requests that ended at the start of this step."""
+        self._counts = _Counts()
         self._chooser: WindowChooser | None = None
         self._num_failures = 0
         self._finished_at: float | None = None
@@ -140,6 +162,10 @@ class Engine:
             num_free_pages=self._pool.num_free,
             num_reused_tokens=self._scheduler.num_reused_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._counts.prompt_tokens,
+            num_generated_tokens=self._counts.generated_tokens,
+            num_forward_passes=self._counts.forward_passes,
+            num_row_passes=self._counts.row_passes,
         )
 
     @property
@@ -182,12 +208,15 @@ class Engine:
         """Take a request in; see `check` for what is refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
-        options = request.options
-        request.has_drafter = self._drafter is not None and options.takes_several
+        request.has_drafter = self._drafter is not None and request.options.may_take_several
+        request.follow(self._threshold)
+        if request.arrived_at is None:
+            request.arrived_at = time.monotonic()
         if request.options.grammar is not None:
             request.matcher = self._grammars.compile(request.options.grammar).matcher()
         self._requests[request.id] = request
         self._scheduler.add(request)
+        self._deadlines.add(request)
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run. Any thread may call it; a grammar that was not
@@ -196,32 +225,14 @@ class Engine:
         Raises:
             UserError: naming the option and the numbers.
         """
-        if not request.tokens:
-            raise UserError("prompt: it has no tokens; give at least one")
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
-            raise UserError(
-                f"prompt: token ids must lie between 0 and {self._vocabulary - 1}, the model's "
-                "vocabulary; use the model's own tokenizer"
-            )
-        if request.max_length > self.max_length:
-            raise UserError(
-                f"max_tokens: {request.num_prompt} prompt tokens and {request.options.max_tokens} "
-                f"output tokens make {request.max_length}, more than the {self.max_length} that "
-                "fit; shorten the prompt or lower max_tokens"
-            )
-        options = request.options
-        if options.needs_masks and self.window == 0 and self._drafter is None:
-            raise UserError(
-                "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
-                f"mode '{options.mode}'; use mode 'ar'"
-            )
-        if options.calibrated and self.checkpoint.calibration is None:
-            raise UserError(
-                "calibrated: this model has no calibration.json; run marsray calibrate on it, or "
-                "leave the field out"
-            )
-        if options.grammar is not None:
-            self._grammars.compile(options.grammar)
+        Limits(
+            self.checkpoint,
+            self._vocabulary,
+            self.max_length,
+            gives_one=self.window == 0 and self._drafter is None,
+        ).check(request)
+        if request.options.grammar is not None:
+            self._grammars.compile(request.options.grammar)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its pages; one that has ended already is no error."""
@@ -243,6 +254,8 @@ class Engine:
         On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
         not cancelled.
         """
+        self._take_threshold()
+        self._end_overdue()
         if self._drafter is not None:
             running = self._scheduler.running
             self._drafter.propose(
@@ -256,6 +269,7 @@ class Engine:
         if not works:
             self._finished_at = None
             return None
+        self._note_begun(works)
         return self._launch(works)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
@@ -267,19 +281,20 @@ class Engine:
         Raises:
             RuntimeError: step after step fails for every request.
         """
+        outputs, self._overdue = self._overdue, []
         if step is None:
-            return []
-        outputs = []
+            return outputs
         results = self._results(step)
         self._note_time(step.works)
         for work, result in zip(step.works, results, strict=True):
             if isinstance(result, Exception):
                 outputs.append(self._fail(work.request, result))
                 continue
-            if work.reads_logits:
+            if work.reads_logits or result.prompt_logprobs:
                 outputs.append(self._commit(work, result))
             else:
                 self._scheduler.stored(work)
+        self._counts.forward_passes += 1
         if not self._requests:
             self._finished_at = None
         return outputs
@@ -291,6 +306,30 @@ class Engine:
             AssertionError: one does.
         """
         self._scheduler.check_integrity()
+
+    def _take_threshold(self) -> None:
+        """One τ for the whole step, whatever is set meanwhile."""
+        live = self.live_threshold
+        if live == self._threshold:
+            return
+        self._threshold = live
+        for request in self._requests.values():
+            request.follow(live)
+        if self._chooser is not None:
+            self._chooser.expire()
+
+    def _end_overdue(self) -> None:
+        for request in self._deadlines.pop_overdue(time.monotonic()):
+            self._end(request, FinishReason.TIMEOUT)
+            self._overdue.append(StepOutput(request.id, [], request.finish_reason))
+
+    def _note_begun(self, works: Sequence[Work]) -> None:
+        for work in works:
+            request = work.request
+            if request.queue_s is None:
+                assert request.arrived_at is not None
+                request.queue_s = time.monotonic() - request.arrived_at
+                self._counts.prompt_tokens += request.num_prompt
 
     def _choose(self, rows: list[Request]) -> list[Masks]:
         """Masks of the rows that leave them to the engine, beside all others that run."""
@@ -342,6 +381,23 @@ class Engine:
             return FailedLaunch(works, error)
 
     def _commit(self, work: Work, result: Accepted) -> StepOutput:
+        """Enter what a pass gave: tokens, log-probabilities of the prompt, or both."""
+        request = work.request
+        is_first = request.num_output == request.num_scored == 0
+        request.num_scored += len(result.prompt_logprobs)
+        if not work.reads_logits:
+            self._scheduler.stored(work)
+            output = StepOutput(request.id, [], None)
+        else:
+            output = self._commit_tokens(work, result)
+        output.num_masks, output.num_positions = work.num_masks, work.num_positions
+        output.threshold = request.threshold
+        output.prompt_logprobs = result.prompt_logprobs
+        if is_first:
+            output.num_reused, output.queue_s = request.num_reused, request.queue_s or 0.0
+        return output
+
+    def _commit_tokens(self, work: Work, result: Accepted) -> StepOutput:
         request, num_right = work.request, 0
         tokens, confidences = self._accepted(work, result)
         accepted = tokens[: request.num_left]
@@ -354,6 +410,8 @@ class Engine:
         if not commit(request, accepted):
             return self._fail(request, ValueError("the grammar allows no token of this model"))
         request.tokens += accepted
+        self._counts.generated_tokens += len(accepted)
+        self._counts.row_passes += bool(accepted)
         if request.checks_drafts:
             num_right = min(len(result.tokens) - 1, len(accepted))
             request.drafts = [] if request.takes_unchecked else list(result.drafts)
@@ -367,8 +425,6 @@ class Engine:
             request.id,
             accepted,
             request.finish_reason,
-            num_masks=work.num_masks,
-            num_positions=work.num_positions,
             confidences=confidences[: len(accepted)],
             logprobs=result.logprobs[: len(accepted)],
         )
@@ -383,7 +439,7 @@ class Engine:
             num_asked = min(work.num_drafts, request.num_own_drafts)
             num_given = min(num_given, num_asked + 1)
             if request.takes_unchecked:
-                limit = request.options.threshold
+                limit = request.threshold
                 sure = list(takewhile(lambda draft: draft.confidence >= limit, result.drafts))
                 num_asked, num_given = len(result.drafts), len(sure) + 1
                 tokens = [*tokens, *(draft.token for draft in sure)]
@@ -412,7 +468,9 @@ class Engine:
 
 def _checked(result: Accepted) -> Accepted | Exception:
     """A row whose logits are not numbers has failed; its neighbours have not."""
-    if any(confidence != confidence for confidence in result.confidences):
+    if any(confidence != confidence for confidence in result.confidences) or any(
+        entry.logprob != entry.logprob for entry in result.prompt_logprobs
+    ):
         return ArithmeticError("the model's output is not a number for this request")
     return result
 

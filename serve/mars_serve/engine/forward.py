@@ -7,7 +7,7 @@ nothing of queues or text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -19,7 +19,7 @@ from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.acceptance import Reads, accept, unpack, unpack_coming
 from mars_serve.engine.attention import ATTENTION_NAME, Attention
-from mars_serve.engine.batch import build_batch
+from mars_serve.engine.batch import StepBatch, build_batch
 from mars_serve.engine.choosing import (
     Reports,
     first_reads,
@@ -31,6 +31,7 @@ from mars_serve.engine.linear import pack_linears, tile_linears
 from mars_serve.engine.request import Draft, Request, TokenLogprob
 from mars_serve.engine.sampling import choose_tokens
 from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scoring import PromptScores, next_tokens, positions_at_once
 from mars_serve.engine.varlen import VarlenAttention
 
 _TILE = 16
@@ -48,6 +49,8 @@ class Accepted:
     """Where drafts were checked, what the masks of the outcome propose behind the tokens."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of each token, where the request wants them."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of further tokens of the prompt, where the request wants them."""
 
 
 _NOTHING = Accepted([], [])
@@ -61,9 +64,21 @@ class Launched:
     packed: Tensor | None
     """What `accept` gave; None where no work reads logits."""
     reports: Reports
+    scores: PromptScores | None
+    """What is read of prompts; None where nothing is."""
 
     def wait(self) -> list[Accepted]:
         """For each work, at least one token where it reads logits, and none elsewhere."""
+        found = self._tokens()
+        if self.scores is None:
+            return found
+        scores = self.scores.by_request()
+        return [
+            replace(each, prompt_logprobs=scores.get(work.request.id, []))
+            for work, each in zip(self.works, found, strict=True)
+        ]
+
+    def _tokens(self) -> list[Accepted]:
         if self.packed is None:
             return [_NOTHING] * len(self.works)
         packed = self.packed.cpu()  # the one copy to the host
@@ -157,16 +172,28 @@ class ModelRunner:
         """Start one step. On a GPU this returns while it runs."""
         batch = build_batch(works, self.mask_token_id, self._multiple_of)
         reading = [work for work in works if work.reads_logits]
+        extra = self._reads_on_host(reading) if reading else []
+        logits, tensors, scores = self._run_model(works, batch, extra)  # the one copy from the host
         if not reading:
-            self._forward(batch, [])
-            return Launched(works, None, Reports({}))
-        logits, tensors = self._forward(batch, self._reads_on_host(reading))  # the one copy from it
+            return Launched(works, None, Reports({}), scores)
         reads = _reads_on_device(reading, tensors)
         reports = Reports.of(logits, reading)  # before they are overwritten
         rows = sampled_rows(reading, self._ends)
         choose = partial(choose_tokens, rows=rows) if rows else None
         packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
-        return Launched(works, packed, reports)
+        return Launched(works, packed, reports, scores)
+
+    def _run_model(
+        self, works: Sequence[Work], batch: StepBatch, extra: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], PromptScores | None]:
+        """Logits, ``extra`` on the device, and what is read of prompts."""
+        if not batch.scored:
+            return *self._forward(batch, extra), None
+        tokens = torch.tensor(next_tokens(works))
+        logits, (tokens, *tensors), hidden = self._forward.with_scored(batch, [tokens, *extra])
+        at_once = positions_at_once(logits.shape[1], logits.device)
+        scores = PromptScores.of(works, hidden, tokens, self._forward.logits, at_once)
+        return logits, tensors, scores
 
     def capture(
         self,
@@ -187,7 +214,7 @@ class ModelRunner:
             torch.tensor([row for row, size in enumerate(sizes) for _ in range(size)]),
             torch.tensor([depth for count in counts for depth in range(count)]),
             torch.tensor(counts),
-            torch.tensor([work.request.options.threshold for work in works]),
+            torch.tensor([work.request.threshold for work in works]),
             torch.tensor([_MEASURES[_measure(work)] for work in works]),
             torch.tensor(found or [], dtype=torch.float32),
             *(torch.tensor(part, dtype=torch.long) for part in _checks(works)),

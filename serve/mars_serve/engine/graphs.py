@@ -39,6 +39,14 @@ class Forward(Protocol):
         next step; and the ``extra`` tensors, which travel to the device with the step's own.
         """
 
+    def with_scored(
+        self, batch: StepBatch, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The same, and hidden states of the places that are scored, [scored, hidden_size]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """From such hidden states to logits, [n, vocabulary]."""
+
 
 class EagerForward:
     """Runs with any attention."""
@@ -55,6 +63,20 @@ class EagerForward:
         numbers = [torch.tensor(part) for part in (batch.ids, batch.positions, batch.reads or [0])]
         ids, positions, reads, *staged = stage([*numbers, *extra], self._device)
         return self._function(ids, positions, reads, self._attention.plan(batch)), staged
+
+    def with_scored(
+        self, batch: StepBatch, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """See `Forward`."""
+        parts = batch.ids, batch.positions, batch.reads or [0], batch.scored
+        numbers = [torch.tensor(part) for part in parts]
+        ids, positions, reads, scored, *staged = stage([*numbers, *extra], self._device)
+        hidden = self._function.hidden(ids, positions, self._attention.plan(batch))
+        return self.logits(hidden.index_select(0, reads)), staged, hidden.index_select(0, scored)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Forward`."""
+        return self._function.logits(hidden)
 
 
 @dataclass(frozen=True)
@@ -163,14 +185,33 @@ class GraphedForward:
         """See `Forward`."""
         shape = self._captured_shape(batch)
         if shape is None:
-            exact = StepShape.of(batch, self._attention.page_size)
-            shape = ForwardShape(max(len(batch.reads), 1), exact)
+            shape = self._exact_shape(batch)
             numbers, *staged = stage([self._pack(batch, shape), *extra], self._model.device)
             return self._run(numbers, shape), staged
         numbers, *staged = stage([self._pack(batch, shape), *extra], self._model.device)
         self._numbers[: len(numbers)].copy_(numbers)
         self._replays[shape]()
         return self._logits[: len(batch.reads)], staged
+
+    def with_scored(
+        self, batch: StepBatch, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """See `Forward`; never by a graph, which keeps no hidden states."""
+        shape = self._exact_shape(batch)
+        tensors = [self._pack(batch, shape), torch.tensor(batch.scored), *extra]
+        numbers, scored, *staged = stage(tensors, self._model.device)
+        ids, positions, reads, packed = torch.split(numbers, shape.sizes)
+        plan = self._attention.unpack(packed, shape.step)
+        hidden = self._function.hidden(ids, positions, plan)
+        return self.logits(hidden.index_select(0, reads)), staged, hidden.index_select(0, scored)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Forward`."""
+        return self._function.logits(hidden)
+
+    def _exact_shape(self, batch: StepBatch) -> ForwardShape:
+        step = StepShape.of(batch, self._attention.page_size)
+        return ForwardShape(max(len(batch.reads), 1), step)
 
     def _captured_shape(self, batch: StepBatch) -> ForwardShape | None:
         if self._sizes is None:

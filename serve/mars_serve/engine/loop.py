@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mars_platform.errors import UserError
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 
@@ -28,17 +30,34 @@ class QueueFull(RuntimeError):
     """As many requests wait as the engine allows; try again later."""
 
 
+class QueueTimeout(RuntimeError):
+    """The request waited for as long as it may (`DecodingOptions.max_queue_s`) and did not begin;
+    try again later.
+    """
+
+
+_Outputs = asyncio.Queue[StepOutput | EngineDied]
+_Delivery = tuple[_Outputs, StepOutput | EngineDied]
+
+
 @dataclass(frozen=True)
 class _Listener:
     """Where a request's output goes."""
 
     loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[StepOutput | EngineDied]
+    outputs: _Outputs
 
-    def put(self, output: StepOutput | EngineDied) -> None:
-        """Hand output over; a loop that has closed meanwhile has nobody left to take it."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.outputs.put_nowait, output)
+
+def _hand_over(deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]]) -> None:
+    """Wake each event loop once, for all that it gets: waking one takes longer than a put."""
+    for loop, pairs in deliveries.items():
+        with suppress(RuntimeError):  # a loop that has closed has nobody left to take it
+            loop.call_soon_threadsafe(_put_all, pairs)
+
+
+def _put_all(pairs: list[_Delivery]) -> None:
+    for outputs, output in pairs:
+        outputs.put_nowait(output)
 
 
 class EngineLoop:
@@ -58,6 +77,26 @@ class EngineLoop:
         """Whether the engine still steps."""
         return self._thread.is_alive()
 
+    @property
+    def live_threshold(self) -> float:
+        """τ of the requests that give none."""
+        return self.engine.live_threshold
+
+    def set_live_threshold(self, value: float) -> None:
+        """Change τ of the requests that give none, those that run included, from the next step on.
+
+        Args:
+            value: in (0, 1].
+
+        Raises:
+            UserError: it is not.
+        """
+        if not 0.0 < value <= 1.0:
+            raise UserError(
+                f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
+            )
+        self.engine.live_threshold = value
+
     def status(self) -> EngineStatus:
         """How full the engine is.
 
@@ -76,9 +115,11 @@ class EngineLoop:
         Raises:
             UserError: the request can never run.
             QueueFull: too many requests wait already.
+            QueueTimeout: it did not begin within the time that it sets.
             RequestFailed: its own forward pass failed.
             EngineDied: the engine failed, before or meanwhile.
         """
+        request.arrived_at = time.monotonic()
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         if request.options.grammar is not None:
             await asyncio.to_thread(self.engine.check, request)  # compiles it for what follows
@@ -93,6 +134,9 @@ class EngineLoop:
                 finished = output.finish_reason is not None
                 if output.finish_reason is FinishReason.ERROR:
                     raise RequestFailed(output.error)
+                if output.finish_reason is FinishReason.TIMEOUT:
+                    limit = request.options.max_queue_s
+                    raise QueueTimeout(f"the request did not begin within {limit} s")
                 yield output
         finally:
             if not finished:
@@ -151,6 +195,7 @@ class EngineLoop:
         return not self._stopping
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
+        deliveries = defaultdict[asyncio.AbstractEventLoop, list[_Delivery]](list)
         with self._changed:
             for output in outputs:
                 listener = self._listeners.get(output.request_id)
@@ -158,11 +203,15 @@ class EngineLoop:
                     continue  # cancelled while the step ran
                 if output.finish_reason is not None:
                     del self._listeners[output.request_id]
-                listener.put(output)
+                deliveries[listener.loop].append((listener.outputs, output))
+        _hand_over(deliveries)
 
     def _end_listeners(self) -> None:
+        deliveries = defaultdict[asyncio.AbstractEventLoop, list[_Delivery]](list)
         with self._changed:
             self._stopping = True
             for listener in self._listeners.values():
-                listener.put(EngineDied("the engine has stopped"))
+                pair = listener.outputs, EngineDied("the engine has stopped")
+                deliveries[listener.loop].append(pair)
             self._listeners.clear()
+        _hand_over(deliveries)

@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     ERROR = "error"
     """Its own part of a forward pass failed."""
+    TIMEOUT = "timeout"
+    """It waited for as long as it may and had not begun."""
 
 
 class Outcomes(StrEnum):
@@ -99,10 +101,10 @@ class DecodingOptions:
     """What a request asks of decoding; checked before it reaches the engine."""
 
     max_tokens: int
-    """Most output tokens, at least 1."""
+    """Most output tokens, at least 1; 0 where only ``num_prompt_logprobs`` are asked for."""
     mode: Mode = Mode.THRESHOLD
-    threshold: float = 0.95
-    """τ in (0, 1]."""
+    threshold: float | None = 0.95
+    """τ in (0, 1], in mode threshold; None follows the engine's live τ from step to step."""
     confidence: Confidence = Confidence.PROBABILITY
     """What is compared with τ."""
     window: int | None = None
@@ -121,6 +123,13 @@ class DecodingOptions:
     outcomes: Outcomes | None = None
     """In mode exact; None leaves the choice to the engine, which takes the last one alone where it
     does not adapt windows."""
+    min_threshold: float = 0.0
+    """Where the live τ is followed: it is not taken below this, in [0, 1]."""
+    num_prompt_logprobs: int | None = None
+    """Report the log-probability of each prompt token but the first, and those of so many likeliest
+    tokens in its place; None: neither."""
+    max_queue_s: float | None = None
+    """Seconds to wait for the first step at the most; None: no limit."""
 
     # Asked for each row of each step.
 
@@ -130,14 +139,16 @@ class DecodingOptions:
         return self.sampling.is_plain and self.grammar is None
 
     @cached_property
-    def takes_several(self) -> bool:
-        """Whether more than one token a step is asked for; τ = 1 is plain AR decoding."""
-        return self.mode is Mode.EXACT or (self.mode is Mode.THRESHOLD and self.threshold < 1.0)
+    def follows_live(self) -> bool:
+        """Whether τ may change while the request runs."""
+        return self.mode is Mode.THRESHOLD and self.threshold is None
 
     @cached_property
-    def needs_masks(self) -> bool:
-        """Whether it takes masks at all."""
-        return self.takes_several and self.window != 0
+    def may_take_several(self) -> bool:
+        """Whether some step may be asked for more than one token; τ = 1 is plain AR decoding."""
+        if self.mode is Mode.THRESHOLD:
+            return self.threshold is None or self.threshold < 1.0
+        return self.mode is Mode.EXACT
 
 
 class Draft(NamedTuple):
@@ -168,7 +179,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading full pages, as far as they were needed so far."""
     num_reused: int = 0
-    """Prompt tokens whose keys and values were found stored when it was first admitted."""
+    """Prompt tokens whose keys and values were found stored, before it was ever preempted."""
     num_preemptions: int = 0
     """Times that it gave its pages up for another."""
     drafts: list[Draft] = field(default_factory=list)
@@ -181,9 +192,31 @@ class Request:
     """Of the committed tokens, once a choice has needed it."""
     matcher: Matcher | None = None
     """Where in its grammar the output is; the engine makes it."""
+    num_scored: int = 0
+    """Leading positions of the prompt whose next token's log-probability has been reported."""
+    arrived_at: float | None = None
+    """When it came, by ``time.monotonic``; whoever takes it in says so."""
+    queue_s: float | None = None
+    """Seconds from then to its first step; None before."""
+    threshold: float = field(init=False)
+    """τ of the step at hand; 1.0 outside mode threshold."""
+    needs_masks: bool = field(init=False)
+    """Whether the step at hand may take masks at all."""
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        pinned = self.options.threshold if self.options.mode is Mode.THRESHOLD else None
+        self._decode_with(1.0 if pinned is None else pinned)
+
+    def follow(self, live_threshold: float) -> None:
+        """Decode with the engine's τ from the next step on, where the request gives none."""
+        if self.options.follows_live:
+            self._decode_with(max(live_threshold, self.options.min_threshold))
+
+    def _decode_with(self, threshold: float) -> None:
+        several = self.options.mode is Mode.EXACT or threshold < 1.0
+        self.threshold = threshold
+        self.needs_masks = several and self.options.window != 0
 
     @property
     def num_output(self) -> int:
@@ -209,7 +242,13 @@ class Request:
     def leaves_masks(self) -> bool:
         """Whether the engine chooses how many masks it gets."""
         options = self.options
-        return options.needs_masks and options.window is None and options.outcomes is None
+        return self.needs_masks and options.window is None and options.outcomes is None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be reported."""
+        wanted = self.options.num_prompt_logprobs is not None
+        return wanted and self.num_scored < self.num_prompt - 1
 
     @property
     def checks_drafts(self) -> bool:
@@ -227,7 +266,7 @@ class Request:
         A pass gives one token without masks, so that masks past ``max_tokens`` would be wasted.
         In mode exact what masks propose is checked in the pass after.
         """
-        if not self.options.needs_masks or (self.has_drafter and self._needs_checked):
+        if not self.needs_masks or (self.has_drafter and self._needs_checked):
             return 0
         pinned = window if self.options.window is None else self.options.window
         given = outcome + (2 if self.options.mode is Mode.EXACT else 1)
@@ -243,7 +282,7 @@ class Request:
         """Masks of each outcome, 0 to the drafts to feed, where the engine has no choice."""
         if not self.checks_drafts:
             return (self.num_masks(window),)
-        num_drafts = min(len(self.drafts), self.num_left - 1)
+        num_drafts = min(len(self.drafts), max(self.num_left, 1) - 1)
         first = 0 if self.options.outcomes is Outcomes.ALL else num_drafts
         return tuple(
             self.num_masks(window, outcome) if outcome >= first else 0
@@ -265,11 +304,18 @@ class EngineStatus:
     num_reused_tokens: int
     """Tokens that were found stored instead of being computed, over all admissions."""
     num_preemptions: int
+    num_prompt_tokens: int = 0
+    """Of the requests that have begun, those found stored included."""
+    num_generated_tokens: int = 0
+    num_forward_passes: int = 0
+    """Steps."""
+    num_row_passes: int = 0
+    """Passes of single requests that gave tokens, over all steps."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of an output token, from the model's raw logits at temperature 1."""
+    """Log-probability of a token, from the model's raw logits at temperature 1."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -296,3 +342,12 @@ class StepOutput:
     """Of each accepted token, where the request asks for them."""
     error: str | None = None
     """What failed, where the finish reason says so."""
+    threshold: float = 1.0
+    """τ that the pass used; 1.0 in modes ar and exact."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of further prompt tokens, in order, from the second one on, where the request asks for them.
+    A pass that feeds only a part of the prompt may give these and no token."""
+    num_reused: int = field(default=0, compare=False)
+    """On the request's first output, prompt tokens that were found stored; else 0."""
+    queue_s: float = field(default=0.0, compare=False)
+    """On the request's first output, seconds that it waited for its first step; else 0."""

@@ -50,6 +50,16 @@ class Work:
         self.num_coming = self.num_masks if checks else 0
         self.num_positions = self.num_tokens + self.num_drafts + self.num_masks
 
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt whose next token's log-probability the step is to report."""
+        request = self.request
+        if not request.scores_prompt:
+            return range(0)
+        assert request.num_stored <= request.num_scored, "no position was passed over"
+        end = min(request.num_stored + self.num_tokens, request.num_prompt - 1)
+        return range(request.num_scored, end)
+
 
 Masks = tuple[int, ...]
 """Masks of each outcome; there is one more of them than drafts to feed."""
@@ -128,7 +138,7 @@ class Scheduler:
         self._admit()
         for request in self.running:
             if self._in_prefill(request):
-                self.num_reused_tokens += self._match(request)
+                self._reuse(request, self._match(request))
         return self._give_pages(self._plan(self._masks(choose), may_shrink=choose is not None))
 
     def stored(self, work: Work, num_drafts: int = 0) -> None:
@@ -186,9 +196,7 @@ class Scheduler:
             while not self._fits(request, len(self.running)):
                 self._preempt_last()
             insort(self.running, request, key=_order)
-            self.num_reused_tokens += num_reused
-            if request.num_preemptions == 0:
-                request.num_reused = num_reused
+            self._reuse(request, num_reused)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
         """Whether a request could run beside the first ``num_kept`` of those that run now."""
@@ -223,15 +231,29 @@ class Scheduler:
             keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
         return keys[start:stop]
 
-    def _match(self, request: Request) -> int:
-        """Take over stored pages that continue a request's own; return how many tokens they hold.
+    def _reuse(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that were found stored."""
+        self.num_reused_tokens += num_tokens
+        if request.num_preemptions == 0:
+            request.num_reused += num_tokens
+
+    def _last_shared(self, request: Request) -> int:
+        """Pages of a request, from its first, that may be another's.
 
         At least the last token stays unstored: what follows it is read from its own forward pass.
+        So are the log-probabilities of a prompt.
+        """
+        num_tokens = request.num_scored if request.scores_prompt else len(request.tokens) - 1
+        return num_tokens // self.pool.page_size
+
+    def _match(self, request: Request) -> int:
+        """Take over stored pages that continue a request's own; return how many tokens they
+        hold.
         """
         size = self.pool.page_size
+        first, last = request.num_stored // size, self._last_shared(request)
         if not self.reuse_prefixes or request.num_stored % size:
             return 0
-        first, last = request.num_stored // size, (len(request.tokens) - 1) // size
         pages = self.pool.match(self._keys(request, first, last))
         unused = request.pages[first:]  # of a work that was not stored
         request.pages[first:] = pages
@@ -242,8 +264,7 @@ class Scheduler:
     def _next_key(self, request: Request) -> bytes | None:
         """Key of the page that a request computes next, where it could take over another's."""
         index, inside = divmod(request.num_stored, self.pool.page_size)
-        last = (len(request.tokens) - 1) // self.pool.page_size
-        if not self.reuse_prefixes or inside or index >= last:
+        if not self.reuse_prefixes or inside or index >= self._last_shared(request):
             return None
         return self._keys(request, index, index + 1)[0]
 

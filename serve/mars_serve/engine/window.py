@@ -245,7 +245,7 @@ def _kind(request: Request) -> tuple[str, int]:
     if request.options.mode is Mode.EXACT:
         temperature = round(request.options.sampling.temperature * 5)
         return f"{request.options.mode} {request.options.grammar is not None}", temperature
-    return request.options.confidence, round(request.options.threshold * 20)
+    return request.options.confidence, round(request.threshold * 20)
 
 
 class WindowChooser:
@@ -297,6 +297,10 @@ class WindowChooser:
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown one is no error."""
         self._acceptance.forget(request_id)
+
+    def expire(self) -> None:
+        """Choose anew in the next step: what rows may take has changed."""
+        self._interval = 0
 
     def choose(
         self, rows: Sequence[Request], *, other_positions: int = 0, stored: int | None = None

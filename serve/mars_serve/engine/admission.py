@@ -1,0 +1,85 @@
+"""Which requests an engine takes, and how long those wait that it has taken. Knows no step."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from mars_platform.checkpoint import Checkpoint
+from mars_platform.errors import UserError
+from mars_serve.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must fit."""
+
+    checkpoint: Checkpoint
+    vocabulary: int
+    """Embeddings of the model."""
+    max_length: int
+    """Tokens of prompt and output together."""
+    gives_one: bool
+    """Whether the model gives one token a pass, for want of masks and of a drafting model."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never run.
+
+        Raises:
+            UserError: naming the option and the numbers.
+        """
+        self._check_length(request)
+        options = request.options
+        if self.gives_one and options.may_take_several and options.window != 0:
+            raise UserError(
+                "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
+                f"mode '{options.mode}'; use mode 'ar'"
+            )
+        if options.calibrated and self.checkpoint.calibration is None:
+            raise UserError(
+                "calibrated: this model has no calibration.json; run marsray calibrate on it, or "
+                "leave the field out"
+            )
+
+    def _check_length(self, request: Request) -> None:
+        if not request.tokens:
+            raise UserError("prompt: it has no tokens; give at least one")
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self.vocabulary:
+            raise UserError(
+                f"prompt: token ids must lie between 0 and {self.vocabulary - 1}, the model's "
+                "vocabulary; use the model's own tokenizer"
+            )
+        if request.options.max_tokens == 0 and request.options.num_prompt_logprobs is None:
+            raise UserError(
+                "max_tokens: it is 0 and no log-probabilities of the prompt are asked for; give at "
+                "least 1, or ask for them"
+            )
+        if request.max_length > self.max_length:
+            raise UserError(
+                f"max_tokens: {request.num_prompt} prompt tokens and {request.options.max_tokens} "
+                f"output tokens make {request.max_length}, more than the {self.max_length} that "
+                "fit; shorten the prompt or lower max_tokens"
+            )
+
+
+class Deadlines:
+    """Requests that may not wait for ever, the most urgent first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """Watch a request that has come and been queued, where it sets a limit."""
+        assert request.arrived_at is not None
+        if request.options.max_queue_s is not None:
+            end = request.arrived_at + request.options.max_queue_s
+            heapq.heappush(self._heap, (end, request.arrival, request))
+
+    def pop_overdue(self, now: float) -> list[Request]:
+        """Those that have neither begun nor ended in time; each is named once."""
+        overdue = []
+        while self._heap and self._heap[0][0] < now:
+            request = heapq.heappop(self._heap)[2]
+            if request.queue_s is None and request.finish_reason is None:
+                overdue.append(request)
+        return overdue
