@@ -42,7 +42,7 @@ def create_app(
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
     app.include_router(metrics_router(models, telemetry))
-    app.include_router(generation_router(models))
+    app.include_router(generation_router(models, settings.limits))
     return app
 
 
