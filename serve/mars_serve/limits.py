@@ -1,9 +1,10 @@
 """How much a key may ask for at once and in a minute. Knows no HTTP and no model.
 
-Tokens are charged when they are known: a prompt's with the request, an output's as they come. A key
+Tokens are charged once they are known: a prompt's with the request, an output's as they come. A key
 is refused while its account is empty. So no guess at an output's length is needed, and none is
 paid for that is not generated; an account may be overdrawn by what already runs, which the
-key has to wait for, so that its rate holds over time.
+key has to wait for, so that its rate holds over time. Charges are made when somebody asks what is
+left, not with every token.
 """
 
 from __future__ import annotations
@@ -63,9 +64,14 @@ class Account:
 class _Usage:
     """What one key has in use."""
 
-    num_running: int = 0
+    running: set[Admission] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """By what they count: requests or tokens; only those that are limited."""
+
+    def settle(self) -> None:
+        """Charge what the running requests have used."""
+        if tokens := self.accounts.get("tokens"):
+            tokens.take(sum(admission.newly_used() for admission in self.running))
 
 
 class KeyLimits:
@@ -76,28 +82,31 @@ class KeyLimits:
         self._clock = clock
         self._usage: dict[str, _Usage] = {}
 
-    def admit(self, caller: Caller) -> Admission:
-        """Let a request in; the caller has to close what it gets.
+    def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Admission:
+        """Let a request in, until the context that it returns is left.
+
+        Args:
+            caller: whose limits count.
+            num_tokens: tells the tokens of the request's prompt and output so far; never falls.
 
         Raises:
             ApiError: 429, with the seconds to wait, if one of the key's limits is reached.
         """
         usage = self._usage_of(caller)
         limit = self._share(caller.max_concurrent)
-        if limit is not None and usage.num_running >= limit:
-            raise _refusal(f"{usage.num_running} requests are running, the most", _BUSY_S, usage)
-        requests, tokens = usage.accounts.get("requests"), usage.accounts.get("tokens")
-        if requests and (wait_s := requests.wait_s(1)):
-            raise _refusal("too many requests in a minute", wait_s, usage)
-        if tokens and not tokens.remaining:
-            raise _refusal("too many tokens in a minute", tokens.wait_s(1), usage)
-        if requests:
-            requests.take(1)
-        usage.num_running += 1
-        return Admission(usage, tokens)
+        if limit is not None and len(usage.running) >= limit:
+            raise _refusal(f"{len(usage.running)} requests are running, the most", _BUSY_S, usage)
+        waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
+        wait_s = max(waits_s, default=0)
+        if wait_s:
+            raise _refusal(f"too many {waits_s[wait_s]} in a minute", wait_s, usage)
+        if "requests" in usage.accounts:
+            usage.accounts["requests"].take(1)
+        return Admission(usage, num_tokens)
 
     def _usage_of(self, caller: Caller) -> _Usage:
         usage = self._usage.setdefault(caller.name, _Usage())
+        usage.settle()  # before what has come in since is cut to what the account holds
         now_s = self._clock()
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}
         for kind, limit in limits.items():
@@ -117,22 +126,23 @@ class KeyLimits:
 class Admission:
     """One request that was let in; a context manager."""
 
-    def __init__(self, usage: _Usage, tokens: Account | None) -> None:
+    def __init__(self, usage: _Usage, num_tokens: Callable[[], int]) -> None:
         self._usage = usage
-        self._tokens = tokens
+        self._num_tokens = num_tokens
         self._num_charged = 0
 
-    def charge_up_to(self, num_tokens: int) -> None:
-        """Charge the tokens of the request's prompt and output so far, each once."""
-        if self._tokens is not None:
-            self._tokens.take(num_tokens - self._num_charged)
-            self._num_charged = num_tokens
+    def newly_used(self) -> int:
+        """Tokens since the last time that this was asked."""
+        before, self._num_charged = self._num_charged, self._num_tokens()
+        return self._num_charged - before
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's headers of what is left."""
+        """OpenAI's headers of what is left to the key."""
+        self._usage.settle()
         return _headers(self._usage)
 
     def __enter__(self) -> Admission:
+        self._usage.running.add(self)
         return self
 
     def __exit__(
@@ -141,7 +151,8 @@ class Admission:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._usage.num_running -= 1
+        self._usage.settle()
+        self._usage.running.remove(self)
 
 
 def _refusal(reason: str, wait_s: float, usage: _Usage) -> ApiError:

@@ -34,18 +34,14 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
-        with self._limits.admit(caller) as admission:
+        with self._limits.admit(caller, lambda: _num_tokens(record)) as admission:
 
-            async def charging(message: Message) -> None:
-                admission.charge_up_to(_num_tokens(record))
+            async def telling(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message).update(admission.headers())
                 await send(message)
 
-            try:
-                await self._app(scope, receive, charging)
-            finally:  # a stream that ended early has used what it has
-                admission.charge_up_to(_num_tokens(record))
+            await self._app(scope, receive, telling)
 
 
 def _num_tokens(record: RequestRecord) -> int:

@@ -14,7 +14,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_platform.errors import UserError
-from mars_serve.engine.loop import EngineDied, QueueFull, RequestFailed
+from mars_serve.engine.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 from mars_serve.errors import ApiError, clipped, invalid_value
 
 RETRY_AFTER_S = 1
@@ -63,6 +63,8 @@ def _unavailable(error: BaseException) -> tuple[str, str] | None:
 
     if isinstance(error, QueueFull | BackPressureError):
         return "queue_full", "the queue is full; try again shortly"
+    if isinstance(error, QueueTimeout):
+        return "queue_timeout", "the request waited too long in the queue; try again shortly"
     if isinstance(error, EngineDied):
         return "not_ready", "the replica has failed; try again shortly"
     # Of Ray itself: no replica is there, or the one that was asked has gone.
