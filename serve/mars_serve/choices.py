@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from mars_serve.engine.request import FinishReason, Request, StepOutput, TokenLogprob
+from mars_serve.prompts import Prompt
 from mars_serve.served import Backend
-from mars_serve.text import OutputText, StopRules
+from mars_serve.text import OutputText
 
 
 @dataclass(frozen=True)
 class ReportedToken:
-    """An output token whose log-probability was asked for."""
+    """A token whose log-probability was asked for."""
 
     token: int
     offset: int
-    """Characters of the output before it."""
-    logprob: TokenLogprob
+    """Characters of the text before it."""
+    logprob: TokenLogprob | None
+    """None of a prompt's first token, which nothing predicts."""
 
 
 @dataclass(frozen=True)
@@ -32,56 +33,125 @@ class Delta:
     """Text that is settled; see `OutputText` for what is held back."""
     num_tokens: int
     reported: list[ReportedToken]
-    """Of each of those tokens, where asked for."""
-    finish_reason: FinishReason | None
+    """Of each of those tokens, where asked for; before those of the prompt, where it is echoed."""
+    finish_reason: str | None
     is_first: bool
 
 
+@dataclass
+class Passes:
+    """What the forward passes of some choices had in common."""
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    """Output tokens, up to the one that completed a stop string."""
+    sum_threshold: float = 0.0
+    min_threshold: float = 1.0
+    max_threshold: float = 0.0
+    num_cached: int = 0
+    """Prompt tokens that were found stored."""
+    queue_s: float = 0.0
+    """Seconds before the first of them."""
+
+    def count(self, output: StepOutput, num_tokens: int) -> None:
+        """Add a pass that gave tokens or was the last one."""
+        self.num_passes += 1
+        self.num_tokens += num_tokens
+        self.sum_threshold += output.threshold
+        self.min_threshold = min(self.min_threshold, output.threshold)
+        self.max_threshold = max(self.max_threshold, output.threshold)
+
+    def add(self, other: Passes) -> None:
+        """Add those of another choice."""
+        self.num_passes += other.num_passes
+        self.num_tokens += other.num_tokens
+        self.sum_threshold += other.sum_threshold
+        self.min_threshold = min(self.min_threshold, other.min_threshold)
+        self.max_threshold = max(self.max_threshold, other.max_threshold)
+        self.num_cached += other.num_cached
+        self.queue_s = max(self.queue_s, other.queue_s)
+
+    @property
+    def mean_threshold(self) -> float:
+        """Mean τ of the passes, exactly τ where it did not move; 1.0 before the first."""
+        if self.min_threshold >= self.max_threshold:
+            return self.min_threshold
+        return self.sum_threshold / self.num_passes
+
+
+@dataclass
 class Choice:
     """One output of a request: an engine request of its own, cut where a stop string is found."""
 
-    def __init__(
-        self, index: int, request: Request, tokenizer: PreTrainedTokenizerBase, rules: StopRules
-    ) -> None:
-        self.index = index
-        self.request = request
-        self.num_passes = 0
-        self.num_tokens = 0
-        """Output tokens, up to the one that completed a stop string."""
-        self._rules = rules
-        self._text = OutputText(tokenizer, rules)
+    index: int
+    request: Request
+    prompt: Prompt
+    text: OutputText
+    may_stop: bool
+    """Whether a string may end it before the engine does."""
+    passes: Passes = field(default_factory=Passes)
+    _scored: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt, from its second token on."""
 
-    async def stream(self, backend: Backend) -> AsyncIterator[Delta]:
+    async def stream(self, backend: Backend) -> AsyncGenerator[Delta]:
         """Run the request; ends at a stop string, which cancels the request."""
-        async for output in backend.stream(self.request):
-            delta = self._take(output)
-            yield delta
-            if delta.finish_reason is not None and output.finish_reason is None:
-                break  # leaving the backend's iteration is what cancels
+        async with aclosing(backend.stream(self.request)) as outputs:
+            async for output in outputs:
+                delta = self._take(output)
+                if delta is not None:
+                    yield delta
+                    if delta.finish_reason is not None and output.finish_reason is None:
+                        break  # closing the backend's generator is what cancels
 
     async def run(self, backend: Backend) -> list[Delta]:
         """Run the request to its end."""
-        if self._rules.strings:
+        if self.may_stop:
             return [delta async for delta in self.stream(backend)]
-        return [self._take(output) for output in await backend.complete(self.request)]
+        taken = [self._take(output) for output in await backend.complete(self.request)]
+        return [delta for delta in taken if delta is not None]
 
-    def _take(self, output: StepOutput) -> Delta:
-        part = self._text.push(output.tokens, last=output.finish_reason is not None)
-        self.num_passes += 1
-        self.num_tokens += part.num_tokens
-        reason = FinishReason.STOP if part.is_stopped else output.finish_reason
-        reported = []
+    def _take(self, output: StepOutput) -> Delta | None:
+        """What a pass gave; None where it fed but a part of the prompt."""
+        self.passes.num_cached += output.num_reused
+        self.passes.queue_s += output.queue_s
+        self._scored += output.prompt_logprobs
+        if not output.tokens and output.finish_reason is None:
+            return None
+        part = self.text.push(output.tokens, last=output.finish_reason is not None)
+        is_first = self.passes.num_passes == 0
+        self.passes.count(output, part.num_tokens)
+        text, reported, echo = part.text, list[ReportedToken](), self.prompt.echo
+        start = len(echo.text) if echo else 0
+        if echo and is_first:
+            text = echo.text + text
+            reported = self._of_prompt(echo.offsets)
         if self.request.options.num_logprobs is not None:
-            tokens = list(zip(output.tokens, output.logprobs, strict=True))[: part.num_tokens]
-            pairs = zip(tokens, part.offsets, strict=True)
-            reported = [ReportedToken(token, offset, each) for (token, each), offset in pairs]
-        return Delta(
-            self, part.text, part.num_tokens, reported, reason, is_first=self.num_passes == 1
-        )
+            shown = slice(part.num_tokens)
+            places = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
+            reported += [ReportedToken(token, start + at, value) for token, at, value in places]
+        reason = FinishReason.STOP if part.is_stopped else output.finish_reason
+        return Delta(self, text, part.num_tokens, reported, reason, is_first)
+
+    def _of_prompt(self, offsets: Sequence[int]) -> list[ReportedToken]:
+        if self.request.options.num_logprobs is None:
+            return []
+        values = [None, *self._scored]
+        tokens = self.prompt.tokens
+        return [ReportedToken(*each) for each in zip(tokens, offsets, values, strict=True)]
+
+
+def passes_of(choices: Sequence[Choice]) -> Passes:
+    """The passes of some choices, all together."""
+    total = Passes()
+    for choice in choices:
+        total.add(choice.passes)
+    return total
 
 
 async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delta]]:
     """Run all choices at once; an error of one cancels the others."""
+    if len(choices) == 1:  # spares a task
+        return [await choices[0].run(backend)]
     tasks = [asyncio.create_task(choice.run(backend)) for choice in choices]
     try:
         return await asyncio.gather(*tasks)
@@ -89,20 +159,22 @@ async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delt
         await _cancel(tasks)
 
 
-async def stream_all(choices: Sequence[Choice], backend: Backend) -> AsyncIterator[Delta]:
+async def stream_all(choices: Sequence[Choice], backend: Backend) -> AsyncGenerator[Delta]:
     """Run all choices at once and yield what they give as it comes.
 
-    An error of one cancels the others, and so does leaving the iteration.
+    An error of one cancels the others, and so does closing the generator.
     """
     if len(choices) == 1:  # spares a task and a queue
-        async for delta in choices[0].stream(backend):
-            yield delta
+        async with aclosing(choices[0].stream(backend)) as deltas:
+            async for delta in deltas:
+                yield delta
         return
     queue = asyncio.Queue[Delta | None]()
 
     async def feed(choice: Choice) -> None:
-        async for delta in choice.stream(backend):
-            queue.put_nowait(delta)
+        async with aclosing(choice.stream(backend)) as deltas:
+            async for delta in deltas:
+                queue.put_nowait(delta)
 
     tasks = [asyncio.create_task(feed(choice)) for choice in choices]
     feeding = asyncio.gather(*tasks)

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mars_platform.checkpoint import Checkpoint
 from mars_platform.mode import Confidence, Mode
-from mars_serve.engine.request import DecodingOptions, GrammarKind, GrammarSpec, Sampling
+from mars_serve.engine.request import DecodingOptions, GrammarSpec, Sampling
 from mars_serve.errors import ApiError, invalid_value
-from mars_serve.protocol import MAX_GRAMMAR_LENGTH, GenerationRequest, StructuredOutputs
-from mars_serve.settings import ModelSettings
+from mars_serve.protocol import CompletionRequest, GenerationRequest, ServiceTier
+from mars_serve.settings import LimitSettings, ModelSettings, TierSettings
 from mars_serve.text import StopRules
+
+if TYPE_CHECKING:
+    from mars_serve.keys import Caller
 
 NUM_SEEDS = 2**63
 
-_ANY_OBJECT = '{"type": "object"}'
-_REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
+_PRIORITY = {ServiceTier.PRIORITY: 1, ServiceTier.DEFAULT: 0, ServiceTier.FLEX: -1}
+"""Of the engine's queue."""
 
 
-@dataclass(frozen=True)
-class Structure:
-    """A grammar, and the field of the body that asks for it."""
+def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
+    """The tier that a request is served in.
 
-    field: str
-    grammar: GrammarSpec
+    Raises:
+        ApiError: status 403: the caller's key does not allow it.
+    """
+    asked = body.service_tier or ServiceTier.AUTO
+    tier = ServiceTier.DEFAULT if asked is ServiceTier.AUTO else asked
+    if tier not in caller.tiers:
+        allowed = ", ".join(sorted(caller.tiers))
+        raise ApiError(
+            403,
+            f"service_tier: {tier.value!r} is not allowed for this key; use one of: {allowed}",
+            param="service_tier",
+            code="tier_not_allowed",
+        )
+    return tier
 
 
 def decoding_options(
     body: GenerationRequest,
     settings: ModelSettings,
     checkpoint: Checkpoint,
+    caller: Caller,
+    limits: LimitSettings,
     *,
     max_tokens: int,
     grammar: GrammarSpec | None,
@@ -41,19 +56,26 @@ def decoding_options(
     """What the engine is asked for; a field that the body leaves out has the model's setting.
 
     Raises:
-        ApiError: status 400, naming the field, its value and what it may be.
+        ApiError: status 400, naming the field, its value and what it may be; 403: the key does not
+            allow the tier.
     """
-    mode, threshold = _mode_and_threshold(body, settings, checkpoint)
+    tier = tier_of(body, caller)
+    mode = _mode(body, settings, checkpoint, tier)
+    threshold, floor = _threshold_and_floor(body, settings.tiers, caller, mode, tier)
     return DecodingOptions(
         max_tokens=max_tokens,
         mode=mode,
         threshold=threshold,
+        min_threshold=floor,
         confidence=body.confidence or Confidence.PROBABILITY,
+        priority=_PRIORITY[tier],
         sampling=_sampling(body, len(checkpoint.tokenizer), max_tokens),
         grammar=grammar,
         stop_ids=_stop_ids(body, len(checkpoint.tokenizer)),
         num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=_num_prompt_logprobs(body),
         calibrated=bool(body.calibrated),
+        max_queue_s=limits.queue_wait_s,
     )
 
 
@@ -68,64 +90,33 @@ def draw_seed() -> int:
     return secrets.randbelow(NUM_SEEDS)
 
 
-def stop_rules(body: GenerationRequest) -> StopRules:
-    """What ends the text beside the model's own end tokens."""
+def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
+    """What ends the text beside the model's own end tokens.
+
+    Raises:
+        ApiError: status 400: more or longer strings than this server takes.
+    """
+    strings = tuple(body.stop or ())
+    if len(strings) > limits.stop_strings:
+        reason = f"{len(strings)} strings are more than the {limits.stop_strings} that are taken"
+        raise invalid_value("stop", f"{reason}; leave some out")
+    longest = max(map(len, strings), default=0)
+    if longest > limits.stop_characters:
+        reason = f"a string of {longest} characters is longer than the {limits.stop_characters}"
+        raise invalid_value("stop", f"{reason} that are taken; shorten it")
     return StopRules(
-        strings=tuple(body.stop or ()),
+        strings=strings,
         tokens=frozenset(body.stop_token_ids or ()),
         in_output=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
     )
 
 
-def structure_of(body: GenerationRequest) -> Structure | None:
-    """The grammar that a body asks for, in whichever of the ways to ask for one.
-
-    Raises:
-        ApiError: status 400: it asks in several ways, or incompletely.
-    """
-    found = []
-    if body.response_format is not None and body.response_format.type != "text":
-        found.append(Structure("response_format", _response_grammar(body)))
-    if body.structured_outputs is not None:
-        grammar = _structured_grammar(body.structured_outputs)
-        found.append(Structure("structured_outputs", grammar))
-    for name, make in _GUIDED.items():
-        value = getattr(body, name)
-        if value is not None:
-            found.append(Structure(name, make(name, value)))
-    if len(found) > 1:
-        first, second = found[0].field, found[1].field
-        raise invalid_value(second, f"{first} asks for a structure already; leave one of them out")
-    return found[0] if found else None
-
-
-def json_schema_grammar(field: str, schema: dict[str, Any] | str) -> GrammarSpec:
-    """The grammar of a JSON schema, given as an object or as its text.
-
-    Raises:
-        ApiError: status 400: the schema is no JSON, or too long.
-    """
-    if isinstance(schema, str):
-        return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
-    try:
-        text = json.dumps(schema, allow_nan=False)
-    except ValueError as error:  # NaN and infinity, which Python reads as JSON
-        raise invalid_value(field, "the schema has a number that is not finite") from error
-    except RecursionError as error:
-        raise invalid_value(field, "the schema is nested too deeply; make it flatter") from error
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        reason = f"the schema has {len(text)} characters; shorten it to {MAX_GRAMMAR_LENGTH}"
-        raise invalid_value(field, reason)
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
-
-
-def _mode_and_threshold(
-    body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint
-) -> tuple[Mode, float]:
-    """Effective mode and τ: the request's own, else the model's setting, never below the floor."""
+def _mode(
+    body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
+) -> Mode:
+    """The request's own mode, else that of its tier, else the model's setting."""
     plain = checkpoint.metadata is None and settings.draft is None
-    mode = body.mode or (Mode.AR if plain else settings.mode)
     asked = body.mode is not None or (body.confidence_threshold or 1.0) < 1.0
     if plain and asked and body.mode is not Mode.AR:
         param = "mode" if body.mode else "confidence_threshold"
@@ -136,18 +127,43 @@ def _mode_and_threshold(
             param=param,
             code="unsupported_value",
         )
+    if plain:
+        return Mode.AR
+    if tier is not ServiceTier.PRIORITY:
+        return body.mode or settings.mode
+    if body.mode is Mode.THRESHOLD:
+        reason = "'threshold' may lose quality and service_tier 'priority' may not"
+        raise invalid_value("mode", f"{reason}; use 'exact' or 'ar', or another tier")
+    return body.mode or Mode.EXACT
+
+
+def _threshold_and_floor(
+    body: GenerationRequest, tiers: TierSettings, caller: Caller, mode: Mode, tier: ServiceTier
+) -> tuple[float | None, float]:
+    """τ, or None to follow the server's, and what it never falls below."""
     if mode is not Mode.THRESHOLD:
-        return mode, 1.0
-    threshold = body.confidence_threshold or settings.confidence_threshold
-    return mode, max(threshold, body.min_confidence_threshold or 0.0)
+        return 1.0, 0.0
+    floor = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
+    if body.confidence_threshold is not None:
+        return max(body.confidence_threshold, floor), 0.0
+    is_flex = tier is ServiceTier.FLEX
+    of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
+    return None, max(floor, of_tier)
+
+
+def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
+    """Likeliest tokens to report beside each prompt token; the engine scores only where asked."""
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return None
+    return 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
 
 
 def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Sampling:
-    bias = body.logit_bias or {}
+    bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
     _check_ids("logit_bias", bias, vocabulary)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        reason = f"{min_tokens} is more than {body.limit_field}, which is {max_tokens}; lower it"
+        reason = f"{min_tokens} is more than {body.limit[0]}, which is {max_tokens}; lower it"
         raise invalid_value("min_tokens", reason)
     temperature = body.temperature or 0.0
     seed = draw_seed() if body.seed is None else body.seed % NUM_SEEDS
@@ -175,53 +191,8 @@ def _stop_ids(body: GenerationRequest, vocabulary: int) -> frozenset[int]:
     return ids
 
 
-def _check_ids(field: str, ids: dict[int, float] | frozenset[int], vocabulary: int) -> None:
+def _check_ids(field: str, ids: Collection[int], vocabulary: int) -> None:
     largest = max(ids, default=0)
     if largest >= vocabulary:
         reason = f"token id {largest} is not below the {vocabulary} known; use the model's own ids"
         raise invalid_value(field, reason)
-
-
-def _response_grammar(body: GenerationRequest) -> GrammarSpec:
-    wanted = body.response_format
-    assert wanted is not None
-    if wanted.type == "json_object":
-        return GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
-    if wanted.json_schema is None:
-        raise invalid_value("response_format", "json_schema is missing; give it with its schema")
-    return json_schema_grammar("response_format", wanted.json_schema.schema_)
-
-
-def _structured_grammar(wanted: StructuredOutputs) -> GrammarSpec:
-    name = "structured_outputs"
-    found = []
-    if wanted.json_ is not None:
-        found.append(json_schema_grammar(name, wanted.json_))
-    if wanted.json_object:
-        found.append(GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT))
-    if wanted.regex is not None:
-        found.append(GrammarSpec(GrammarKind.REGEX, wanted.regex))
-    if wanted.grammar is not None:
-        found.append(GrammarSpec(GrammarKind.LARK, wanted.grammar))
-    if wanted.choice is not None:
-        found.append(_choice_grammar(name, wanted.choice))
-    if len(found) != 1:
-        names = "json, json_object, regex, grammar and choice"
-        raise invalid_value(name, f"{len(found)} of {names} are given; give exactly one")
-    return found[0]
-
-
-def _choice_grammar(field: str, alternatives: list[str]) -> GrammarSpec:
-    text = "|".join(_REGEX_META.sub(r"\\\1", each) for each in alternatives)
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        reason = f"the choices have {len(text)} characters; shorten them to {MAX_GRAMMAR_LENGTH}"
-        raise invalid_value(field, reason)
-    return GrammarSpec(GrammarKind.REGEX, text)
-
-
-_GUIDED = {
-    "guided_json": json_schema_grammar,
-    "guided_regex": lambda _, text: GrammarSpec(GrammarKind.REGEX, text),
-    "guided_grammar": lambda _, text: GrammarSpec(GrammarKind.LARK, text),
-    "guided_choice": _choice_grammar,
-}

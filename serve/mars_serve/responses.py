@@ -1,22 +1,37 @@
-"""Response bodies in OpenAI's shapes. Knows no HTTP.
+"""Response bodies in OpenAI's shapes, which `schema` describes. Knows no HTTP.
 
 Source: OpenAI API reference, "Completions" and "Chat", the objects and their streamed chunks.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
-from mars_serve.choices import Choice, Delta, ReportedToken
-from mars_serve.protocol import MarsBlock, Usage
+from mars_platform import __version__
+from mars_serve.choices import Choice, Delta, Passes, ReportedToken, passes_of
+from mars_serve.engine.request import DecodingOptions
+from mars_serve.logprobs import chat_logprobs, completion_logprobs
+from mars_serve.protocol import ServiceTier
 from mars_serve.served import ServedModel
 from mars_serve.text import TokenBytes
 
-_LEAST_LOGPROB = -9999.0
-"""What OpenAI reports for tokens that cannot be chosen: JSON has no infinity."""
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class UsageEvents:
+    """What of a stream counts the tokens."""
+
+    at_end: bool = False
+    """An event of its own behind all others."""
+    in_each: bool = False
+    """Each event, those so far."""
 
 
 @dataclass(frozen=True)
@@ -28,119 +43,123 @@ class Generation:
     model: ServedModel
     choices: list[Choice]
     names: TokenBytes
-    grammar_field: str | None
+    tier: ServiceTier | None = None
+    """The tier used, where the request gave one."""
+    usage_events: UsageEvents = UsageEvents()
+    grammar_field: str | None = None
     """Field of the request that asked for a grammar."""
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         """The whole response; ``deltas`` are those of each choice."""
-        body = self._body("chat.completion" if self.is_chat else "text_completion")
-        body["choices"] = [self._choice(each) for each in deltas]
-        return {**body, "usage": self.usage(), "mars": _mars_block(self.choices)}
-
-    def event(self, delta: Delta) -> dict[str, Any]:
-        """The event of a stream for one forward pass of a choice."""
-        entry = self._entry(delta, delta.reported)
-        if self.is_chat:
-            role = {"role": "assistant"} if delta.is_first else {}
-            entry["delta"] = {**role, "content": delta.text}
-        else:
-            entry["text"] = delta.text
-        summary = _mars_block([delta.choice]) if delta.finish_reason is not None else {}
-        body = {**self._body(self._chunk_kind), "choices": [entry]}
-        return {**body, "mars": {"tokens": delta.num_tokens, **summary}}
-
-    def usage_event(self) -> dict[str, Any]:
-        """The event behind all others that counts the tokens of the whole stream."""
-        return {**self._body(self._chunk_kind), "choices": [], "usage": self.usage()}
-
-    def usage(self) -> dict[str, Any]:
-        """Token counts; the prompt counts once, however many choices share it."""
-        prompt = self.choices[0].request.num_prompt
-        completion = sum(choice.num_tokens for choice in self.choices)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-        ).model_dump()
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _body(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model.settings.name,
+            **self._head("chat.completion" if self.is_chat else "text_completion"),
+            "choices": [self._choice(each) for each in deltas],
+            "usage": self.usage(),
+            "mars": self._mars_block(self.passes),
         }
 
+    def event(self, delta: Delta) -> bytes:
+        """The event of a stream for one forward pass of a choice.
+
+        Written piece by piece: one is made for each pass of each request, and most of it is always
+        the same.
+        """
+        logprobs = _encode(self._logprobs(delta.choice, delta.reported))
+        reason = f'"{delta.finish_reason}"' if delta.finish_reason is not None else "null"
+        mars: dict[str, Any] = {"tokens": delta.num_tokens}
+        if delta.finish_reason is not None:
+            mars |= self._mars_block(delta.choice.passes)
+        usage = ""
+        if self.usage_events.in_each:
+            usage = f',"usage":{_encode(self.usage())}'
+        elif self.usage_events.at_end:
+            usage = ',"usage":null'
+        return (
+            f'{self._event_head}{{"index":{delta.choice.index},{self._event_text(delta)},'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{usage},"mars":{_encode(mars)}}}\n\n'
+        ).encode()
+
+    def usage_event(self) -> bytes:
+        """The event behind all others that counts the tokens of the whole stream."""
+        return f'{self._event_head}],"usage":{_encode(self.usage())}}}\n\n'.encode()
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; a prompt counts once, however many choices share it."""
+        prompts = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
+        num_prompt = sum(len(choice.prompt.tokens) for choice in prompts)
+        num_output = sum(choice.passes.num_tokens for choice in self.choices)
+        num_cached = sum(choice.passes.num_cached for choice in prompts)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    @property
+    def passes(self) -> Passes:
+        """The passes of all choices."""
+        return passes_of(self.choices)
+
+    @property
+    def options(self) -> DecodingOptions:
+        """What the engine was asked for, but for the seeds of other choices than the first."""
+        return self.choices[0].request.options
+
+    @cached_property
+    def _event_head(self) -> str:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return f'data: {_encode(self._head(kind))[:-1]},"choices":['
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.settings.name,
+            "system_fingerprint": _fingerprint(self.model),
+        }
+        return head if self.tier is None else {**head, "service_tier": self.tier}
+
     def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
-        entry = self._entry(deltas[-1], [each for delta in deltas for each in delta.reported])
+        last, text = deltas[-1], "".join(delta.text for delta in deltas)
+        entry: dict[str, Any] = {"index": last.choice.index}
         if self.is_chat:
             entry["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             entry["text"] = text
-        return entry
+        reported = [each for delta in deltas for each in delta.reported]
+        entry["logprobs"] = self._logprobs(last.choice, reported)
+        return {**entry, "finish_reason": last.finish_reason}
 
-    def _entry(self, last: Delta, reported: Sequence[ReportedToken]) -> dict[str, Any]:
-        """What both shapes of a choice have in common."""
-        logprobs = None
-        if last.choice.request.options.num_logprobs is not None:
-            shape = _chat_logprobs if self.is_chat else _completion_logprobs
-            logprobs = shape(reported, self.names)
+    def _event_text(self, delta: Delta) -> str:
+        if not self.is_chat:
+            return f'"text":{_encode(delta.text)}'
+        role = '"role":"assistant",' if delta.is_first else ""
+        return f'"delta":{{{role}"content":{_encode(delta.text)}}}'
+
+    def _logprobs(self, choice: Choice, reported: Sequence[ReportedToken]) -> dict[str, Any] | None:
+        if choice.request.options.num_logprobs is None:
+            return None
+        shape = chat_logprobs if self.is_chat else completion_logprobs
+        return shape(reported, self.names)
+
+    def _mars_block(self, passes: Passes) -> dict[str, Any]:
+        """What was done to serve some choices."""
+        has_moved = passes.min_threshold < passes.max_threshold
+        lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
         return {
-            "index": last.choice.index,
-            "logprobs": logprobs,
-            "finish_reason": last.finish_reason,
+            "mode": self.options.mode,
+            "confidence_threshold": round(passes.mean_threshold, 6),
+            **lowest,
+            "forward_passes": passes.num_passes,
+            "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
         }
 
 
-def _mars_block(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What was done to serve some choices of one request, all together."""
-    options = choices[0].request.options
-    num_passes = sum(choice.num_passes for choice in choices)
-    num_tokens = sum(choice.num_tokens for choice in choices)
-    return MarsBlock(
-        mode=options.mode,
-        confidence_threshold=options.threshold,
-        forward_passes=num_passes,
-        tokens_per_forward=round(num_tokens / max(num_passes, 1), 4),
-    ).model_dump()
-
-
-def _chat_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
-    content = []
-    for each in reported:
-        top = [_chat_token(token, value, names) for token, value in each.logprob.top]
-        entry = _chat_token(each.token, each.logprob.logprob, names)
-        content.append({**entry, "top_logprobs": top, "from_mask": each.logprob.from_mask})
-    return {"content": content, "refusal": None}
-
-
-def _chat_token(token: int, logprob: float, names: TokenBytes) -> dict[str, Any]:
-    return {
-        "token": names.name_of(token),
-        "logprob": max(logprob, _LEAST_LOGPROB),
-        "bytes": list(names.bytes_of(token)),
-    }
-
-
-def _completion_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
-    """Lists side by side, one item a token; ``from_mask`` is marsray's own."""
-    return {
-        "tokens": [names.name_of(each.token) for each in reported],
-        "token_logprobs": [max(each.logprob.logprob, _LEAST_LOGPROB) for each in reported],
-        "top_logprobs": [_top_by_name(each, names) for each in reported],
-        "text_offset": [each.offset for each in reported],
-        "from_mask": [each.logprob.from_mask for each in reported],
-    }
-
-
-def _top_by_name(reported: ReportedToken, names: TokenBytes) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of tokens with the same text the likeliest."""
-    top: dict[str, float] = {}
-    for token, value in [*reported.logprob.top, (reported.token, reported.logprob.logprob)]:
-        top.setdefault(names.name_of(token), max(value, _LEAST_LOGPROB))
-    return top
+def _fingerprint(model: ServedModel) -> str:
+    """Changes with the model and the server's version, as far as outputs may depend on them."""
+    settings = model.settings
+    text = "\n".join([__version__, settings.name, settings.path, settings.dtype])
+    return "fp_" + blake2b(text.encode(), digest_size=5).hexdigest()

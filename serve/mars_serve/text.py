@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
@@ -16,24 +17,32 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TextStream:
     """Turns accepted tokens into text as they come; never splits a UTF-8 character.
 
-    The parts joined equal the decoded whole, whatever the split into passes.
+    The parts joined equal the decoded whole, whatever the split into passes. ``hidden`` tokens have
+    no text; by default those are the special ones.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=hidden is None)
         self._tokens: list[int] = []
         self._length = 0
 
     def push(self, tokens: Sequence[int], *, last: bool) -> str:
         """Text that these tokens complete; with ``last``, also what is left of the output."""
+        if self._hidden is not None:
+            tokens = [token for token in tokens if token not in self._hidden]
         self._tokens += tokens
         backend = self._tokenizer.backend_tokenizer
         parts = [self._stream.step(backend, token) for token in tokens]
         text = "".join(part for part in parts if part)
         self._length += len(text)
         if last:
-            text += decode(self._tokenizer, self._tokens)[self._length :]
+            skip = self._hidden is None
+            whole = decode(self._tokenizer, self._tokens, skip_special_tokens=skip)
+            text += whole[self._length :]
         return text
 
 
@@ -71,8 +80,13 @@ class OutputText:
     Text that may be the beginning of a stop string is held back until it is known not to be one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: StopRules) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rules: StopRules,
+        hidden: frozenset[int] | None = None,
+    ) -> None:
+        self._stream = TextStream(tokenizer, hidden)
         self._rules = rules
         self._held = ""
         self._length = 0
@@ -190,9 +204,19 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_level_alphabet()
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Text of some output tokens, without special tokens."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the tokens that are no text."""
+    known = tokenizer.added_tokens_decoder
+    return frozenset(token for token, entry in known.items() if entry.special)
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, skip_special_tokens: bool = True
+) -> str:
+    """Text of some output tokens, without special tokens unless told."""
+    text = tokenizer.decode(
+        tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
     assert isinstance(text, str)
     return text
 
@@ -201,3 +225,34 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
     """Token ids of a prompt; rendered chat templates bring their own special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt as a response repeats it."""
+
+    text: str
+    offsets: list[int]
+    """Of each token: characters of the text before it."""
+
+
+def echo_text(tokenizer: PreTrainedTokenizerBase, text: str) -> EchoedPrompt:
+    """A prompt given as text; special tokens that the tokenizer adds take no room in it."""
+    spans: list[tuple[int, int]] = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    ends = list(accumulate((end for _, end in spans), max, initial=0))
+    pairs = zip(spans, ends, strict=False)
+    starts = [start if end > 0 else before for (start, end), before in pairs]
+    return EchoedPrompt(text, starts)
+
+
+def echo_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> EchoedPrompt:
+    """A prompt given as token ids; special tokens are spelled out."""
+    stream = TextStream(tokenizer, hidden=frozenset())
+    parts, offsets = list[str](), list[int]()
+    length = 0
+    for token in tokens:
+        offsets.append(length)
+        parts.append(stream.push([token], last=False))
+        length += len(parts[-1])
+    parts.append(stream.push([], last=True))
+    return EchoedPrompt("".join(parts), offsets)

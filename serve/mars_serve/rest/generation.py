@@ -2,171 +2,252 @@
 
 from __future__ import annotations
 
-import json
+import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
-from mars_serve.choices import Choice, run_all, stream_all
+from mars_serve.choices import Choice, Delta, run_all, stream_all
+from mars_serve.engine.request import GrammarSpec
 from mars_serve.engine.request import Request as EngineRequest
-from mars_serve.errors import ApiError
-from mars_serve.options import decoding_options, stop_rules, structure_of, with_seed_of
+from mars_serve.errors import ApiError, invalid_value
+from mars_serve.keys import Caller
+from mars_serve.messages import messages_for_template
+from mars_serve.options import decoding_options, stop_rules, tier_of, with_seed_of
+from mars_serve.prompts import (
+    Prompt,
+    check_num_choices,
+    checked_max_tokens,
+    completion_prompts,
+    encode_prompt,
+)
 from mars_serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from mars_serve.responses import Generation
+from mars_serve.responses import Generation, UsageEvents
 from mars_serve.rest.errors import as_api_error
+from mars_serve.rest.records import RequestRecord
+from mars_serve.schema import ChatCompletionResponse, CompletionResponse, generation_described
 from mars_serve.served import ServedModel
-from mars_serve.text import TokenBytes, encode
+from mars_serve.settings import LimitSettings
+from mars_serve.structure import structure_of
+from mars_serve.text import OutputText, TokenBytes
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def generation_router(models: Mapping[str, ServedModel]) -> APIRouter:
+def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> APIRouter:
     """The endpoints that generate text."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest) -> JSONResponse | StreamingResponse:
-        """Complete a prompt given as text or token ids."""
-        model = _find_model(models, body)
-        tokenizer = model.checkpoint.tokenizer
-        if isinstance(body.prompt, str):
-            prompt = encode(tokenizer, body.prompt, add_special_tokens=True)
-        else:
-            prompt = _checked_ids(body.prompt, model)
-        default = _DEFAULT_COMPLETION_TOKENS
-        generation = _generation(model, body, prompt, is_chat=False, default_tokens=default)
-        return await _respond(body, generation)
+    @router.post(
+        "/v1/completions",
+        response_model=None,
+        responses=generation_described(CompletionResponse),
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Complete prompts given as text or token ids."""
+        call = _begin(models, body, request, limits)
+        prompts = await completion_prompts(body, call.model, limits)
+        return await _respond(call, call.generation(prompts, _DEFAULT_COMPLETION_TOKENS))
 
-    @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatCompletionRequest) -> JSONResponse | StreamingResponse:
+    @router.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=generation_described(ChatCompletionResponse),
+    )
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _find_model(models, body)
-        messages = [message.model_dump() for message in body.messages]
+        call = _begin(models, body, request, limits)
+        check_num_choices(body, 1, limits)
+        tokenizer = call.model.checkpoint.tokenizer
+        messages = messages_for_template(body.messages)
         try:
-            text = render_prompt(model.checkpoint.tokenizer, messages)
+            text = render_prompt(tokenizer, messages, template_kwargs=body.chat_template_kwargs)
         except UserError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        prompt = encode(model.checkpoint.tokenizer, text, add_special_tokens=False)
-        rest = max(model.max_length - len(prompt), 1)
-        generation = _generation(model, body, prompt, is_chat=True, default_tokens=rest)
-        return await _respond(body, generation)
+            param, _, reason = str(error).partition(": ")
+            raise invalid_value(param, reason) from error
+        tokens = await encode_prompt(tokenizer, text, add_special_tokens=False)
+        rest = max(call.model.max_length - len(tokens), 1)
+        return await _respond(call, call.generation([Prompt(tokens, "messages")], rest))
 
     return router
 
 
-def _find_model(models: Mapping[str, ServedModel], body: GenerationRequest) -> ServedModel:
-    body.refuse_unsupported()
+@dataclass(frozen=True)
+class _Call:
+    """A request whose model is known."""
+
+    body: GenerationRequest
+    model: ServedModel
+    caller: Caller
+    limits: LimitSettings
+    record: RequestRecord
+    start_s: float
+    """By ``time.perf_counter``."""
+
+    def generation(self, prompts: Sequence[Prompt], default_tokens: int) -> Generation:
+        """The checked request; ``default_tokens`` limits an output where the body does not."""
+        body, model = self.body, self.model
+        structure = structure_of(body)
+        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        choices = list[Choice]()
+        for prompt in prompts:
+            grammar = structure.grammar if structure else None
+            choices += self._choices(request_id, prompt, default_tokens, grammar, len(choices))
+        usage = body.stream_options
+        generation = Generation(
+            request_id,
+            isinstance(body, ChatCompletionRequest),
+            model,
+            choices,
+            TokenBytes(model.checkpoint.tokenizer),
+            tier=tier_of(body, self.caller) if body.service_tier else None,
+            usage_events=UsageEvents(
+                bool(usage and usage.include_usage), bool(usage and usage.continuous_usage_stats)
+            ),
+            grammar_field=structure.field if structure else None,
+        )
+        self.record.mode = generation.options.mode
+        self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self.record.completion_tokens = 0
+        return generation
+
+    @property
+    def _id_prefix(self) -> str:
+        return "chatcmpl" if isinstance(self.body, ChatCompletionRequest) else "cmpl"
+
+    def _choices(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        default_tokens: int,
+        grammar: GrammarSpec | None,
+        num_before: int,
+    ) -> list[Choice]:
+        """The outputs of one prompt, which are those it would have in a request of its own."""
+        body, model = self.body, self.model
+        options = decoding_options(
+            body,
+            model.settings,
+            model.checkpoint,
+            self.caller,
+            self.limits,
+            max_tokens=checked_max_tokens(model, self.limits, prompt, body.limit, default_tokens),
+            grammar=grammar,
+        )
+        rules = stop_rules(body, self.limits)
+        choices = []
+        for place in range(body.n or 1):
+            index = num_before + place
+            request = EngineRequest(
+                f"{request_id}-{index}",
+                list(prompt.tokens),
+                with_seed_of(options, place),
+                tenant=self.caller.tenant,
+            )
+            text = OutputText(model.checkpoint.tokenizer, rules)
+            choices.append(Choice(index, request, prompt, text, may_stop=bool(rules.strings)))
+        return choices
+
+    def took(self, delta: Delta) -> None:
+        """Keep the record up with what has been generated; the key pays by it."""
+        if self.record.ttft_s is None:
+            self.record.ttft_s = time.perf_counter() - self.start_s
+        self.record.completion_tokens = (self.record.completion_tokens or 0) + delta.num_tokens
+
+    def ended(self, generation: Generation) -> None:
+        """Write down how the request went, as far as it got."""
+        record, passes, usage = self.record, generation.passes, generation.usage()
+        record.completion_tokens = usage["completion_tokens"]
+        record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        record.forward_passes = passes.num_passes
+        record.queue_s = passes.queue_s
+        if passes.num_passes:
+            record.threshold_mean = passes.mean_threshold
+            record.threshold_min = passes.min_threshold
+
+
+def _begin(
+    models: Mapping[str, ServedModel],
+    body: GenerationRequest,
+    request: Request,
+    limits: LimitSettings,
+) -> _Call:
+    """Find the model and refuse what no model does."""
+    record: RequestRecord = request.state.record
+    record.model, record.stream = body.model, bool(body.stream)
     model = models.get(body.model)
     if model is None:
         raise ApiError(
             404,
-            f"model: there is no {body.model!r} here; this server has {', '.join(models)}",
+            f"model: there is no {body.model!r:.100} here; this server has {', '.join(models)}",
             param="model",
             code="model_not_found",
         )
-    return model
+    body.refuse_unsupported()
+    return _Call(body, model, request.state.caller, limits, record, time.perf_counter())
 
 
-def _checked_ids(prompt: list[int], model: ServedModel) -> list[int]:
-    limit = len(model.checkpoint.tokenizer)
-    if max(prompt) >= limit:
-        raise ApiError(
-            400, f"prompt: token id {max(prompt)} is not below the {limit} known", param="prompt"
-        )
-    return prompt
-
-
-def _generation(
-    model: ServedModel,
-    body: GenerationRequest,
-    prompt: list[int],
-    *,
-    is_chat: bool,
-    default_tokens: int,
-) -> Generation:
-    """A checked request; ``default_tokens`` limits the output where the body does not."""
-    max_tokens = _checked_length(model, body, prompt, default_tokens)
-    structure = structure_of(body)
-    options = decoding_options(
-        body,
-        model.settings,
-        model.checkpoint,
-        max_tokens=max_tokens,
-        grammar=structure.grammar if structure else None,
-    )
-    request_id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
-    tokenizer, rules = model.checkpoint.tokenizer, stop_rules(body)
-    choices = []
-    for index in range(body.n or 1):
-        request = EngineRequest(f"{request_id}-{index}", list(prompt), with_seed_of(options, index))
-        choices.append(Choice(index, request, tokenizer, rules))
-    grammar_field = structure.field if structure else None
-    return Generation(request_id, is_chat, model, choices, TokenBytes(tokenizer), grammar_field)
-
-
-def _checked_length(
-    model: ServedModel, body: GenerationRequest, prompt: list[int], default_tokens: int
-) -> int:
-    """Output tokens at the most."""
-    field = body.limit_field
-    max_tokens: int = getattr(body, field) or default_tokens
-    if len(prompt) + max_tokens > model.max_length:
-        raise ApiError(
-            400,
-            f"{field}: {len(prompt)} prompt tokens and {max_tokens} output tokens make "
-            f"{len(prompt) + max_tokens}, more than the {model.max_length} that this model takes; "
-            f"shorten the prompt or lower {field}",
-            param=field,
-            code="context_length_exceeded",
-        )
-    if not prompt:
-        raise ApiError(400, "prompt: it has no tokens; give at least one", param="prompt")
-    return max_tokens
-
-
-async def _respond(
-    body: GenerationRequest, generation: Generation
-) -> JSONResponse | StreamingResponse:
-    if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(generation, include_usage=usage)
+async def _respond(call: _Call, generation: Generation) -> Response:
+    if call.body.stream:
+        events = _events(call, generation)
         first = await anext(events)  # what fails at once gets a status of its own
-        return StreamingResponse(_chain(first, events), media_type="text/event-stream")
+        return EventStream(first, events)
     try:
         deltas = await run_all(generation.choices, generation.model.backend)
     except Exception as error:
         raise as_api_error(error, generation.grammar_field) from error
+    finally:
+        call.ended(generation)
+    call.record.finish_reason = deltas[-1][-1].finish_reason
     return JSONResponse(generation.response(deltas))
 
 
-async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+class EventStream(StreamingResponse):
+    """Server-sent events; however the response ends, what makes the events is closed with it."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        super().__init__(_joined(first, rest), media_type="text/event-stream", headers=_SSE_HEADERS)
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        async with aclosing(self._rest):
+            await super().__call__(scope, receive, send)
+
+
+async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     yield first
     async for event in rest:
         yield event
 
 
-async def _events(generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
+async def _events(call: _Call, generation: Generation) -> AsyncGenerator[bytes]:
     """Server-sent events, one a forward pass; an error after the first is an event, too."""
     has_begun = False
     try:
-        async for delta in stream_all(generation.choices, generation.model.backend):
-            yield _sse(generation.event(delta))
-            has_begun = True
+        async with aclosing(stream_all(generation.choices, generation.model.backend)) as deltas:
+            async for delta in deltas:
+                call.took(delta)
+                call.record.finish_reason = delta.finish_reason
+                yield generation.event(delta)
+                has_begun = True
     except Exception as error:
         problem = as_api_error(error, generation.grammar_field)
         if not has_begun:
             raise problem from error
-        yield _sse(problem.body())
+        call.record.error_code = problem.code
+        yield b"data: " + JSONResponse(problem.body()).body + b"\n\n"
         return
-    if include_usage:
-        yield _sse(generation.usage_event())
-    yield "data: [DONE]\n\n"
-
-
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    finally:
+        call.ended(generation)
+    if generation.usage_events.at_end:
+        yield generation.usage_event()
+    yield b"data: [DONE]\n\n"

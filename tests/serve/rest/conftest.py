@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
-from mars_platform.checkpoint import Checkpoint, read_checkpoint
+from mars_platform import reference
+from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import Request, StepOutput
@@ -36,8 +40,9 @@ class LoopBackend:
         return [output async for output in self.loop.stream(request)]
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        async for output in self.loop.stream(request):
-            yield output
+        async with aclosing(self.loop.stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def replicas(self) -> list[ReplicaReport]:
         return [ReplicaReport("only", self.loop.status(), self.live)]
@@ -80,6 +85,45 @@ class BrokenBackend:
 
     async def metrics(self) -> list[str]:
         return []
+
+
+class Client(httpx2.AsyncClient):
+    """A client that knows how responses have to look."""
+
+    async def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The response to a request that is served."""
+        response = await self.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events of a streamed response, without the final [DONE], which must be there."""
+        response = await self.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, done, nothing = response.text.split("\n\n")
+        assert (done, nothing) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    async def refusal(self, path: str, body: dict[str, Any], status: int, param: str | None) -> str:
+        """The message of the error that a request gets."""
+        # httpx's own encoder does not write NaN, as clients in other languages may
+        headers = {"content-type": "application/json"}
+        response = await self.post(path, content=json.dumps(body), headers=headers)
+        return self.error_of(response, status, param)
+
+    @staticmethod
+    def error_of(response: httpx2.Response, status: int, param: str | None) -> str:
+        """The message of a response that is an error in OpenAI's shape."""
+        assert response.status_code == status, response.text
+        assert set(response.json()) == {"error"}
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"].endswith("_error")
+        assert (error["type"] == "server_error") == (status >= 500)
+        assert error["param"] == param
+        assert param is None or param in error["message"]
+        return error["message"]
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +170,55 @@ def tokenizer(mars: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
+def oracle(mars: Checkpoint) -> Callable[..., reference.Decoded]:
+    """What the plain decoder makes of a prompt: ``oracle(ids, threshold, max_tokens=24)``."""
+    model = load_model(mars.path)
+    assert mars.metadata is not None
+
+    def decode(ids: list[int], threshold: float, max_tokens: int = 24) -> reference.Decoded:
+        return reference.decode(
+            model,
+            ids,
+            mars.special,
+            max_tokens=max_tokens,
+            threshold=threshold,
+            num_masks=4,
+            mask_token_id=mars.metadata.mask_token_id,
+        )
+
+    return decode
+
+
+@pytest.fixture
+def make_loop() -> Iterator[Callable[..., EngineLoop]]:
+    """An engine of the test's own: ``make_loop(checkpoint, **sizes)``."""
+    made = []
+
+    def make(checkpoint: Checkpoint, **sizes: Any) -> EngineLoop:
+        made.append(EngineLoop(Engine(checkpoint, ENGINE.model_copy(update=sizes))))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.stop()
+
+
+@pytest.fixture(scope="session")
+def until_idle() -> Callable[[Engine], Awaitable[None]]:
+    """Waits until an engine has nothing left to do and holds no page."""
+
+    async def wait(engine: Engine) -> None:
+        for _ in range(200):
+            if not engine.has_work:
+                break
+            await asyncio.sleep(0.01)
+        assert not engine.has_work
+        assert engine.status().num_free_pages == engine.settings.num_pages
+
+    return wait
+
+
+@pytest.fixture(scope="session")
 def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, EngineLoop]]:
     """The engines of a MARS checkpoint and a plain AR one."""
     checkpoints = {"mars": mars, "plain": read_checkpoint(plain_dir)}
@@ -147,18 +240,31 @@ def app(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
 
 
 @pytest.fixture(scope="session")
-def client_of() -> Callable[[FastAPI], httpx2.AsyncClient]:
-    def make(app: FastAPI, **options: Any) -> httpx2.AsyncClient:
+def client_of() -> Callable[..., Client]:
+    def make(app: FastAPI, **options: Any) -> Client:
         transport = httpx2.ASGITransport(app)
-        return httpx2.AsyncClient(transport=transport, base_url="http://server", **options)
+        return Client(transport=transport, base_url="http://server", **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def client_over(
+    mars: Checkpoint,
+    served: Callable[..., ServedModel],
+    app_of: Callable[..., FastAPI],
+    client_of: Callable[..., Client],
+) -> Callable[..., Client]:
+    """A client of a server with one model: ``client_over(backend, checkpoint, **settings)``."""
+
+    def make(backend: Backend, checkpoint: Checkpoint = mars, **settings: Any) -> Client:
+        return client_of(app_of(served("mars", checkpoint, backend), **settings))
 
     return make
 
 
 @pytest.fixture
-async def client(
-    app: FastAPI, client_of: Callable[[FastAPI], httpx2.AsyncClient]
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(app: FastAPI, client_of: Callable[..., Client]) -> AsyncIterator[Client]:
     async with client_of(app) as client:
         yield client
 
