@@ -97,7 +97,7 @@ def render_prompt(
             "that was trained with tools"
         )
     kwargs = template_kwargs or {}
-    taken = sorted(_reserved_names(tokenizer) & kwargs.keys())
+    taken = sorted(_reserved_names(tokenizer) & kwargs.keys()) if kwargs else []
     if taken:
         raise UserError(
             f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
