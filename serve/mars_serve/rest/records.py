@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mars_serve.rest.authentication import path_within
 from mars_serve.telemetry import IngressTelemetry
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class RecordMiddleware:
         request_id, is_own = _request_id(headers.get("x-request-id"))
         adds_header = is_own or not self._recorder.is_id_echoed
         record = RequestRecord(request_id)
-        exchange = Exchange(scope["method"], scope["path"])
+        exchange = Exchange(scope["method"], path_within(scope))
         scope.setdefault("state", {})["record"] = record
 
         async def recording_send(message: Message) -> None:
@@ -182,7 +183,7 @@ class RecordMiddleware:
             raise
         finally:
             exchange.duration_s = perf_counter() - start
-            record.key = record.key or getattr(scope["state"].get("caller"), "name", "")
+            record.key = record.key or getattr(scope["state"].get("caller"), "name", None) or None
             outcome = outcome_of(record, exchange, problem)
             self._recorder.take(record, exchange, outcome)
             if tracer and span:
