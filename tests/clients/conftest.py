@@ -20,6 +20,7 @@ import httpx
 import pytest
 import yaml
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at its import; else it asks the network
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 120, 60
 _KEY = "mars-key-of-the-client-tests"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import pytest
@@ -35,6 +36,7 @@ def chat(served):
         max_tokens=200,
         temperature=0,
         max_retries=0,
+        stream_usage=True,
     )
 
 
@@ -58,8 +60,6 @@ async def _collect(chat):
 
 
 def test_the_asynchronous_side(chat):
-    import asyncio
-
     assert "".join(asyncio.run(_collect(chat))) == chat.invoke(QUESTION).content
 
 

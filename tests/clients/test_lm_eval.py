@@ -22,10 +22,10 @@ NUM_ITEMS = 100
 def harness(served, offline, tmp_path):
     """Run a task: its results, and each document's samples."""
 
-    def run(model, task, path, limit, *options, **arguments):
-        served_at = {"model": "mars", "base_url": f"{served.api}/{path}", "num_concurrent": 8}
-        served_at |= {"tokenizer": served.model, **arguments}
-        command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--tasks", task]
+    def run(kind, task, path, limit, *options, concurrent=8):
+        served_at = {"model": "mars", "base_url": f"{served.api}/{path}"}
+        served_at |= {"tokenizer": served.model, "num_concurrent": concurrent}
+        command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", task]
         command += ["--model_args", ",".join(f"{key}={value}" for key, value in served_at.items())]
         command += ["--include_path", str(TASKS), "--output_path", str(tmp_path / "out")]
         command += ["--log_samples", "--apply_chat_template", "--limit", str(limit), *options]
@@ -57,21 +57,27 @@ def own(served, python):
 
 @pytest.mark.parametrize("mode", ["ar", "threshold"])
 @pytest.mark.parametrize(
-    ("model", "path"),
+    ("kind", "path"),
     [("local-completions", "completions"), ("local-chat-completions", "chat/completions")],
 )
-def test_accuracy_is_that_of_the_projects_own_evaluation(harness, own, model, path, mode):
+def test_accuracy_is_that_of_the_projects_own_evaluation(harness, own, kind, path, mode):
     options = ["--gen_kwargs", f"mode={mode},confidence_threshold=0.95"]
     if mode == "ar":
         options = ["--gen_kwargs", "mode=ar"]
-    results, _ = harness(model, "marsray_demo", path, NUM_ITEMS, *options)
+    results, _ = harness(kind, "marsray_demo", path, NUM_ITEMS, *options)
     assert results["exact_match,answer"] == own[mode]
 
 
 def test_scores_are_those_of_transformers(harness, served, python, tmp_path):
     limit = 20
     results, rows = harness(
-        "local-completions", "marsray_choice", "completions", limit, batch_size=4, num_concurrent=1
+        "local-completions",
+        "marsray_choice",
+        "completions",
+        limit,
+        "--batch_size",
+        "4",
+        concurrent=1,
     )
     found = [[float(score) for ((score, _),) in row["resps"]] for row in rows]
     greedy = [[is_greedy in (True, "True") for ((_, is_greedy),) in row["resps"]] for row in rows]
