@@ -35,6 +35,8 @@ _PARTS = re.compile("(" + "|".join(re.escape(part) for part in (*TAGS, PROBE_ID)
 # White space as templates render objects: few tokens, and no endless runs of it.
 _AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object"}
+# Where a schema may name further properties.
+_OTHER_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"}
 _TEXT = r"TEXT: /(.|\n)+/"
 _TEXT_NO_OBJECT = r"TEXT: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"  # an object would be taken for a call
 
@@ -112,18 +114,23 @@ class CallGrammar:
 
 def _schema_text(function: FunctionDefinition | None) -> str:
     """Schema of a function's arguments; of any object without a function."""
-    if function is None:
-        schema: dict[str, Any] = _ANY_OBJECT
-    else:
-        schema = NO_PARAMETERS if function.parameters is None else function.parameters
-        kind = schema.get("type", "object")
-        if kind != "object":
-            reason = f"the parameters of {function.name!r} are of type {kind!r}; use 'object'"
-            raise invalid_value("tools", reason)
+    schema = _ANY_OBJECT if function is None else _schema_of(function)
     try:
-        return json.dumps({"type": "object", "x-guidance": _AS_RENDERED, **schema}, allow_nan=False)
+        return json.dumps({"x-guidance": _AS_RENDERED, **schema}, allow_nan=False)
     except ValueError as error:  # NaN and infinity, which Python reads as JSON
         reason = "a schema has a number that is not finite; use finite ones"
         raise invalid_value("tools", reason) from error
     except RecursionError as error:
         raise invalid_value("tools", "a schema is nested too deeply; make it flatter") from error
+
+
+def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
+    """As a definition has it, without parameters that it does not name where it names any."""
+    schema = NO_PARAMETERS if function.parameters is None else function.parameters
+    kind = schema.get("type", "object")
+    if kind != "object":
+        reason = f"the parameters of {function.name!r} are of type {kind!r}; use 'object'"
+        raise invalid_value("tools", reason)
+    is_closed = "properties" in schema and not _OTHER_PROPERTIES & schema.keys()
+    closing = {"additionalProperties": False} if is_closed else {}
+    return {"type": "object", **closing, **schema}

@@ -237,7 +237,8 @@ class ToolParser(ABC):
                 return
             self._held.clear()
             nesting.take(char)
-            run = "" if nesting.is_escaped else self._skip(_INERT)
+            is_plain = nesting.depth > 0 and not nesting.is_escaped
+            run = self._skip(_INERT) if is_plain else ""
             self._events.append(ToolArguments(index, char + run))
 
     def _start(self, name: str) -> None:
