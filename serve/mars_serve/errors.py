@@ -33,10 +33,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The response body."""
+        # A string of JSON may hold half of a surrogate pair, which no response can be written with.
+        message = str(self).encode("utf-8", "replace").decode()
         other = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
-                "message": clipped(str(self), _MAX_MESSAGE),
+                "message": clipped(message, _MAX_MESSAGE),
                 "type": _TYPES.get(self.status, other),
                 "param": self.param,
                 "code": self.code,

@@ -87,7 +87,7 @@ class KeyLimits:
 
         Args:
             caller: whose limits count.
-            num_tokens: tells the tokens of the request's prompt and output so far; never falls.
+            num_tokens: tells the tokens of the request's prompt and output so far.
 
         Raises:
             ApiError: 429, with the seconds to wait, if one of the key's limits is reached.

@@ -172,7 +172,7 @@ class ServeSettings(Settings):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ValueError(f"models: names must differ, got {names}")
-        if not (self.insecure or self.is_local or self.keys.are_given):
+        if not (self.keys.are_given or self.insecure or self.is_local):
             raise ValueError(
                 f"host: {self.host} is reachable from other machines and there are no keys; use "
                 "127.0.0.1, give keys.file or the variable that keys.environment names (marsray "

@@ -142,12 +142,42 @@ def test_models_of_the_wrong_kind(tmp_path: Path, models: Any, replicas: int | N
         settings_of(write_config(tmp_path, {"models": models}), replicas=replicas)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org"])  # noqa: S104
-def test_host_that_others_reach_needs_insecure(host: str) -> None:
-    with pytest.raises(UserError, match=r"host: .*--insecure"):
+PUBLIC_HOSTS = ["0.0.0.0", "::", "192.168.1.4", "example.org"]  # noqa: S104
+KEYS = {"keys": [{"name": "someone", "sha256": "0" * 64}]}
+
+
+@pytest.mark.parametrize("host", PUBLIC_HOSTS)
+def test_host_that_others_reach_needs_keys_or_insecure(host: str) -> None:
+    with pytest.raises(UserError, match=r"host: .*no keys.*--insecure"):
         settings_of(None, "tiny=dir", host=host)
     settings = settings_of(None, "tiny=dir", host=host, insecure=True)
     assert (settings.host, settings.insecure) == (host, True)
+
+
+@pytest.mark.parametrize("host", PUBLIC_HOSTS)
+def test_host_that_others_reach_with_keys(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = f"keys.file={tmp_path / 'keys.yaml'}"
+    assert settings_of(None, "tiny=dir", host=host, overrides=[file]).host == host
+    given = {"models": [{"name": "a", "path": "a"}], "keys": {"entries": KEYS["keys"]}}
+    assert settings_of(write_config(tmp_path, given), host=host).host == host
+    monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps(KEYS))
+    settings = settings_of(None, "tiny=dir", host=host)
+    assert [each.name for each in settings.keys.captured().entries] == ["someone"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "keys: [", '{"keys": [{"name": "a", "sha256": "secret"}]}']
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.4"])
+def test_variable_of_keys_that_is_malformed(
+    host: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARSRAY_API_KEYS", content)
+    with pytest.raises(UserError, match="MARSRAY_API_KEYS: ") as refusal:
+        settings_of(None, "tiny=dir", host=host)
+    assert "secret" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])

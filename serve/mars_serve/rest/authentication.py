@@ -91,5 +91,5 @@ def _is_admin_path(scope: Scope) -> bool:
 def path_within(scope: Scope) -> str:
     """The path of a request, below where the application is mounted."""
     path: str = scope["path"]
-    root: str = scope.get("root_path", "").rstrip("/")
+    root: str = scope.get("root_path", "")
     return path[len(root) :] if path.startswith(root + "/") else path
