@@ -16,6 +16,8 @@ from mars_platform.checkpoint import read_checkpoint
 from mars_platform.cluster import ray_session
 from mars_platform.errors import UserError
 from mars_serve.app import build_application
+from mars_serve.governor import end_governor
+from mars_serve.proxies import proxy_environment
 from mars_serve.settings import ServeSettings
 
 _APPLICATION = "marsray"
@@ -46,12 +48,16 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
             )
     _refuse_taken_port(settings.host, settings.port)
     min_cpus = sum(int(model.num_cpus * model.num_replicas) + 1 for model in settings.models)
-    with ray_session(settings.cluster, min_cpus=min_cpus):
+    with (
+        proxy_environment(settings) as environment,
+        ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),
+    ):
         try:
             _deploy(settings, console)
             yield
         finally:
             serve.delete(_APPLICATION)  # other applications of a shared cluster go on
+            end_governor(_APPLICATION)
 
 
 def _deploy(settings: ServeSettings, console: Console) -> None:

@@ -53,7 +53,7 @@ def running_server(
         arguments += ["--model", f"{name}={path}"]
     process = _start(arguments, environment)
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/health")
+        _wait_until_ready(process, f"http://127.0.0.1:{port}/ready")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         _end(process)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -107,7 +107,7 @@ class EngineLoop:
             raise EngineDied("the engine has stopped")
         return self.engine.status()
 
-    async def stream(self, request: Request) -> AsyncIterator[StepOutput]:
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run one request; yields what each forward pass gave, until it has finished.
 
         Leaving the iteration early, by an error or a cancelled task, cancels the request.

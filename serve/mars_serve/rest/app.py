@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 
 from mars_platform import __version__
+from mars_serve.rest.admin import admin_router
 from mars_serve.rest.errors import add_error_handlers
 from mars_serve.rest.generation import generation_router
 from mars_serve.rest.information import information_router
 from mars_serve.rest.metrics import metrics_router
 from mars_serve.rest.records import Recorder, RecordMiddleware
 from mars_serve.rest.security import add_security
+from mars_serve.rest.tokens import tokens_router
 from mars_serve.served import ServedModel
 from mars_serve.settings import ServeSettings, TelemetrySettings
 from mars_serve.telemetry import IngressTelemetry
@@ -41,8 +43,10 @@ def create_app(
     app.add_middleware(RecordMiddleware, recorder=recorder)  # the last one is the outermost
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
+    app.include_router(admin_router(models))
     app.include_router(metrics_router(models, telemetry))
     app.include_router(generation_router(models, settings.limits))
+    app.include_router(tokens_router(models))
     return app
 
 

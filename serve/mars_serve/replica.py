@@ -1,0 +1,72 @@
+"""One replica of a model: an engine with its thread, as Ray Serve calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import torch
+from ray import serve
+
+from mars_serve.engine.loop import EngineLoop
+from mars_serve.engine.request import Request, StepOutput
+from mars_serve.governor import Follower
+from mars_serve.loading import load_engine
+from mars_serve.ray_metrics import RayMirror
+from mars_serve.served import LiveThreshold, ReplicaReport
+from mars_serve.settings import ModelSettings
+from mars_serve.telemetry import ReplicaTelemetry
+
+_log = logging.getLogger(__name__)
+
+
+class ModelReplica:
+    """Ray Serve's deployment class. Its construction ends when the engine is warm."""
+
+    def __init__(self, settings: ModelSettings, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        engine = load_engine(settings)
+        engine.warm_up(_log_progress)
+        context = serve.get_replica_context()
+        self._name: str = context.replica_id.unique_id
+        self._loop = EngineLoop(engine)
+        self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
+        RayMirror(self._telemetry).start()
+        initial = LiveThreshold(0, settings.confidence_threshold)
+        self._apply(initial)
+        self._follower = Follower(context.app_name, settings.name, initial, self._apply)
+
+    async def complete(self, request: Request) -> list[StepOutput]:
+        """Run a request to its end; a cancelled call cancels it."""
+        return [output async for output in self.stream(request)]
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        """Run a request, one item a forward pass; a cancelled call cancels it."""
+        async with aclosing(self._telemetry.watch(self._loop.stream(request), request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def exposition(self) -> str:
+        """What it counted, in Prometheus' text format."""
+        return self._telemetry.exposition()
+
+    async def report(self) -> ReplicaReport:
+        """How full the engine is and what it decodes with.
+
+        Raises:
+            EngineDied: it has stopped.
+        """
+        return ReplicaReport(self._name, self._loop.status(), self._follower.live)
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve, which replaces a replica that raises here."""
+        self._loop.status()
+
+    def _apply(self, live: LiveThreshold) -> None:
+        self._loop.set_live_threshold(live.threshold)
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % 8 == 0:
+        _log.info("warm-up: %d of %d step sizes timed", done, total)
