@@ -11,6 +11,10 @@ from mars_serve.engine.request import FinishReason, Request, StepOutput, TokenLo
 from mars_serve.prompts import Prompt
 from mars_serve.served import Backend
 from mars_serve.text import OutputText
+from mars_serve.tools import ContentDelta, ToolEvent, ToolParser, ToolStart
+
+TOOL_CALLS = "tool_calls"
+"""Why an output ended that calls tools."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,19 @@ class ReportedToken:
     """Characters of the text before it."""
     logprob: TokenLogprob | None
     """None of a prompt's first token, which nothing predicts."""
+
+
+@dataclass
+class CallPart:
+    """What of one tool call came in one forward pass."""
+
+    index: int
+    """Of the call in its turn."""
+    id: str | None = None
+    """Where the call begins, as its name."""
+    name: str | None = None
+    arguments: str = ""
+    """Further JSON text."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,7 @@ class Delta:
     """Of each of those tokens, where asked for; before those of the prompt, where it is echoed."""
     finish_reason: str | None
     is_first: bool
+    calls: list[CallPart] = field(default_factory=list)
 
 
 @dataclass
@@ -89,6 +107,8 @@ class Choice:
     text: OutputText
     may_stop: bool
     """Whether a string may end it before the engine does."""
+    parser: ToolParser | None = None
+    """Takes tool calls out of the text, where the request offers tools."""
     passes: Passes = field(default_factory=Passes)
     _scored: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt, from its second token on."""
@@ -129,8 +149,13 @@ class Choice:
             shown = slice(part.num_tokens)
             places = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
             reported += [ReportedToken(token, start + at, value) for token, at, value in places]
-        reason = FinishReason.STOP if part.is_stopped else output.finish_reason
-        return Delta(self, text, part.num_tokens, reported, reason, is_first)
+        reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
+        calls = list[CallPart]()
+        if self.parser is not None:
+            text, calls = _parts_of(self.parser.push(text, last=reason is not None))
+            if reason == FinishReason.STOP and self.parser.num_calls:
+                reason = TOOL_CALLS
+        return Delta(self, text, part.num_tokens, reported, reason, is_first, calls)
 
     def _of_prompt(self, offsets: Sequence[int]) -> list[ReportedToken]:
         if self.request.options.num_logprobs is None:
@@ -138,6 +163,21 @@ class Choice:
         values = [None, *self._scored]
         tokens = self.prompt.tokens
         return [ReportedToken(*each) for each in zip(tokens, offsets, values, strict=True)]
+
+
+def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:
+    """Content, and one part for each call that events are about."""
+    content, calls = "", dict[int, CallPart]()
+    for event in events:
+        if isinstance(event, ContentDelta):
+            content += event.text
+            continue
+        part = calls.setdefault(event.index, CallPart(event.index))
+        if isinstance(event, ToolStart):
+            part.id, part.name = event.id, event.name
+        else:
+            part.arguments += event.text
+    return content, list(calls.values())
 
 
 def passes_of(choices: Sequence[Choice]) -> Passes:

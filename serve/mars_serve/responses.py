@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from mars_platform import __version__
-from mars_serve.choices import Choice, Delta, Passes, ReportedToken, passes_of
+from mars_serve.choices import CallPart, Choice, Delta, Passes, ReportedToken, passes_of
 from mars_serve.engine.request import DecodingOptions
 from mars_serve.logprobs import chat_logprobs, completion_logprobs
 from mars_serve.protocol import ServiceTier
@@ -126,7 +126,7 @@ class Generation:
         last, text = deltas[-1], "".join(delta.text for delta in deltas)
         entry: dict[str, Any] = {"index": last.choice.index}
         if self.is_chat:
-            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
+            entry["message"] = _message(text, [call for delta in deltas for call in delta.calls])
         else:
             entry["text"] = text
         reported = [each for delta in deltas for each in delta.reported]
@@ -137,7 +137,13 @@ class Generation:
         if not self.is_chat:
             return f'"text":{_encode(delta.text)}'
         role = '"role":"assistant",' if delta.is_first else ""
-        return f'"delta":{{{role}"content":{_encode(delta.text)}}}'
+        if not delta.calls:
+            return f'"delta":{{{role}"content":{_encode(delta.text)}}}'
+        content = (
+            f'"content":{_encode(delta.text or None)},' if delta.text or delta.is_first else ""
+        )
+        calls = _encode([_call_chunk(call) for call in delta.calls])
+        return f'"delta":{{{role}{content}"tool_calls":{calls}}}'
 
     def _logprobs(self, choice: Choice, reported: Sequence[ReportedToken]) -> dict[str, Any] | None:
         if choice.request.options.num_logprobs is None:
@@ -156,6 +162,29 @@ class Generation:
             "forward_passes": passes.num_passes,
             "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
         }
+
+
+def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:
+    """The model's turn; ``parts`` are those of its tool calls, in order."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.id is not None:
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"id": part.id, "type": "function", "function": function}
+        calls[part.index]["function"]["arguments"] += part.arguments
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": list(calls.values())}
+    return message
+
+
+def _call_chunk(part: CallPart) -> dict[str, Any]:
+    """A part of a tool call as streams have it: the first one has its id and name."""
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.id is None:
+        return {"index": part.index, "function": function}
+    function = {"name": part.name, **function}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
 def _fingerprint(model: ServedModel) -> str:

@@ -12,24 +12,20 @@ from hypothesis import strategies as st
 from mars_platform.checkpoint import Checkpoint, read_checkpoint
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.request import DecodingOptions, GrammarKind, Sampling
-from mars_serve.options import (
-    decoding_options,
-    draw_seed,
-    json_schema_grammar,
-    stop_rules,
-    structure_of,
-    with_seed_of,
-)
+from mars_serve.errors import ApiError
+from mars_serve.keys import Caller
+from mars_serve.options import decoding_options, draw_seed, stop_rules, with_seed_of
 from mars_serve.protocol import (
     MAX_GRAMMAR_LENGTH,
-    ApiError,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from mars_serve.settings import DraftSettings, ModelSettings
+from mars_serve.settings import DraftSettings, LimitSettings, ModelSettings
+from mars_serve.structure import json_schema_grammar, structure_of
 from mars_serve.text import StopRules
 
+ANYONE, LIMITS = Caller(""), LimitSettings()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -57,14 +53,18 @@ def options_of(
     body: GenerationRequest,
     *,
     max_tokens: int = 8,
+    caller: Caller = ANYONE,
+    limits: LimitSettings = LIMITS,
     **settings: Any,
 ) -> DecodingOptions:
     entry = ModelSettings(name="mars", path="mars", **settings)
-    return decoding_options(body, entry, checkpoint, max_tokens=max_tokens, grammar=None)
+    return decoding_options(
+        body, entry, checkpoint, caller, limits, max_tokens=max_tokens, grammar=None
+    )
 
 
 def test_what_is_left_out_is_neutral(mars: Checkpoint) -> None:
-    expected = DecodingOptions(8, Mode.THRESHOLD, 0.95)
+    expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9)
     assert options_of(mars, body_of()) == options_of(mars, chat_of()) == expected
     assert expected.sampling.is_plain
 
@@ -137,6 +137,94 @@ def test_mode_of_a_model_that_is_exact_by_default(
     assert (options.mode, options.threshold) == (mode, threshold)
 
 
+@pytest.mark.parametrize(
+    ("fields", "caller", "threshold", "floor"),
+    [
+        ({}, ANYONE, None, 0.9),
+        ({"service_tier": "auto"}, ANYONE, None, 0.9),
+        ({"service_tier": "flex"}, ANYONE, None, 0.7),
+        ({"service_tier": "flex", "min_confidence_threshold": 0.8}, ANYONE, None, 0.8),
+        ({"service_tier": "flex"}, Caller("", min_threshold=0.75), None, 0.75),
+        ({"min_confidence_threshold": 0.99}, Caller("", min_threshold=0.95), None, 0.99),
+        ({"confidence_threshold": 0.2}, ANYONE, 0.2, 0.0),
+        ({"confidence_threshold": 0.2}, Caller("", min_threshold=0.6), 0.6, 0.0),
+        ({"confidence_threshold": 0.2, "min_confidence_threshold": 0.3}, ANYONE, 0.3, 0.0),
+        ({"mode": "ar"}, Caller("", min_threshold=0.6), 1.0, 0.0),
+    ],
+)
+def test_thresholds_and_their_floors(
+    mars: Checkpoint,
+    fields: dict[str, Any],
+    caller: Caller,
+    threshold: float | None,
+    floor: float,
+) -> None:
+    options = options_of(mars, body_of(**fields), caller=caller)
+    assert (options.threshold, options.min_threshold) == (threshold, floor)
+
+
+def test_floors_of_tiers_are_settings(mars: Checkpoint) -> None:
+    tiers = {"default_min_threshold": 0.5, "flex_min_threshold": 0.4}
+    floors = [
+        options_of(mars, body_of(service_tier=tier), tiers=tiers).min_threshold
+        for tier in ("default", "flex")
+    ]
+    assert floors == [0.5, 0.4]
+
+
+def test_tiers_take_turns(mars: Checkpoint) -> None:
+    tiers = ("priority", "default", "auto", "flex")
+    found = [options_of(mars, body_of(service_tier=tier)).priority for tier in tiers]
+    assert found == [1, 0, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [({}, Mode.EXACT), ({"mode": "ar"}, Mode.AR), ({"mode": "exact"}, Mode.EXACT)],
+)
+def test_priority_is_lossless(mars: Checkpoint, fields: dict[str, Any], mode: Mode) -> None:
+    options = options_of(mars, body_of(service_tier="priority", **fields))
+    assert (options.mode, options.threshold) == (mode, 1.0)
+
+
+def test_priority_has_no_mode_that_may_lose_quality(mars: Checkpoint, plain: Checkpoint) -> None:
+    with pytest.raises(ApiError, match=r"^mode: 'threshold' .* use 'exact' or 'ar'"):
+        options_of(mars, body_of(service_tier="priority", mode="threshold"))
+    assert options_of(plain, body_of(service_tier="priority")).mode is Mode.AR
+
+
+@pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "priority"])
+def test_a_key_has_its_tiers(mars: Checkpoint, tier: str | None) -> None:
+    used = "default" if tier in (None, "auto") else tier
+    body = body_of(service_tier=tier)
+    options_of(mars, body, caller=Caller("", tiers=frozenset({used})))
+    others = frozenset({"default", "flex", "priority"} - {used})
+    with pytest.raises(ApiError, match=f"^service_tier: '{used}' is not allowed") as refusal:
+        options_of(mars, body, caller=Caller("", tiers=others))
+    assert refusal.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0),
+        ({"echo": True, "max_tokens": 0}, 0),
+    ],
+)
+def test_only_echoed_prompts_are_scored(
+    mars: Checkpoint, fields: dict[str, Any], expected: int | None
+) -> None:
+    assert options_of(mars, body_of(**fields)).num_prompt_logprobs == expected
+
+
+def test_time_in_the_queue_is_a_setting(mars: Checkpoint) -> None:
+    assert options_of(mars, body_of(), limits=LimitSettings(queue_wait_s=2)).max_queue_s == 2
+
+
 @pytest.mark.parametrize("default", list(Mode))
 def test_plain_checkpoints_decode_one_token_a_pass(plain: Checkpoint, default: Mode) -> None:
     assert options_of(plain, body_of(), mode=default).mode is Mode.AR
@@ -154,9 +242,9 @@ def test_stop_rules(mars: Checkpoint) -> None:
     fields = {"stop_token_ids": [5, 7, 5], "include_stop_str_in_output": True, "min_tokens": 2}
     body = body_of(stop="end", **fields)
     expected = StopRules(("end",), frozenset({5, 7}), in_output=True, min_tokens=2)
-    assert stop_rules(body) == expected
+    assert stop_rules(body, LIMITS) == expected
     assert options_of(mars, body).stop_ids == {5, 7}
-    assert stop_rules(body_of(stop=["a", "b"])) == StopRules(("a", "b"))
+    assert stop_rules(body_of(stop=["a", "b"]), LIMITS) == StopRules(("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +318,6 @@ def test_a_choice_matches_its_alternatives_and_nothing_else(choices: list[str]) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"response_format": {"type": "json_schema"}}, "^response_format: json_schema is missing"),
         ({"structured_outputs": {}}, "^structured_outputs: 0 of .* give exactly one"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},

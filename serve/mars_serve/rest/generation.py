@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from mars_platform.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_serve.choices import Choice, Delta, run_all, stream_all
-from mars_serve.engine.request import GrammarSpec
+from mars_serve.engine.request import DecodingOptions
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.errors import ApiError, invalid_value
 from mars_serve.keys import Caller
@@ -35,8 +35,9 @@ from mars_serve.rest.records import RequestRecord
 from mars_serve.schema import ChatCompletionResponse, CompletionResponse, generation_described
 from mars_serve.served import ServedModel
 from mars_serve.settings import LimitSettings
-from mars_serve.structure import structure_of
-from mars_serve.text import OutputText, TokenBytes
+from mars_serve.structure import Structure, structure_of
+from mars_serve.text import OutputText, TokenBytes, special_tokens
+from mars_serve.tools import ToolPlan, plan_tools
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -68,14 +69,19 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
         check_num_choices(body, 1, limits)
         tokenizer = call.model.checkpoint.tokenizer
         messages = messages_for_template(body.messages)
+        plan = plan_tools(
+            body.tools, body.tool_choice, body.parallel_tool_calls, call.model.checkpoint
+        )
+        tools = plan.template_tools if plan else None
+        variables = body.chat_template_kwargs
         try:
-            text = render_prompt(tokenizer, messages, template_kwargs=body.chat_template_kwargs)
+            text = render_prompt(tokenizer, messages, tools, template_kwargs=variables)
         except UserError as error:
             param, _, reason = str(error).partition(": ")
             raise invalid_value(param, reason) from error
         tokens = await encode_prompt(tokenizer, text, add_special_tokens=False)
         rest = max(call.model.max_length - len(tokens), 1)
-        return await _respond(call, call.generation([Prompt(tokens, "messages")], rest))
+        return await _respond(call, call.generation([Prompt(tokens, "messages")], rest, plan))
 
     return router
 
@@ -92,15 +98,27 @@ class _Call:
     start_s: float
     """By ``time.perf_counter``."""
 
-    def generation(self, prompts: Sequence[Prompt], default_tokens: int) -> Generation:
+    def generation(
+        self, prompts: Sequence[Prompt], default_tokens: int, plan: ToolPlan | None = None
+    ) -> Generation:
         """The checked request; ``default_tokens`` limits an output where the body does not."""
         body, model = self.body, self.model
-        structure = structure_of(body)
+        structure = _structure(body, plan)
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         choices = list[Choice]()
         for prompt in prompts:
             grammar = structure.grammar if structure else None
-            choices += self._choices(request_id, prompt, default_tokens, grammar, len(choices))
+            max_tokens = checked_max_tokens(model, self.limits, prompt, body.limit, default_tokens)
+            options = decoding_options(
+                body,
+                model.settings,
+                model.checkpoint,
+                self.caller,
+                self.limits,
+                max_tokens=max_tokens,
+                grammar=grammar,
+            )
+            choices += self._choices(request_id, prompt, options, plan, len(choices))
         usage = body.stream_options
         generation = Generation(
             request_id,
@@ -127,24 +145,16 @@ class _Call:
         self,
         request_id: str,
         prompt: Prompt,
-        default_tokens: int,
-        grammar: GrammarSpec | None,
+        options: DecodingOptions,
+        plan: ToolPlan | None,
         num_before: int,
     ) -> list[Choice]:
         """The outputs of one prompt, which are those it would have in a request of its own."""
-        body, model = self.body, self.model
-        options = decoding_options(
-            body,
-            model.settings,
-            model.checkpoint,
-            self.caller,
-            self.limits,
-            max_tokens=checked_max_tokens(model, self.limits, prompt, body.limit, default_tokens),
-            grammar=grammar,
-        )
-        rules = stop_rules(body, self.limits)
+        tokenizer, rules = self.model.checkpoint.tokenizer, stop_rules(self.body, self.limits)
+        kept = plan.kept_special if plan else frozenset[int]()
+        hidden = special_tokens(tokenizer) - kept if kept else None
         choices = []
-        for place in range(body.n or 1):
+        for place in range(self.body.n or 1):
             index = num_before + place
             request = EngineRequest(
                 f"{request_id}-{index}",
@@ -152,8 +162,9 @@ class _Call:
                 with_seed_of(options, place),
                 tenant=self.caller.tenant,
             )
-            text = OutputText(model.checkpoint.tokenizer, rules)
-            choices.append(Choice(index, request, prompt, text, may_stop=bool(rules.strings)))
+            text = OutputText(tokenizer, rules, hidden)
+            parser = plan.parser() if plan else None
+            choices.append(Choice(index, request, prompt, text, bool(rules.strings), parser))
         return choices
 
     def took(self, delta: Delta) -> None:
@@ -172,6 +183,17 @@ class _Call:
         if passes.num_passes:
             record.threshold_mean = passes.mean_threshold
             record.threshold_min = passes.min_threshold
+
+
+def _structure(body: GenerationRequest, plan: ToolPlan | None) -> Structure | None:
+    """What the whole output has to match, by the body's own wish or for its tools."""
+    structure = structure_of(body)
+    if plan is None or plan.grammar is None:
+        return structure
+    if structure is not None:
+        reason = f"{structure.field} asks for a structure already; leave it out"
+        raise invalid_value("tools", f"{reason}, or set tool_choice to auto without strict tools")
+    return Structure("tools", plan.grammar)
 
 
 def _begin(

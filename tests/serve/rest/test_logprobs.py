@@ -96,3 +96,58 @@ async def test_log_probabilities_end_with_the_stop_string(client: Any) -> None:
 async def test_no_log_probabilities_unless_asked_for(client: Any) -> None:
     for path, body in BODIES.items():
         assert (await client.answer(path, body))["choices"][0]["logprobs"] is None
+
+
+# Scoring a prompt
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_scores_of_a_prompt(
+    official: openai.AsyncOpenAI, mars: Checkpoint, num_top: int, max_tokens: int
+) -> None:
+    text = "What is 3 plus 4? It is 7, I think."
+    prompt = encode(mars.tokenizer, text, add_special_tokens=True)
+    response = await official.completions.create(
+        model="mars",
+        prompt=text,
+        max_tokens=max_tokens,
+        logprobs=num_top,
+        echo=True,
+        extra_body={"mode": "ar"},
+    )
+    (choice,), names = response.choices, TokenBytes(mars.tokenizer)
+    found = choice.logprobs
+    assert found.tokens[: len(prompt)] == [names.name_of(token) for token in prompt]
+    assert len(found.tokens) == len(prompt) + max_tokens
+    assert found.token_logprobs[0] is None
+    assert found.top_logprobs[0] is None
+    expected = raw_logprobs(mars, prompt[:1], prompt[1:])
+    values = [float(row[token]) for row, token in zip(expected, prompt[1:], strict=True)]
+    assert found.token_logprobs[1 : len(prompt)] == pytest.approx(values, abs=1e-4)
+    for row, top in zip(expected, found.top_logprobs[1 : len(prompt)], strict=True):
+        likeliest = row.topk(num_top).values.tolist()
+        assert sorted(top.values(), reverse=True)[:num_top] == pytest.approx(likeliest, abs=1e-4)
+    assert choice.text.startswith(text)
+    for name, at in list(zip(found.tokens, found.text_offset, strict=True))[: len(prompt)]:
+        assert text.startswith(name, at)
+    assert found.text_offset == sorted(found.text_offset)
+    assert found.text_offset[len(prompt) :][:1] == [len(text)][:max_tokens]
+    assert response.usage.completion_tokens == max_tokens
+
+
+async def test_scores_of_ids_are_those_of_the_text(client: Any, mars: Checkpoint) -> None:
+    ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
+    body = {**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 1}
+    by_text = await client.answer(COMPLETIONS, body)
+    by_ids = await client.answer(COMPLETIONS, {**body, "prompt": ids})
+    assert by_ids["choices"] == by_text["choices"]
+
+
+async def test_streamed_scores(client: Any) -> None:
+    body = {**COMPLETION, "echo": True, "logprobs": 2, "confidence_threshold": 0.05}
+    whole = (await client.answer(COMPLETIONS, body))["choices"][0]["logprobs"]
+    events = await client.events(COMPLETIONS, body)
+    for field, values in whole.items():
+        parts = [event["choices"][0]["logprobs"][field] for event in events]
+        assert [each for part in parts for each in part] == values, field

@@ -3,15 +3,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
 import openai
 import pytest
 from fastapi import FastAPI
 
+from mars_platform.checkpoint import Checkpoint
+from mars_serve.choices import Choice, stream_all
 from mars_serve.engine.loop import EngineDied, EngineLoop
-from mars_serve.engine.request import StepOutput
+from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.prompts import Prompt
+from mars_serve.text import OutputText, StopRules
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "What is 3 plus 4?"
@@ -146,3 +151,83 @@ async def test_an_error_amid_a_stream_is_its_last_event(
     assert (len(events), nothing) == (2, "")
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("server_error", "not_ready")
+
+
+async def test_headers_of_a_stream(client: Any) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_usage_is_null_until_the_end(client: Any, path: str) -> None:
+    body = {**BODIES[path], "stream_options": {"include_usage": True}}
+    *events, _ = await client.events(path, body)
+    assert all(event["usage"] is None for event in events)
+    events = await client.events(path, BODIES[path])
+    assert not any("usage" in event for event in events)
+
+
+async def test_usage_in_each_event(client: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await client.events(COMPLETIONS, {**COMPLETION, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == [*range(1, 25), 24]
+
+
+class GatedBackend:
+    """Backend that gives one token, and then waits until it is closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        try:
+            yield StepOutput(request.id, [50], None)
+            await asyncio.Event().wait()
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n: int) -> None:
+    backend = GatedBackend()
+    prompt = Prompt([5], "prompt")
+    choices = [
+        Choice(
+            index,
+            Request(str(index), [5], DecodingOptions(8)),
+            prompt,
+            OutputText(mars.tokenizer, StopRules()),
+            may_stop=False,
+        )
+        for index in range(n)
+    ]
+    deltas = stream_all(choices, backend)
+    await anext(deltas)
+    assert not backend.is_closed
+    await deltas.aclose()
+    assert backend.is_closed
+
+
+async def test_a_client_that_is_slow_to_leave_closes_the_backend(
+    mars: Checkpoint, app_of: Any, served: Any
+) -> None:
+    """It leaves while an event is sent to it, not while one is waited for."""
+    backend = GatedBackend()
+    app = app_of(served("mars", mars, backend))
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        return await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            raise OSError("the client has left")
+
+    with suppress(Exception):
+        await app(_scope(COMPLETIONS), receive, send)
+    assert backend.is_closed
