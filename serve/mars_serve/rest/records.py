@@ -24,6 +24,8 @@ from mars_serve.rest.authentication import path_within
 from mars_serve.telemetry import IngressTelemetry
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from mars_serve.tracing import RequestTracer
 
 _log = logging.getLogger("marsray.requests")
@@ -108,40 +110,52 @@ class Recorder:
         tracer: RequestTracer | None = None,
         is_id_echoed: bool = False,
     ) -> None:
-        self.telemetry = telemetry
-        self.tracer = tracer
+        self._telemetry = telemetry
+        self._tracer = tracer
         self.is_id_echoed = is_id_echoed
         self._logs = logs
 
-    def take(self, record: RequestRecord, exchange: Exchange, outcome: str) -> None:
-        """Count and log a request that has ended."""
+    def begin(self, headers: Headers, exchange: Exchange) -> Span | None:
+        """Start a request's span, where there are any."""
+        tracer = self._tracer
+        return tracer.begin(headers, exchange.method, exchange.path) if tracer else None
+
+    def end(
+        self,
+        record: RequestRecord,
+        exchange: Exchange,
+        error: BaseException | None,
+        span: Span | None,
+    ) -> None:
+        """Count, log and trace a request that has ended, ``error`` being what it raised."""
+        if record.model not in self._telemetry.models:
+            record.model = None  # a client's text, not a name
+        outcome = outcome_of(record, exchange, error)
         if exchange.method == "POST" and exchange.path.startswith("/v1/"):
-            self.telemetry.count(record.model, outcome)
+            self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:
-                code = record.error_code
-                self.telemetry.count_rejection(record.model, exchange.status, code)
+                self._telemetry.count_rejection(record.model, exchange.status, record.error_code)
         if self._logs and not (exchange.path in _PROBES and exchange.status == 200):
             level = logging.ERROR if outcome == "error" else logging.INFO
-            fields = self._fields(record, exchange, outcome, level)
+            fields = _fields(record, exchange, outcome, level)
             _log.log(level, json.dumps(fields, ensure_ascii=False))
+        if self._tracer and span:
+            self._tracer.end(span, record, exchange, outcome)
 
-    def _fields(
-        self, record: RequestRecord, exchange: Exchange, outcome: str, level: int
-    ) -> dict[str, Any]:
-        fields = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "level": logging.getLevelName(level),
-            "method": exchange.method,
-            "path": exchange.path[:_PATH_LENGTH],
-            "status": exchange.status,
-            "outcome": outcome,
-            **vars(record),
-            "duration_s": exchange.duration_s,
-        }
-        if record.model not in self.telemetry.models:
-            del fields["model"]  # a client's text, not a name
-        rounded = ((k, round(v, 6) if isinstance(v, float) else v) for k, v in fields.items())
-        return {key: value for key, value in rounded if value is not None}
+
+def _fields(record: RequestRecord, exchange: Exchange, outcome: str, level: int) -> dict[str, Any]:
+    fields = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "level": logging.getLevelName(level),
+        "method": exchange.method,
+        "path": exchange.path[:_PATH_LENGTH],
+        "status": exchange.status,
+        "outcome": outcome,
+        **vars(record),
+        "duration_s": exchange.duration_s,
+    }
+    rounded = ((k, round(v, 6) if isinstance(v, float) else v) for k, v in fields.items())
+    return {key: value for key, value in rounded if value is not None}
 
 
 class RecordMiddleware:
@@ -172,8 +186,7 @@ class RecordMiddleware:
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.is_complete = True
 
-        tracer = self._recorder.tracer
-        span = tracer.begin(headers, exchange.method, exchange.path) if tracer else None
+        span = self._recorder.begin(headers, exchange)
         start = perf_counter()
         problem: BaseException | None = None
         try:
@@ -184,10 +197,7 @@ class RecordMiddleware:
         finally:
             exchange.duration_s = perf_counter() - start
             record.key = record.key or getattr(scope["state"].get("caller"), "name", None) or None
-            outcome = outcome_of(record, exchange, problem)
-            self._recorder.take(record, exchange, outcome)
-            if tracer and span:
-                tracer.end(span, record, exchange, outcome)
+            self._recorder.end(record, exchange, problem, span)
 
 
 def _request_id(given: str | None) -> tuple[str, bool]:

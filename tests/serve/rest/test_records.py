@@ -77,7 +77,8 @@ async def break_off() -> StreamingResponse:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-async def fail() -> None:
+async def fail(request: Request) -> None:
+    request.state.record.model = "secret name"
     raise RuntimeError("secret detail")
 
 
@@ -368,6 +369,7 @@ async def test_a_span_of_a_failure(own: FastAPI, spans: InMemorySpanExporter) ->
     assert span.parent is None
     assert span.status.status_code is StatusCode.ERROR
     assert (span.attributes or {})["error.type"] == "internal_error"
+    assert "secret" not in span.to_json()
     assert not span.events  # an exception's text may quote a request
 
 
