@@ -171,3 +171,84 @@ def test_template_whose_generation_prompt_differs(tokenizer):
         "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
     )
     assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "last")
+
+
+# --- tools and variables of the template ----------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if brief %}Be brief.\n{% endif %}"
+    + CHAT_TEMPLATE
+)
+
+
+def test_tools_and_variables_reach_the_template(tokenizer):
+    tokenizer.chat_template = WITH_TOOLS
+    plain = render_prompt(tokenizer, [USER])
+    assert render_prompt(tokenizer, [USER], [TOOL]) == json.dumps([TOOL]) + "\n" + plain
+    assert render_prompt(tokenizer, [USER], []) == plain
+    brief = render_prompt(tokenizer, [USER], template_kwargs={"brief": True, "other": 1})
+    assert brief == "Be brief.\n" + plain
+    prompt = "<|im_start|>assistant\n"
+    without = render_prompt(tokenizer, [USER], add_generation_prompt=False)
+    assert without + prompt == plain
+
+
+def test_template_that_knows_no_tools(tokenizer):
+    assert "tools: this model's" in refusal(render_prompt, tokenizer, [USER], [TOOL])
+
+
+def test_one_of_several_templates_is_for_tools(tokenizer):
+    tokenizer.chat_template = {"default": CHAT_TEMPLATE, "tool_use": WITH_TOOLS}
+    assert "add" in render_prompt(tokenizer, [USER], [TOOL])
+    assert render_prompt(tokenizer, [USER]).startswith("<|im_start|>user")
+    tokenizer.chat_template = {"other": CHAT_TEMPLATE}
+    assert "no chat template to use" in refusal(render_prompt, tokenizer, [USER])
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "chat_template", "eos_token", "tokenize"]
+)
+def test_variables_that_the_server_sets(tokenizer, name):
+    with pytest.raises(UserError, match=f"chat_template_kwargs: '{name}' is set by the server"):
+        render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
+
+
+@pytest.mark.parametrize("name", ["self", "conversations", "raise_exception", "namespace"])
+def test_other_names_do_no_harm(tokenizer, name):
+    tokenizer.chat_template = "{% set space = namespace(a=1) %}{{ raise_exception('no') }}"
+    with pytest.raises(UserError):
+        render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
+
+
+def test_templates_run_in_a_sandbox(tokenizer):
+    tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
+    assert "cannot render" in refusal(render_prompt, tokenizer, [USER])
+
+
+def test_developer_is_system_where_the_template_does_not_know_it(tokenizer):
+    developer = {"role": "developer", "content": "Be brief."}
+    assert "<|im_start|>system\nBe brief." in render_prompt(tokenizer, [developer, USER])
+    text, _ = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
+    assert text.startswith("<|im_start|>system\nBe brief.")
+    tokenizer.chat_template = "{# developer #}" + CHAT_TEMPLATE
+    assert "<|im_start|>developer\nBe brief." in render_prompt(tokenizer, [developer, USER])
+
+
+def test_mistral_templates_get_short_ids(tokenizer):
+    call = {"id": "call_0123456789", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call, {**call, "id": "abcdefghi"}]},
+        {"role": "tool", "content": "", "tool_call_id": "call_0123456789"},
+    ]
+    shown = (
+        "{% for message in messages %}{% for call in message.tool_calls %}{{ call.id }} "
+        "{% endfor %}{{ message.tool_call_id }}{% endfor %}"
+    )
+    tokenizer.chat_template = shown
+    assert render_prompt(tokenizer, turns) == "call_0123456789 abcdefghi call_0123456789"
+    tokenizer.chat_template = shown + "{# [TOOL_CALLS] #}"
+    first, second, result = render_prompt(tokenizer, turns).split()
+    assert first == result
+    assert (len(first), first.isalnum(), second) == (9, True, "abcdefghi")
+    assert turns[1]["tool_call_id"] == "call_0123456789"
