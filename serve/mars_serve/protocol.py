@@ -25,7 +25,8 @@ from mars_serve.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tool
 MAX_GRAMMAR_LENGTH = 65_536
 """Characters of a schema, a regular expression or a grammar."""
 
-_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+_MAX_INT32 = 2**31 - 1
+_SEEDS = 2**63  # the bounds are exact in JSON, whose numbers many read as floats
 _MAX_PROMPTS = 2048
 
 
@@ -161,7 +162,7 @@ class GenerationRequest(BaseModel):
     """Outputs of each prompt, 1 unless given; number i is drawn with the seed + i."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     """0, greedy, unless given: unlike OpenAI's default of 1, so that answers can be repeated."""
-    seed: Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64, strict=True)] | None = None
+    seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
     """Of the draw, modulo 2**63; a random one is taken where a temperature above 0 has none."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """Draw from the likeliest tokens that have this probability together."""

@@ -5,7 +5,6 @@ Source: OpenAI API reference, "Completions" and "Chat", the objects and their st
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from mars_serve.logprobs import chat_logprobs, completion_logprobs
 from mars_serve.protocol import ServiceTier
 from mars_serve.served import ServedModel
 from mars_serve.text import TokenBytes
-
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -59,30 +56,28 @@ class Generation:
             "mars": self._mars_block(self.passes),
         }
 
-    def event(self, delta: Delta) -> bytes:
-        """The event of a stream for one forward pass of a choice.
-
-        Written piece by piece: one is made for each pass of each request, and most of it is always
-        the same.
-        """
-        logprobs = _encode(self._logprobs(delta.choice, delta.reported))
-        reason = f'"{delta.finish_reason}"' if delta.finish_reason is not None else "null"
-        mars: dict[str, Any] = {"tokens": delta.num_tokens}
+    def event(self, delta: Delta) -> dict[str, Any]:
+        """The event of a stream for one forward pass of a choice."""
+        entry: dict[str, Any] = {"index": delta.choice.index}
+        if self.is_chat:
+            entry["delta"] = _chat_delta(delta)
+        else:
+            entry["text"] = delta.text
+        entry["logprobs"] = self._logprobs(delta.choice, delta.reported)
+        entry["finish_reason"] = delta.finish_reason
+        event = {**self._chunk_head, "choices": [entry]}
+        if self.usage_events.in_each:
+            event["usage"] = self.usage()
+        elif self.usage_events.at_end:
+            event["usage"] = None
+        event["mars"] = mars = {"tokens": delta.num_tokens}
         if delta.finish_reason is not None:
             mars |= self._mars_block(delta.choice.passes)
-        usage = ""
-        if self.usage_events.in_each:
-            usage = f',"usage":{_encode(self.usage())}'
-        elif self.usage_events.at_end:
-            usage = ',"usage":null'
-        return (
-            f'{self._event_head}{{"index":{delta.choice.index},{self._event_text(delta)},'
-            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{usage},"mars":{_encode(mars)}}}\n\n'
-        ).encode()
+        return event
 
-    def usage_event(self) -> bytes:
+    def usage_event(self) -> dict[str, Any]:
         """The event behind all others that counts the tokens of the whole stream."""
-        return f'{self._event_head}],"usage":{_encode(self.usage())}}}\n\n'.encode()
+        return {**self._chunk_head, "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """Token counts; a prompt counts once, however many choices share it."""
@@ -108,9 +103,8 @@ class Generation:
         return self.choices[0].request.options
 
     @cached_property
-    def _event_head(self) -> str:
-        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return f'data: {_encode(self._head(kind))[:-1]},"choices":['
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {
@@ -133,18 +127,6 @@ class Generation:
         entry["logprobs"] = self._logprobs(last.choice, reported)
         return {**entry, "finish_reason": last.finish_reason}
 
-    def _event_text(self, delta: Delta) -> str:
-        if not self.is_chat:
-            return f'"text":{_encode(delta.text)}'
-        role = '"role":"assistant",' if delta.is_first else ""
-        if not delta.calls:
-            return f'"delta":{{{role}"content":{_encode(delta.text)}}}'
-        content = (
-            f'"content":{_encode(delta.text or None)},' if delta.text or delta.is_first else ""
-        )
-        calls = _encode([_call_chunk(call) for call in delta.calls])
-        return f'"delta":{{{role}{content}"tool_calls":{calls}}}'
-
     def _logprobs(self, choice: Choice, reported: Sequence[ReportedToken]) -> dict[str, Any] | None:
         if choice.request.options.num_logprobs is None:
             return None
@@ -162,6 +144,15 @@ class Generation:
             "forward_passes": passes.num_passes,
             "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
         }
+
+
+def _chat_delta(delta: Delta) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
+    if not delta.calls:
+        return {**entry, "content": delta.text}
+    if delta.text or delta.is_first:
+        entry["content"] = delta.text or None
+    return {**entry, "tool_calls": [_call_chunk(call) for call in delta.calls]}
 
 
 def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json  # several times faster than json, once for each pass
 from starlette.types import Receive, Scope, Send
 
 from mars_platform.conversations import render_prompt
@@ -229,7 +231,8 @@ async def _respond(call: _Call, generation: Generation) -> Response:
     finally:
         call.ended(generation)
     call.record.finish_reason = deltas[-1][-1].finish_reason
-    return JSONResponse(generation.response(deltas))
+    body = to_json(generation.response(deltas))
+    return Response(body, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
@@ -259,17 +262,21 @@ async def _events(call: _Call, generation: Generation) -> AsyncGenerator[bytes]:
             async for delta in deltas:
                 call.took(delta)
                 call.record.finish_reason = delta.finish_reason
-                yield generation.event(delta)
+                yield _sse(generation.event(delta))
                 has_begun = True
     except Exception as error:
         problem = as_api_error(error, generation.grammar_field)
         if not has_begun:
             raise problem from error
         call.record.error_code = problem.code
-        yield b"data: " + JSONResponse(problem.body()).body + b"\n\n"
+        yield _sse(problem.body())
         return
     finally:
         call.ended(generation)
     if generation.usage_events.at_end:
-        yield generation.usage_event()
+        yield _sse(generation.usage_event())
     yield b"data: [DONE]\n\n"
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(event) + b"\n\n"

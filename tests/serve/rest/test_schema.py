@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from jsonschema import Draft202012Validator
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BASES = {
+    COMPLETIONS: {"model": "mars", "prompt": "x", "max_tokens": 3},
+    CHAT: {"model": "mars", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def document(app: FastAPI) -> dict[str, Any]:
+    return app.openapi()
+
+
+def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
+    return Draft202012Validator({**schema, "components": document["components"]})
+
+
+def body_of(document: dict[str, Any], path: str) -> Draft202012Validator:
+    operation = document["paths"][path]["post"]
+    return validator(document, operation["requestBody"]["content"]["application/json"]["schema"])
+
+
+def response_of(document: dict[str, Any], path: str, status: int) -> Draft202012Validator:
+    content = document["paths"][path]["post"]["responses"][str(status)]["content"]
+    return validator(document, content["application/json"]["schema"])
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_every_answer_is_described(document: dict[str, Any], path: str) -> None:
+    responses = document["paths"][path]["post"]["responses"]
+    expected = {"200", "400", "401", "403", "404", "413", "415", "422", "429", "500", "503"}
+    assert set(responses) == expected
+    assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    for status in expected - {"200"}:
+        schema = responses[status]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {}),
+        (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "service_tier": "auto"}),
+        (COMPLETIONS, {"prompt": [[5, 6], [7]], "echo": True, "logprobs": 2}),
+        (COMPLETIONS, {"echo": True, "logprobs": 0, "max_tokens": 0, "mode": "ar"}),
+        (CHAT, {"model": "plain"}),
+        (CHAT, {"logprobs": True, "top_logprobs": 3, "service_tier": "priority"}),
+        (CHAT, {"guided_choice": ["yes"], "n": 2}),
+    ],
+)
+async def test_responses_are_as_described(
+    client: Any, document: dict[str, Any], path: str, fields: dict[str, Any]
+) -> None:
+    body = {**BASES[path], **fields}
+    body_of(document, path).validate(body)
+    response_of(document, path, 200).validate(await client.answer(path, body))
+
+
+async def test_errors_are_as_described(client: Any, document: dict[str, Any]) -> None:
+    for path, base in BASES.items():
+        for fields in ({"model": "absent"}, {"n": 0}, {"max_tokens": 10_000}):
+            response = await client.post(path, json={**base, **fields})
+            response_of(document, path, response.status_code).validate(response.json())
+
+
+VALUES = {
+    "stream": [False, None, "yes", 1],
+    "n": [1, 0, 129, "1", True, None],
+    "temperature": [0, 2, 2.1, "1", None],
+    "confidence_threshold": [0.5, 0, 1, 1.5, "0.5", None],
+    "seed": [0, 2**63, "x", None],
+    "stop": ["a", ["a"], "", [""], ["a"] * 17, "a" * 257, 5, [], None],
+    "logit_bias": [{}, {"5": 1}, {"a": 1}, {"": 1}, {"5": 101}, {"5": "1"}, None],
+    "mode": ["ar", "fast", None],
+    "service_tier": ["auto", "flex", "scale", None],
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+        {"type": "yaml"},
+        None,
+    ],
+    "structured_outputs": [{"regex": "a"}, {}, {"jsn": 1}, None],
+    "guided_choice": [["a"], [], [""], "a", None],
+    "ignore_eos": [False, True, 0, None],
+    "length_penalty": [1, 1.0, 2, True, None],
+    "bad_words": [[], ["x"], None],
+    "skip_special_tokens": [True, False, None],
+    "best_of": [1, 0, "1", None],
+    "suffix": ["", "x", None],
+    "prompt": ["a", "", ["a"], [""], [], [5], [-1], [5, "a"], ["a", 5], [[5]], [[]], {}, None],
+    "echo": [True, "yes", None],
+    "logprobs": [0, 6, None],
+    "top_logprobs": [0, 21, None],
+    "messages": [[], [{"role": "robot", "content": "x"}], [{"role": "user", "content": ""}], None],
+    "modalities": [["text"], ["audio"], None],
+    "tool_choice": ["none", "auto", "sometimes", 5, None],
+    "tools": [[], [{}], None],
+    "reasoning_effort": ["none", "high", None],
+}
+"""Some that are taken and some that are not, whatever the model."""
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(path, field) for path in BASES for field in VALUES],
+)
+async def test_what_is_described_is_what_is_taken(
+    client: Any, document: dict[str, Any], path: str, field: str
+) -> None:
+    """For fields that both endpoints or only the other one has, too: unknown ones are ignored."""
+    described = body_of(document, path)
+    for value in VALUES[field]:
+        body = {**BASES[path], field: value}
+        response = await client.post(path, json=body)
+        assert response.status_code in (200, 400), response.text
+        assert described.is_valid(body) == (response.status_code == 200), (value, response.text)
