@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 
 from mars_platform.errors import UserError
 from mars_serve.keys import KeyRing
 from mars_serve.limits import KeyLimits
 from mars_serve.rest.admission import AdmissionMiddleware
-from mars_serve.rest.authentication import KeyMiddleware
+from mars_serve.rest.authentication import PUBLIC_PATHS, KeyMiddleware
 from mars_serve.rest.bodies import BodyMiddleware
 from mars_serve.rest.errors import ErrorMiddleware
 from mars_serve.settings import ServeSettings
@@ -32,3 +34,21 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
     app.add_middleware(ErrorMiddleware)
+    if not keys.is_open:
+        _describe_keys(app)
+
+
+def _describe_keys(app: FastAPI) -> None:
+    """Say in the application's OpenAPI document which paths need a key."""
+    without_keys = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = without_keys()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes["key"] = {"type": "http", "scheme": "bearer"}
+        document["security"] = [{"key": []}]
+        for path in PUBLIC_PATHS & document["paths"].keys():
+            document["paths"][path]["get"]["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way of extending it

@@ -222,6 +222,22 @@ async def test_websockets_are_refused() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
+async def test_document_says_which_paths_need_a_key(
+    keyed: FastAPI, app: FastAPI, client_of: Any
+) -> None:
+    async with client_of(keyed) as client:
+        document = (await client.get("/openapi.json")).json()
+    assert document["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    without = {
+        path
+        for path, item in document["paths"].items()
+        if item.get("get", {}).get("security") == []
+    }
+    assert without == PUBLIC_PATHS - {"/openapi.json"}  # which does not describe itself
+    assert "security" not in app.openapi()
+
+
 # How a key is given
 
 
