@@ -26,7 +26,7 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if scope["type"] != "http" or path_within(scope) not in _GENERATING:
+        if scope["type"] != "http" or not _generates(scope):
             await self._app(scope, receive, send)
             return
         caller: Caller = scope["state"]["caller"]
@@ -42,6 +42,10 @@ class AdmissionMiddleware:
                 await send(message)
 
             await self._app(scope, receive, telling)
+
+
+def _generates(scope: Scope) -> bool:
+    return scope["method"] == "POST" and path_within(scope) in _GENERATING
 
 
 def _num_tokens(record: RequestRecord) -> int:
