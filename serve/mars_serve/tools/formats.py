@@ -22,7 +22,6 @@ from mars_platform.errors import UserError
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA_TAG = "<|python_tag|>"
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-TAGS = (HERMES_BEGIN, HERMES_END, LLAMA_TAG, MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_ID)
 
 PROBE_ID = "probe0123"
 """Stands where a form has the id of a call; nine characters, as Mistral's templates demand."""
@@ -61,6 +60,15 @@ class Family(StrEnum):
     """A tag, a name and arguments for each call."""
 
 
+_MISTRAL_TAGS = (MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_ID)
+_TAGS = {
+    Family.HERMES: (HERMES_BEGIN, HERMES_END),
+    Family.LLAMA: (LLAMA_TAG,),
+    Family.MISTRAL_LIST: _MISTRAL_TAGS,
+    Family.MISTRAL_NAMED: _MISTRAL_TAGS,
+}
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """What stands around the names and the arguments of calls."""
@@ -78,6 +86,11 @@ class CallFormat:
     """Between two calls; None where a turn has one at the most."""
     final: str
     """Behind the last call."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The family's tags."""
+        return _TAGS[self.family]
 
 
 def _pattern(first: str, opening: str, middle: str, closing: str) -> re.Pattern[str]:
@@ -129,13 +142,14 @@ def find_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
     return None
 
 
-def tag_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the tags that are tokens of their own in this tokenizer, whole in any text."""
+def tag_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> dict[str, int]:
+    """Ids of a family's tags that are tokens of their own in this tokenizer, whole in any text."""
     added = tokenizer.get_added_vocab()
-    return {tag: added[tag] for tag in TAGS if tag in added}
+    return {tag: added[tag] for tag in _TAGS[family] if tag in added}
 
 
-def kept_special(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tags that decoding would leave out as special tokens."""
+def kept_special(tokenizer: PreTrainedTokenizerBase, family: Family) -> frozenset[int]:
+    """Ids of a family's tags that decoding would leave out as special tokens."""
     special = tokenizer.added_tokens_decoder
-    return frozenset(token for token in tag_ids(tokenizer).values() if special[token].special)
+    ids = tag_ids(tokenizer, family).values()
+    return frozenset(token for token in ids if special[token].special)

@@ -21,7 +21,6 @@ from mars_serve.tools.formats import (
     LLAMA_TAG,
     MISTRAL_TAG,
     PROBE_ID,
-    TAGS,
     CallFormat,
     Family,
 )
@@ -31,7 +30,6 @@ _TRIGGERS = {
     Family.MISTRAL_LIST: MISTRAL_TAG,
     Family.MISTRAL_NAMED: MISTRAL_TAG,
 }
-_PARTS = re.compile("(" + "|".join(re.escape(part) for part in (*TAGS, PROBE_ID)) + ")")
 # White space as templates render objects: few tokens, and no endless runs of it.
 _AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object"}
@@ -101,7 +99,8 @@ class CallGrammar:
         return _TRIGGERS.get(self.form.family)
 
     def _literal(self, text: str) -> str:
-        return " ".join(self._part(part) for part in _PARTS.split(text) if part)
+        parts = "|".join(re.escape(part) for part in (*self.form.tags, PROBE_ID))
+        return " ".join(self._part(part) for part in re.split(f"({parts})", text) if part)
 
     def _part(self, part: str) -> str:
         if part == PROBE_ID:

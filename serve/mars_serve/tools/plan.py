@@ -93,10 +93,12 @@ def plan_tools(
     is_forced = _is_forced(tool_choice)
     grammar = None
     if is_forced or any(function.strict for function in functions):
-        writer = CallGrammar(form, tag_ids(tokenizer), is_parallel, is_forced)
+        writer = CallGrammar(form, tag_ids(tokenizer, form.family), is_parallel, is_forced)
         grammar = GrammarSpec(GrammarKind.LARK, writer.text(functions))
     template_tools = [_for_template(function) for function in functions]
-    return ToolPlan(template_tools, grammar, kept_special(tokenizer), is_parallel, form)
+    return ToolPlan(
+        template_tools, grammar, kept_special(tokenizer, form.family), is_parallel, form
+    )
 
 
 def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
