@@ -1,4 +1,4 @@
-"""Tools: forms of calls, plans, grammars and the parser of streamed calls."""
+"""Tools: forms of calls, plans, and grammars."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
@@ -30,9 +28,7 @@ from mars_serve.engine.settings import EngineSettings
 from mars_serve.errors import ApiError
 from mars_serve.messages import ToolChoice, Tools
 from mars_serve.tools import (
-    ContentDelta,
     ToolArguments,
-    ToolEvent,
     ToolPlan,
     ToolStart,
     plan_tools,
@@ -284,188 +280,6 @@ def test_definitions_are_checked(tool: dict[str, Any], named: str) -> None:
         TypeAdapter(Tools).validate_python([tool])
 
 
-# --- the parser -----------------------------------------------------------------------------------
-
-UNIT = '{"unit": "C"}'
-ODD = '{ "a":"}]\\"<tool_call>\\\\", "b": [{"c": {}}, 1.0]}'
-OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
-    (Family.HERMES, "Hello  there.\n", "Hello  there.\n", []),
-    (Family.HERMES, " \n ", " \n ", []),
-    (Family.HERMES, "1 < 2 <tool <tool_cal", "1 < 2 <tool <tool_cal", []),
-    (
-        Family.HERMES,
-        f'Wait.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {UNIT}}}\n</tool_call>',
-        "Wait.",
-        [("get_weather", UNIT)],
-    ),
-    (
-        Family.HERMES,
-        f'<tool_call>{{"name" :"unknown","arguments":{ODD}}} </tool_call>\n'
-        f'<tool_call>\n{{"arguments": {UNIT}, "name": "get_weather"}}\n</tool_call>\n',
-        "",
-        [("unknown", ODD), ("get_weather", UNIT)],
-    ),
-    (  # no arguments; arguments as text; further keys
-        Family.HERMES,
-        '<tool_call>{"name": "f"}</tool_call>'
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
-        '<tool_call>{"name": "f", "arguments": {}, "id": ["}<"]}</tool_call>and <b>text</b> ',
-        "and <b>text</b>",
-        [("f", "{}"), ("f", '{"a": 1}'), ("f", "{}")],
-    ),
-    (  # a brace or the end tag forgotten
-        Family.HERMES,
-        f'<tool_call>{{"name": "f", "arguments": {UNIT}</tool_call>'
-        f'<tool_call>{{"name": "f", "arguments": {UNIT}}}\n</tool_ca text'
-        f'<tool_call>{{"name": "f", "arguments": {UNIT}}}<tool_call>{{"name": "f", "arguments": {{',
-        "\n</tool_ca text",
-        [("f", UNIT)] * 3 + [("f", "{")],
-    ),
-    (Family.HERMES, '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
-    (
-        Family.HERMES,
-        'A <tool_call>no</tool_call> <tool_call>{"name": 1}</tool_call> <tool_call>{"name": ',
-        'A <tool_call>no</tool_call> <tool_call>{"name": 1}</tool_call> <tool_call>{"name": ',
-        [],
-    ),
-    (
-        Family.HERMES,
-        '<tool_call><tool_call>{"a": <tool_call>{"name": "f", "arguments": {}}</tool_call>',
-        '<tool_call><tool_call>{"a": ',
-        [("f", "{}")],
-    ),
-    (Family.LLAMA, "The name is {", "The name is {", []),
-    (Family.LLAMA, '\n{"name": "Bob", "parameters": {"a": 1}} ok', None, []),
-    (Family.LLAMA, '{"a": 1, "b": [', None, []),
-    (
-        Family.LLAMA,
-        f'\n{{"name": "get_weather", "parameters": {UNIT}}}\n',
-        "",
-        [("get_weather", UNIT)],
-    ),
-    (
-        Family.LLAMA,
-        f'<|python_tag|>{{"name": "other", "parameters": {ODD}}}; '
-        '{"type": "function", "name": "get-time", "parameters": {}}',
-        "",
-        [("other", ODD), ("get-time", "{}")],
-    ),
-    (Family.LLAMA, "<|python_tag|>search.call(1)", "<|python_tag|>search.call(1)", []),
-    (Family.LLAMA, '{"name": "get-time", "parameters": {}} ok', " ok", [("get-time", "{}")]),
-    (
-        Family.MISTRAL_LIST,
-        f'So [1]: [TOOL_CALLS] [{{"name": "f", "arguments": {ODD}}}, '
-        '{"name": "g", "arguments": {}, "id": "abcdefghi"}]',
-        "So [1]:",
-        [("f", ODD), ("g", "{}")],
-    ),
-    (Family.MISTRAL_LIST, '[TOOL_CALLS] [1] [TOOL_CALLS][{"name": ', None, []),
-    (Family.MISTRAL_LIST, '[TOOL_CALLS][{"name": "f", "arguments": {}}', "", [("f", "{}")]),
-    (
-        Family.MISTRAL_NAMED,
-        f"[TOOL_CALLS]f{UNIT}[TOOL_CALLS]get-time[ARGS]{{}}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{ODD}\n",
-        "",
-        [("f", UNIT), ("get-time", "{}"), ("g", ODD)],
-    ),
-    (Family.MISTRAL_NAMED, "[TOOL_CALLS] no name {} [TOOL_CALLS] f", None, []),
-]  # fmt: skip
-
-
-def gather(events: list[ToolEvent]) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and names and arguments; checks indices and ids on the way."""
-    content, calls, ids = "", list[tuple[str, str]](), set[str]()
-    for event in events:
-        match event:
-            case ContentDelta(text):
-                assert text
-                content += text
-            case ToolStart(index, identifier, name):
-                assert index == len(calls)
-                assert re.fullmatch("call_[0-9a-f]{24}", identifier)
-                assert identifier not in ids
-                ids.add(identifier)
-                calls.append((name, ""))
-            case ToolArguments(index, text):
-                assert index == len(calls) - 1
-                assert text
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
-    return content, calls
-
-
-def parse(plan: ToolPlan, *parts: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = plan.parser()
-    events = [event for part in parts for event in parser.push(part, last=False)]
-    return gather(events + parser.push("", last=True))
-
-
-@pytest.mark.parametrize(("family", "text", "content", "calls"), OUTPUTS)
-def test_calls_are_taken_out_of_the_text(
-    plans: dict[Family, ToolPlan],
-    family: Family,
-    text: str,
-    content: str | None,
-    calls: list[tuple[str, str]],
-) -> None:
-    expected = (text if content is None else content, calls)
-    assert parse(plans[family], text) == expected
-    assert parse(plans[family], *text) == expected
-    assert gather(plans[family].parser().push(text, last=True)) == expected
-
-
-PIECES = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ";", ",",
-    '{"name": "f", "arguments": ', '{"name": "get-time", "parameters": ', UNIT, ODD, "}", "{", "f",
-    "\n", " ", '"', "\\", "<", "text", '{"name": "f"}', "é", "</tool",
-])  # fmt: skip
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_how_the_text_is_parted_does_not_matter(
-    plans: dict[Family, ToolPlan], data: st.DataObject
-) -> None:
-    plan = plans[data.draw(st.sampled_from(FAMILIES))]
-    pieces = data.draw(st.lists(PIECES, max_size=12)) or [data.draw(st.sampled_from(OUTPUTS))[1]]
-    text = "".join(pieces)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parse(plan, text)
-    assert parse(plan, *parts) == whole
-    if not whole[1]:
-        assert whole[0] == text  # what is no call is lost nowhere
-
-
-def test_only_text_that_may_begin_a_call_waits(plans: dict[Family, ToolPlan]) -> None:
-    parser = plans[Family.HERMES].parser()
-    assert parser.push("I see", last=False) == [ContentDelta("I see")]
-    assert parser.push(" <tool", last=False) == []
-    assert parser.push("s> it. <tool_call>\n", last=False) == [ContentDelta(" <tools> it.")]
-    assert parser.push('{"name": "f", "argu', last=False) == []
-    start, arguments = parser.push('ments": {"a', last=False)
-    assert isinstance(start, ToolStart)
-    assert (start.index, start.name) == (0, "f")
-    assert arguments == ToolArguments(0, '{"a')
-    assert parser.num_calls == 1
-    assert parser.push('": 1', last=False) == [ToolArguments(0, '": 1')]
-    assert parser.push("}}\n</", last=False) == [ToolArguments(0, "}")]
-    assert parser.push("tool_call>", last=True) == []
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_parallel_calls_only_the_first_counts(
-    checkpoint_of: Callable[..., Checkpoint], family: Family
-) -> None:
-    texts = {
-        Family.HERMES: '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2,
-        Family.LLAMA: '{"name": "get-time", "parameters": {}};' * 2,
-        Family.MISTRAL_LIST: '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]',
-        Family.MISTRAL_NAMED: "[TOOL_CALLS]f{}" * 2,
-    }
-    plan = plan_of(checkpoint_of(family), parallel=False)
-    name = "get-time" if family is Family.LLAMA else "f"
-    assert parse(plan, *texts[family]) == ("", [(name, "{}")])
-
-
 # --- grammars -------------------------------------------------------------------------------------
 
 VALID = {
@@ -576,9 +390,11 @@ def test_forced_calls_are_valid_in_every_mode(
     text = checkpoint.tokenizer.decode(
         [token for output in outputs for token in output.tokens], skip_special_tokens=True
     )
-    content, [(name, arguments)] = parse(plan, *text)
-    assert (content, name) == ("", "get_weather")
-    jsonschema.validate(json.loads(arguments), WEATHER)
+    start, arguments = plan.parser().push(text, last=True)
+    assert isinstance(start, ToolStart)
+    assert isinstance(arguments, ToolArguments)
+    assert start.name == "get_weather"
+    jsonschema.validate(json.loads(arguments.text), WEATHER)
 
 
 def test_schemas_that_no_grammar_can_have_are_refused(
