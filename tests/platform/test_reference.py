@@ -173,6 +173,14 @@ def test_too_few_windows_are_refused(model):
         windowed(model, PROMPTS[0], max_tokens=9, num_masks=[3, 3])
 
 
+def test_thresholds_of_each_pass_are_followed(model, fed):
+    decoded = windowed(model, PROMPTS[0], max_tokens=10, threshold=[ALWAYS, 1.0, 1.0, ALWAYS])
+    assert [len(tokens) for tokens in decoded.passes] == [4, 1, 1, 4]
+    assert [ids.count(MASK) for ids in fed] == [3, 0, 0, 3]
+    with pytest.raises(UserError, match="threshold: those of 1 passes"):
+        windowed(model, PROMPTS[0], max_tokens=9, threshold=[1.0])
+
+
 def test_lowest_threshold_takes_the_whole_window(model):
     decoded = windowed(model, PROMPTS[0], max_tokens=24, num_masks=3)
     assert [len(tokens) for tokens in decoded.passes] == [4] * 6

@@ -202,6 +202,37 @@ def test_engine_passes_equal_oracle(tiny_model: Models, make_engine: Engines, fa
     assert 4 < capture.num_replayed < num_steps
 
 
+def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engine: Engines) -> None:
+    model, capture = tiny_model("qwen2"), CountingCapture()
+    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_batch=MAX_ROWS)
+    attention = make_attention(engine._runner.model)
+    engine._attention = attention
+    engine._runner = ModelRunner(engine._runner.model, attention, SPECIAL, MASK)
+    engine._runner.capture(engine._graph_sizes(), capture)
+    source = random.Random(3)
+    talk = Request("talk", [5, 6, 7], DecodingOptions(20, threshold=0.1))
+    prompt = [source.randrange(4, 60) for _ in range(90)]
+    score = Request("score", list(prompt), DecodingOptions(4, num_prompt_logprobs=1))
+    engine.add(talk)
+    engine.step()
+    engine.add(score)
+    found, passes = [], [talk.tokens[3:]]
+    while engine.has_work:
+        for output in engine.step():
+            found += output.prompt_logprobs
+            if output.request_id == "talk":
+                passes.append(output.tokens)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    own = expected[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(
+        torch.tensor([entry.logprob for entry in found]), own, rtol=1e-4, atol=1e-4
+    )
+    assert [entry.top[0][0] for entry in found] == expected[:-1].argmax(-1).tolist()
+    assert passes == oracle(model, talk)
+    assert capture.num_replayed > 1
+
+
 def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
     return reference.decode(
         model,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from mars_platform.checkpoint import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.engine import Engine, Step
-from mars_serve.engine.loop import EngineDied, EngineLoop, QueueFull, RequestFailed
+from mars_serve.engine.loop import (
+    EngineDied,
+    EngineLoop,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+)
 from mars_serve.engine.request import DecodingOptions, FinishReason, Request, StepOutput
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -221,3 +228,68 @@ async def test_stop_ends_listeners_and_refuses_later_ones(make_loop: Loops) -> N
     with pytest.raises(EngineDied):
         await collect(loop, make_request("later"))
     loop.stop()
+
+
+# Waiting
+
+
+def patient(name: str, max_queue_s: float, *, max_tokens: int = 200) -> Request:
+    request = make_request(name, max_tokens=max_tokens)
+    request.options = replace(request.options, max_queue_s=max_queue_s)
+    return request
+
+
+async def test_a_request_that_waits_too_long_is_told(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_batch=1)
+    running = await started(loop, patient("running", 0.15, max_tokens=8))
+    waiting = make_request("waiting", max_tokens=2)
+    rest = asyncio.create_task(collect(loop, waiting))
+    with pytest.raises(QueueTimeout, match=r"did not begin within 0\.1 s"):
+        await collect(loop, patient("late", 0.1))
+    assert len([output async for output in running]) == 7, "what has begun has no deadline"
+    first, _ = await rest
+    assert first.queue_s == waiting.queue_s > 0.1
+    await until(lambda: has_all_pages(loop.engine))
+    assert loop.engine.status().num_requests == 0
+
+
+async def test_a_deadline_that_has_passed_ends_an_idle_engines_request(make_loop: Loops) -> None:
+    loop = make_loop()
+    with pytest.raises(QueueTimeout):
+        await collect(loop, patient("never", -1.0))
+    assert len(await collect(loop, patient("soon", 60.0, max_tokens=3))) == 3
+
+
+async def test_the_first_output_says_what_was_found_and_how_long_it_waited(
+    make_loop: Loops,
+) -> None:
+    loop = make_loop()
+    await collect(loop, make_request("one", max_tokens=4))
+    outputs = await collect(loop, make_request("one", max_tokens=4))
+    assert [output.num_reused for output in outputs] == [4, 0, 0, 0]  # a page of 5 tokens
+    assert [output.queue_s > 0 for output in outputs] == [True, False, False, False]
+    status = loop.status()
+    assert (status.num_prompt_tokens, status.num_generated_tokens) == (10, 8)
+    assert (status.num_forward_passes, status.num_row_passes) == (8, 8)
+
+
+# A threshold that moves
+
+
+async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    assert loop.live_threshold == 0.95
+    loop.set_live_threshold(1.0)
+    request = make_request("live", max_tokens=40)
+    request.options = replace(request.options, threshold=None)
+    stream = loop.stream(request)
+    first = await anext(stream)
+    loop.set_live_threshold(0.5)
+    rest = [output.threshold async for output in stream]
+    assert first.threshold == 1.0
+    assert rest == sorted(rest, reverse=True)
+    assert rest[-1] == loop.live_threshold == 0.5
+    for value in (0.0, 1.1, float("nan")):
+        with pytest.raises(UserError, match="confidence_threshold: "):
+            loop.set_live_threshold(value)
+    assert loop.live_threshold == 0.5

@@ -113,7 +113,8 @@ _OPTIONS = st.builds(
     DecodingOptions,
     max_tokens=st.integers(1, 9),
     mode=st.sampled_from([Mode.THRESHOLD, Mode.THRESHOLD, Mode.EXACT, Mode.EXACT, Mode.AR]),
-    threshold=st.sampled_from([0.02, 0.05, 0.1, 0.3, 0.95, 1.0]),
+    threshold=st.sampled_from([0.02, 0.05, 0.1, 0.3, 0.95, 1.0, None, None, None]),
+    min_threshold=st.sampled_from([0.0, 0.0, 0.2]),
     confidence=st.sampled_from(list(Confidence)),
     window=st.sampled_from([None, None, 0, 1, 2, 4]),
     outcomes=st.sampled_from([None, None, Outcomes.ALL, Outcomes.LAST]),
@@ -123,6 +124,8 @@ _OPTIONS = st.builds(
     stop_ids=st.sampled_from([frozenset(), frozenset(), frozenset({9, 14})]),
     num_logprobs=st.sampled_from([None, None, 0, 2]),
 ).map(_replayable)
+_LIVE = st.lists(st.sampled_from([0.02, 0.05, 0.1, 0.5, 1.0]), min_size=1, max_size=5)
+"""What the live threshold is step by step, over and over."""
 _ARRIVALS = st.builds(
     Arrival,
     step=st.integers(0, 12),
@@ -200,13 +203,18 @@ def seen() -> Counter[str]:
 @settings(
     max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(_ARRIVALS, min_size=1, max_size=8), st.integers(0, len(SIZES) - 1))
+@given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
-    engines: list[Engine], solo: Engine, seen: Counter[str], arrivals: list[Arrival], which: int
+    engines: list[Engine],
+    solo: Engine,
+    seen: Counter[str],
+    arrivals: list[Arrival],
+    live: list[float],
+    which: int,
 ) -> None:
     engine = engines[which]
     requests = {str(index): arrival.request(str(index)) for index, arrival in enumerate(arrivals)}
-    outputs = _play(engine, arrivals, requests)
+    outputs = _play(engine, arrivals, requests, live)
     assert engine.status().num_free_pages == engine.num_pages
     for name, request in requests.items():
         options, found = request.options, outputs[name]
@@ -217,7 +225,7 @@ def test_every_output_is_the_oracles(
         assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
         if options.window is not None and options.mode is not Mode.EXACT:
             assert all(output.num_masks <= options.window for output in found)
-        _count(seen, request, passes)
+        _count(seen, request, found)
 
 
 def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Counter[str]) -> None:
@@ -235,19 +243,28 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert min(masks) > 0
     assert sum(drafts) > 30
     assert sum(masks) > 100
+    assert seen["threshold moved"] > 30
+    assert seen["threshold moved, masks accepted"] > 10
 
 
-def _count(seen: Counter[str], request: Request, passes: list[list[int]]) -> None:
-    options = request.options
+def _count(seen: Counter[str], request: Request, outputs: list[StepOutput]) -> None:
+    options, passes = request.options, [output.tokens for output in outputs]
     kind = "sampled" if options.sampling.temperature > 0 else "greedy"
     kind = f"{options.mode}, {'grammar' if options.grammar else kind}"
     several = "drafts" if options.mode is Mode.EXACT else "masks"
     seen[kind] += 1
-    seen[f"{kind}, {several} accepted"] += any(len(tokens) > 1 for tokens in passes)
+    several_taken = any(len(tokens) > 1 for tokens in passes)
+    seen[f"{kind}, {several} accepted"] += several_taken
+    if len({output.threshold for output in outputs}) > 1:
+        seen["threshold moved"] += 1
+        seen["threshold moved, masks accepted"] += several_taken
 
 
 def _play(
-    engine: Engine, arrivals: list[Arrival], requests: dict[str, Request]
+    engine: Engine,
+    arrivals: list[Arrival],
+    requests: dict[str, Request],
+    live: list[float],
 ) -> dict[str, list[StepOutput]]:
     outputs = defaultdict[str, list[StepOutput]](list)
     step = 0
@@ -259,6 +276,7 @@ def _play(
                 arrival.step + arrival.cancelled_after == step
             ):
                 engine.cancel(str(name))
+        engine.live_threshold = live[step % len(live)]
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.check_integrity()
@@ -273,7 +291,7 @@ def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
     if request.options.is_plain:
         expected = _oracle(request, outputs)
     else:
-        replayed, finish_reason = _alone(request, solo)
+        replayed, finish_reason = _alone(request, outputs, solo)
         expected = [output.tokens for output in replayed]
         entries = [entry for output in replayed for entry in output.logprobs]
         _compare_logprobs(logprobs, entries[: len(logprobs)])
@@ -301,21 +319,28 @@ def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
         max_tokens=sum(len(output.tokens) for output in outputs)
         if request.finish_reason is FinishReason.CANCELLED
         else options.max_tokens,
-        threshold=options.threshold if options.mode is Mode.THRESHOLD else 1.0,
+        threshold=[output.threshold for output in outputs]
+        if options.mode is Mode.THRESHOLD
+        else 1.0,
         num_masks=windows,
         mask_token_id=MASK,
         measure=options.confidence,
     ).passes
 
 
-def _alone(request: Request, solo: Engine) -> tuple[list[StepOutput], FinishReason | None]:
+def _alone(
+    request: Request, recorded: list[StepOutput], solo: Engine
+) -> tuple[list[StepOutput], FinishReason | None]:
+    """Its passes where nothing else runs, with the thresholds that were recorded."""
     options = request.options
     if options.mode is Mode.EXACT:
         options = replace(options, mode=Mode.AR, window=None, outcomes=None)
     again = Request("alone", request.tokens[: request.num_prompt], options)
     outputs = list[StepOutput]()
     solo.add(again)
+    thresholds = iter([output.threshold for output in recorded])
     while solo.has_work:
+        solo.live_threshold = next(thresholds, solo.live_threshold)
         outputs += solo.step()
     return outputs, again.finish_reason
 
