@@ -199,7 +199,8 @@ def errors_described(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def generation_described(model: type[Body]) -> dict[int | str, dict[str, Any]]:
     """Everything that an endpoint that generates may answer."""
-    stream = {"schema": {"type": "string", "description": "Server-sent events, one a pass."}}
+    # no type: some readers take the schema for that of the body, others for that of an event
+    stream = {"schema": {"description": "Server-sent events, one a pass."}}
     success = {
         "model": model,
         "description": "The whole response, or a stream of it",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +44,16 @@ _ONE_OF: JsonDict = {  # what no field alone can say
 }
 
 
+def _refuse(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported; leave it out")
+    return value
+
+
+Unset = Annotated[Flag, AfterValidator(_refuse), Field(json_schema_extra={"const": False})]
+"""A flag that may only be false; ``Literal[False]`` would take a 0, too."""
+
+
 class TokenizeRequest(BaseModel):
     """Body of ``POST /tokenize``: a prompt, or a conversation."""
 
@@ -65,7 +75,7 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: TemplateKwargs | None = None
     chat_template: None = None
     """Templates are the model's own here."""
-    continue_final_message: Literal[False] | None = None
+    continue_final_message: Unset | None = None
     """Not to be had here."""
 
 
