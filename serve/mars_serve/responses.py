@@ -16,7 +16,7 @@ from mars_platform import __version__
 from mars_serve.choices import CallPart, Choice, Delta, Passes, ReportedToken, passes_of
 from mars_serve.engine.request import DecodingOptions
 from mars_serve.logprobs import chat_logprobs, completion_logprobs
-from mars_serve.protocol import ServiceTier
+from mars_serve.protocol import ServiceTier, StreamOptions
 from mars_serve.served import ServedModel
 from mars_serve.text import TokenBytes
 
@@ -29,6 +29,13 @@ class UsageEvents:
     """An event of its own behind all others."""
     in_each: bool = False
     """Each event, those so far."""
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> UsageEvents:
+        """Those that a request asks for."""
+        if options is None:
+            return cls()
+        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Generation:
         lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
         return {
             "mode": self.options.mode,
-            "confidence_threshold": round(passes.mean_threshold, 6),
+            "confidence_threshold": passes.mean_threshold,
             **lowest,
             "forward_passes": passes.num_passes,
             "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import unicodedata
 from collections.abc import Sequence
 from itertools import product
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mars_platform.checkpoint import read_checkpoint
@@ -19,7 +20,10 @@ from mars_serve.text import (
     TextStream,
     TokenBytes,
     decode,
+    echo_text,
+    echo_tokens,
     encode,
+    special_tokens,
 )
 
 
@@ -90,6 +94,68 @@ def test_any_tokens_in_any_groups_join_to_the_decoded_whole(
     groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
     whole = decode(tokenizer, [token for group in groups for token in group])
     assert "".join(push_all(tokenizer, groups)) == whole
+
+
+@given(data=st.data())
+def test_some_special_tokens_may_be_kept(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    special = special_tokens(tokenizer)
+    assert special == {token for token in range(len(tokenizer)) if decode(tokenizer, [token]) == ""}
+    hidden = special - {tokenizer.eos_token_id}
+    ids = st.one_of(st.sampled_from(sorted(special)), st.integers(0, len(tokenizer) - 1))
+    groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
+    stream = TextStream(tokenizer, hidden)
+    last = len(groups) - 1
+    parts = [stream.push(group, last=index == last) for index, group in enumerate(groups)]
+    shown = [token for group in groups for token in group if token not in hidden]
+    assert "".join(parts) == decode(tokenizer, shown, skip_special_tokens=False)
+
+
+# Echoed prompts
+
+
+@pytest.mark.parametrize(
+    "text", ["What is 3?", "aé漢😀b", "<|im_start|>user\nWhat?<|im_end|>\n", " a", "e\u0301"]
+)
+def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    tokens = encode(tokenizer, text, add_special_tokens=True)
+    echo = echo_text(tokenizer, text)
+    assert echo.text == text
+    assert len(echo.offsets) == len(tokens)
+    assert echo.offsets == sorted(echo.offsets)
+    for token, offset in zip(tokens, echo.offsets, strict=True):
+        name = tokenizer.decode([token])
+        assert "\ufffd" in name or unicodedata.normalize("NFC", text[offset:]).startswith(name)
+
+
+def test_added_special_tokens_take_no_room_in_an_echo(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with_ends = copy.deepcopy(tokenizer)
+    with_ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
+    )
+    plain, found = echo_text(tokenizer, "ab c"), echo_text(with_ends, "ab c")
+    assert found.offsets == [0, *plain.offsets, 4]
+
+
+@given(data=st.data())
+def test_echoed_tokens_are_spelled_out(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    ids = st.integers(0, len(tokenizer) - 1)
+    tokens = data.draw(st.lists(ids, min_size=1, max_size=12))
+    echo = echo_tokens(tokenizer, tokens)
+    assert echo.text == tokenizer.decode(tokens)
+    assert echo.offsets[0] == 0
+    assert echo.offsets == sorted(echo.offsets)
+
+
+def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "<|im_start|>user\nWhat is 3?<|im_end|>"
+    tokens = encode(tokenizer, text, add_special_tokens=True)
+    assert echo_tokens(tokenizer, tokens) == echo_text(tokenizer, text)
 
 
 # Stop strings

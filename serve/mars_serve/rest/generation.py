@@ -105,43 +105,40 @@ class _Call:
     ) -> Generation:
         """The checked request; ``default_tokens`` limits an output where the body does not."""
         body, model = self.body, self.model
+        is_chat = isinstance(body, ChatCompletionRequest)
         structure = _structure(body, plan)
-        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         choices = list[Choice]()
         for prompt in prompts:
-            grammar = structure.grammar if structure else None
-            max_tokens = checked_max_tokens(model, self.limits, prompt, body.limit, default_tokens)
-            options = decoding_options(
-                body,
-                model.settings,
-                model.checkpoint,
-                self.caller,
-                self.limits,
-                max_tokens=max_tokens,
-                grammar=grammar,
-            )
+            options = self._options(prompt, default_tokens, structure)
             choices += self._choices(request_id, prompt, options, plan, len(choices))
-        usage = body.stream_options
-        generation = Generation(
+        self.record.mode = choices[0].request.options.mode
+        self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self.record.completion_tokens = 0
+        return Generation(
             request_id,
-            isinstance(body, ChatCompletionRequest),
+            is_chat,
             model,
             choices,
             TokenBytes(model.checkpoint.tokenizer),
             tier=tier_of(body, self.caller) if body.service_tier else None,
-            usage_events=UsageEvents(
-                bool(usage and usage.include_usage), bool(usage and usage.continuous_usage_stats)
-            ),
+            usage_events=UsageEvents.of(body.stream_options),
             grammar_field=structure.field if structure else None,
         )
-        self.record.mode = generation.options.mode
-        self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-        self.record.completion_tokens = 0
-        return generation
 
-    @property
-    def _id_prefix(self) -> str:
-        return "chatcmpl" if isinstance(self.body, ChatCompletionRequest) else "cmpl"
+    def _options(
+        self, prompt: Prompt, default_tokens: int, structure: Structure | None
+    ) -> DecodingOptions:
+        body, model, limits = self.body, self.model, self.limits
+        return decoding_options(
+            body,
+            model.settings,
+            model.checkpoint,
+            self.caller,
+            limits,
+            max_tokens=checked_max_tokens(model, limits, prompt, body.limit, default_tokens),
+            grammar=structure.grammar if structure else None,
+        )
 
     def _choices(
         self,

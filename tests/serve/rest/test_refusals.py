@@ -208,11 +208,12 @@ async def test_limits_are_the_defaults_of_what_is_left_out(
             assert answer["usage"]["completion_tokens"] == 7
 
 
+@pytest.mark.parametrize("num_words", [300, 3000])
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_prompt_too_long_is_refused_with_numbers(
-    client: Any, tokenizer: PreTrainedTokenizerBase, path: str
+    client: Any, tokenizer: PreTrainedTokenizerBase, path: str, num_words: int
 ) -> None:
-    long = "plus " * 300
+    long = "plus " * num_words
     body = {**COMPLETION, "prompt": long}
     if path == CHAT:
         body = {**CONVERSATION, "messages": [{"role": "user", "content": long}]}
