@@ -116,7 +116,8 @@ def served(
     (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": [key]}))
     settings = {
         "port": port,
-        "models": [{"name": "mars", "path": str(model)}],
+        # exact unless asked otherwise: what a request gets does not depend on those beside it
+        "models": [{"name": "mars", "path": str(model), "mode": "exact"}],
         "keys": {"file": str(folder / "keys.yaml")},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(settings))

@@ -20,7 +20,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 
     def score(context: str, continuation: str) -> tuple[float, bool]:
-        start = len(tokenizer(context, add_special_tokens=False)["input_ids"])
+        # the harness counts white space that ends the context to the continuation
+        stripped = context.rstrip()
+        start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
         ids = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)

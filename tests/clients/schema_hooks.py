@@ -17,7 +17,8 @@ def before_call(context, case, kwargs):
     body = case.body
     if not isinstance(body, dict) or "model" not in body:
         return
-    if isinstance(body["model"], str) and body["model"]:
+    is_valid = case.meta.generation.mode.is_positive
+    if isinstance(body["model"], str) and (body["model"] or is_valid):
         body["model"] = "mars"
     if not case.path.endswith("/completions"):
         return
@@ -28,5 +29,5 @@ def before_call(context, case, kwargs):
         ("n", _MOST_CHOICES),
         ("best_of", _MOST_CHOICES),
     ):
-        if type(body.get(field)) is int and case.meta.generation.mode.is_positive:
+        if is_valid and type(body.get(field)) is int:
             body[field] = min(body[field], most)
