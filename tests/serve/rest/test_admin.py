@@ -33,15 +33,16 @@ async def test_a_change_of_one_model(client: Any) -> None:
     assert states["plain"]["confidence_threshold"] == 0.95
 
 
-async def test_running_requests_follow(client: Any) -> None:
+async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
     body = {"model": "mars", "prompt": "What is 3", "max_tokens": 120, "logit_bias": {"2": -100}}
+    body["service_tier"] = "flex"  # its floor is 0.7
     running = asyncio.create_task(client.post("/v1/completions", json=body))
     for threshold in (1.0, 0.01, 1.0, 0.01):
         await client.put("/admin/threshold", json={"confidence_threshold": threshold})
         await asyncio.sleep(0.01)
     mars = (await running).json()["mars"]
-    assert 0.01 <= mars["confidence_threshold"] <= 1
-    assert mars["tokens_per_forward"] > 1
+    assert mars["min_confidence_threshold"] == 0.7
+    assert 0.7 < mars["confidence_threshold"] < 1
 
 
 @pytest.mark.parametrize(
