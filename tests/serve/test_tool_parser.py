@@ -20,7 +20,7 @@ PARSERS = {
 }
 
 UNIT = '{"unit": "C"}'
-ODD = '{ "a":"}]\\"<tool_call>\\\\", "b": [{"c": {}}, 1.0]}'
+ODD = '{ "a":"}]\\"<tool_call>\\\\", "b": [{"c": "\\n"}, 1.0]}'
 OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
     (Family.HERMES, "Hello  there.\n", "Hello  there.\n", []),
     (Family.HERMES, " \n ", " \n ", []),
@@ -67,6 +67,12 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         '<tool_call><tool_call>{"a": ',
         [("f", "{}")],
     ),
+    (  # what only looks like a tag, just before one
+        Family.HERMES,
+        '1 <<tool_call>{"name": "f"}</tool_call>2 < <tool_call>{"name": "f"}</tool_call>',
+        "1 <2 <",
+        [("f", "{}")] * 2,
+    ),
     (Family.LLAMA, "The name is {", "The name is {", []),
     (Family.LLAMA, '\n{"name": "Bob", "parameters": {"a": 1}} ok', None, []),
     (Family.LLAMA, '{"a": 1, "b": [', None, []),
@@ -93,6 +99,12 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         [("f", ODD), ("g", "{}")],
     ),
     (Family.MISTRAL_LIST, '[TOOL_CALLS] [1] [TOOL_CALLS][{"name": ', None, []),
+    (
+        Family.MISTRAL_LIST,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}] [TOOL_CALLS] [1]',
+        " [TOOL_CALLS] [1]",
+        [("f", "{}")],
+    ),
     (Family.MISTRAL_LIST, '[TOOL_CALLS][{"name": "f", "arguments": {}}', "", [("f", "{}")]),
     (
         Family.MISTRAL_NAMED,
