@@ -26,6 +26,8 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 """Schema of a function that takes none, as when its definition has no schema."""
 
 Flag = Annotated[bool, Field(strict=True)]
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_LENGTH)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -190,7 +192,7 @@ ToolChoice = Annotated[
 TemplateKwargs = Annotated[
     dict[
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")],
-        Annotated[str, StringConstraints(max_length=4096)] | Flag | int | float | None,
+        Annotated[str, StringConstraints(max_length=4096)] | Flag | Integer | Number | None,
     ],
     Field(max_length=32),
 ]

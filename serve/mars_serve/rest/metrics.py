@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from mars_serve.schema import errors_described
 from mars_serve.served import ServedModel
 from mars_serve.telemetry import IngressTelemetry
 
 _CONTENT = {"schema": {"type": "string"}}
-_RESPONSES: dict[int | str, dict[str, object]] = {
+_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Metrics of the server and of every replica.",
         "content": {"text/plain": _CONTENT, "application/openmetrics-text": _CONTENT},
-    }
+    },
+    **errors_described(),
 }
 
 
@@ -32,7 +35,7 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
     """The endpoint that Prometheus scrapes."""
     router = APIRouter()
 
-    @router.get("/metrics", response_class=PlainTextResponse, responses=_RESPONSES)
+    @router.get("/metrics", response_class=Response, responses=_RESPONSES)
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' text format, or in OpenMetrics where it is asked for."""
         asked = (model.backend.metrics() for model in models.values())
