@@ -30,11 +30,12 @@ MAX_IDS = 2**20
 """Token ids of one request."""
 
 _ABSENT: JsonDict = {"type": "null"}
+_NONE: JsonDict = {"type": ["array", "null"], "maxItems": 0}
 _ONE_OF: JsonDict = {  # what no field alone can say
     "oneOf": [
         {
             "required": ["prompt"],
-            "properties": {"prompt": {"type": "string"}, "messages": _ABSENT, "tools": _ABSENT},
+            "properties": {"prompt": {"type": "string"}, "messages": _ABSENT, "tools": _NONE},
         },
         {
             "required": ["messages"],
