@@ -39,7 +39,8 @@ from mars_serve.bench.workload import (
     read_acceptance,
     requests_in_run,
 )
-from mars_serve.engine.engine import Engine, Step
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.failures import Step
 from mars_serve.engine.linear import pack_linears
 from mars_serve.engine.request import DecodingOptions, Outcomes
 

@@ -124,6 +124,21 @@ def test_masks_behind_drafts_add_tokens(engine: Engine, items: list[EvalItem]) -
     assert with_masks > without + 0.2
 
 
+def test_a_live_threshold_of_one_is_drafted_for_without_loss(
+    engine: Engine, items: list[EvalItem], expected: list[list[int]]
+) -> None:
+    live = replace(THRESHOLD, threshold=None, window=4)
+    engine.live_threshold = 1.0
+    outputs, steps = run(engine, items, [live])
+    assert outputs == expected
+    assert tokens_per_forward(steps) > 2
+    assert all(step.num_masks == 0 for step in steps)
+    engine.live_threshold = 0.9
+    followed, pinned = (run(engine, items, [replace(live, threshold=t)]) for t in (None, 0.9))
+    assert followed[0] == pinned[0]
+    assert any(step.num_masks for step in followed[1])
+
+
 def test_threshold_without_masks_is_exact(
     engine: Engine, items: list[EvalItem], expected: list[list[int]]
 ) -> None:

@@ -13,7 +13,8 @@ from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
-from mars_serve.engine.engine import Engine, Step
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.failures import Step
 from mars_serve.engine.loop import (
     EngineDied,
     EngineLoop,

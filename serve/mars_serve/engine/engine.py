@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,17 @@ from mars_serve.engine.attention import KeyValueShape
 from mars_serve.engine.choose import choose_attention
 from mars_serve.engine.choosing import commit
 from mars_serve.engine.drafter import Drafter
-from mars_serve.engine.forward import Accepted, FailedLaunch, Launched, ModelRunner
+from mars_serve.engine.failures import Step, launch, wait
+from mars_serve.engine.forward import Accepted, ModelRunner
 from mars_serve.engine.grammar import GrammarCompiler
 from mars_serve.engine.graphs import CudaCapture, GraphSizes
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 from mars_serve.engine.scheduler import Masks, Scheduler, Work
-from mars_serve.engine.settings import CPU_PAGES, EngineSettings
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.sizing import num_pages
 from mars_serve.engine.warm_up import measure_steps
 from mars_serve.engine.window import WindowChooser
-
-_log = logging.getLogger(__name__)
-
-Step = Launched | FailedLaunch
 
 _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""
@@ -89,7 +86,7 @@ class Engine:
         shape = KeyValueShape.of(weights.config)
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
-        self.num_pages = _num_pages(settings, shape, weights)
+        self.num_pages = num_pages(settings, shape, weights)
         self._vocabulary = weights.get_input_embeddings().weight.shape[0]
         if metadata is not None and metadata.mask_token_id >= self._vocabulary:
             raise UserError(
@@ -270,7 +267,7 @@ class Engine:
             self._finished_at = None
             return None
         self._note_begun(works)
-        return self._launch(works)
+        return launch(self._runner, works)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         """Wait for a step and commit what was accepted.
@@ -352,7 +349,7 @@ class Engine:
 
     def _results(self, step: Step) -> list[Accepted | Exception]:
         """What a step gave; where it raises, whose share does."""
-        results = self._wait_or_halve(step)
+        results = wait(self._runner, step)
         if all(isinstance(result, Exception) for result in results):
             self._num_failures += 1
             if self._num_failures >= _MAX_FAILURES:
@@ -360,25 +357,6 @@ class Engine:
         else:
             self._num_failures = 0
         return results
-
-    def _wait_or_halve(self, step: Step) -> list[Accepted | Exception]:
-        """A failed step is run again in halves, down to single requests."""
-        works = step.works
-        try:
-            return [_checked(result) for result in step.wait()]
-        except Exception as error:
-            if len(works) == 1:
-                _log.exception("the forward pass of request %s failed", works[0].request.id)
-                return [error]
-        middle = len(works) // 2
-        halves = (self._launch(works[:middle]), self._launch(works[middle:]))
-        return [result for half in halves for result in self._wait_or_halve(half)]
-
-    def _launch(self, works: Sequence[Work]) -> Step:
-        try:
-            return self._runner.launch(works)
-        except Exception as error:
-            return FailedLaunch(works, error)
 
     def _commit(self, work: Work, result: Accepted) -> StepOutput:
         """Enter what a pass gave: tokens, log-probabilities of the prompt, or both."""
@@ -464,29 +442,3 @@ class Engine:
             self._chooser.forget(request.id)
         if self._drafter is not None:
             self._drafter.forget(request.id)
-
-
-def _checked(result: Accepted) -> Accepted | Exception:
-    """A row whose logits are not numbers has failed; its neighbours have not."""
-    if any(confidence != confidence for confidence in result.confidences) or any(
-        entry.logprob != entry.logprob for entry in result.prompt_logprobs
-    ):
-        return ArithmeticError("the model's output is not a number for this request")
-    return result
-
-
-def _num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
-    if settings.num_pages is not None:
-        return settings.num_pages
-    if model.device.type != "cuda":
-        return CPU_PAGES
-    free, _ = torch.cuda.mem_get_info(model.device)
-    page_size = settings.page_size_on(model.device.type)
-    page_bytes = shape.elements_per_token * page_size * model.dtype.itemsize
-    num_pages: int = int(free * settings.memory_fraction) // page_bytes
-    if num_pages < 1:
-        raise UserError(
-            f"engine.memory_fraction: {free / 2**20:.0f} MiB are free beside the weights, less "
-            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or a smaller model"
-        )
-    return num_pages

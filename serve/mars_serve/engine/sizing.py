@@ -1,0 +1,37 @@
+"""How many pages an engine's pool has. Knows the device's memory, and no request."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from mars_platform.errors import UserError
+from mars_serve.engine.attention import KeyValueShape
+from mars_serve.engine.settings import CPU_PAGES, EngineSettings
+
+
+def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
+    """Pages of the pool, as set or as the device's free memory allows.
+
+    Args:
+        settings: of the engine.
+        shape: of the model's keys and values.
+        model: on its device, in its type.
+
+    Raises:
+        UserError: not one page fits.
+    """
+    if settings.num_pages is not None:
+        return settings.num_pages
+    if model.device.type != "cuda":
+        return CPU_PAGES
+    free, _ = torch.cuda.mem_get_info(model.device)
+    page_size = settings.page_size_on(model.device.type)
+    page_bytes = shape.elements_per_token * page_size * model.dtype.itemsize
+    fitting: int = int(free * settings.memory_fraction) // page_bytes
+    if fitting < 1:
+        raise UserError(
+            f"engine.memory_fraction: {free / 2**20:.0f} MiB are free beside the weights, less "
+            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or a smaller model"
+        )
+    return fitting
