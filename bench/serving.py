@@ -100,8 +100,7 @@ class Load:
             )
             if result.returncode:
                 raise RuntimeError(f"aiperf failed: {(result.stdout + result.stderr)[-2000:]}")
-            (path,) = Path(folder).rglob("profile_export_aiperf.json")
-            found = json.loads(path.read_text())
+            found = json.loads((Path(folder) / "profile_export_aiperf.json").read_text())
         if found.get("error_request_count", {"avg": 0})["avg"]:
             raise RuntimeError(f"{contender.name}: requests failed: {found['error_summary']}")
         return {name: found[theirs][statistic] for name, (theirs, statistic) in _METRICS.items()}

@@ -31,7 +31,7 @@ def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
         ApiError: status 403: the caller's key does not allow it.
     """
     asked = body.service_tier or ServiceTier.AUTO
-    tier = ServiceTier.DEFAULT if asked is ServiceTier.AUTO else asked
+    tier = _usual_tier(caller) if asked is ServiceTier.AUTO else asked
     if tier not in caller.tiers:
         allowed = ", ".join(sorted(caller.tiers))
         raise ApiError(
@@ -41,6 +41,12 @@ def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
             code="tier_not_allowed",
         )
     return tier
+
+
+def _usual_tier(caller: Caller) -> ServiceTier:
+    """The tier of a request that names none: default, or what its key may use instead."""
+    order = (ServiceTier.DEFAULT, ServiceTier.FLEX, ServiceTier.PRIORITY)
+    return next(tier for tier in order if tier in caller.tiers)
 
 
 def decoding_options(

@@ -31,7 +31,7 @@ _MAX_PROMPTS = 2048
 
 
 class ServiceTier(StrEnum):
-    """What a request is served with; ``auto`` is ``default``."""
+    """What a request is served with; ``auto`` is ``default`` where the key may use that."""
 
     AUTO = "auto"
     DEFAULT = "default"

@@ -70,6 +70,16 @@ class ModelSettings(Settings):
     draft: DraftSettings | None = None
     """Used for requests in modes exact and threshold."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSettings:
+        floor = self.tiers.default_min_threshold
+        if self.confidence_threshold < floor:
+            raise ValueError(
+                f"confidence_threshold: {self.confidence_threshold} is below {floor}, the lowest "
+                "that requests without a τ of their own get; lower tiers.default_min_threshold, too"
+            )
+        return self
+
 
 class LimitSettings(Settings):
     """What one request may ask for; more is refused before it reaches a model."""

@@ -97,12 +97,12 @@ def test_overrides_win_over_options(config: Path) -> None:
         "port=9002",
         "models.1.engine.page_size=8",
         "models.0.mode=ar",
-        "models.0.confidence_threshold=0.5",
+        "models.0.confidence_threshold=0.92",
     ]
     settings = settings_of(config, port=9001, overrides=overrides)
     assert settings.port == 9002
     assert settings.models[1].engine.page_size == 8
-    assert (settings.models[0].mode, settings.models[0].confidence_threshold) == (Mode.AR, 0.5)
+    assert (settings.models[0].mode, settings.models[0].confidence_threshold) == (Mode.AR, 0.92)
 
 
 @pytest.mark.parametrize(

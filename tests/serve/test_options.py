@@ -14,7 +14,7 @@ from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.request import DecodingOptions, GrammarKind, Sampling
 from mars_serve.errors import ApiError
 from mars_serve.keys import Caller
-from mars_serve.options import decoding_options, draw_seed, stop_rules, with_seed_of
+from mars_serve.options import decoding_options, draw_seed, stop_rules, tier_of, with_seed_of
 from mars_serve.protocol import (
     MAX_GRAMMAR_LENGTH,
     ChatCompletionRequest,
@@ -193,15 +193,29 @@ def test_priority_has_no_mode_that_may_lose_quality(mars: Checkpoint, plain: Che
     assert options_of(plain, body_of(service_tier="priority")).mode is Mode.AR
 
 
-@pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "priority"])
-def test_a_key_has_its_tiers(mars: Checkpoint, tier: str | None) -> None:
-    used = "default" if tier in (None, "auto") else tier
+@pytest.mark.parametrize("tier", ["default", "flex", "priority"])
+def test_a_key_has_its_tiers(mars: Checkpoint, tier: str) -> None:
     body = body_of(service_tier=tier)
-    options_of(mars, body, caller=Caller("", tiers=frozenset({used})))
-    others = frozenset({"default", "flex", "priority"} - {used})
-    with pytest.raises(ApiError, match=f"^service_tier: '{used}' is not allowed") as refusal:
+    options_of(mars, body, caller=Caller("", tiers=frozenset({tier})))
+    others = frozenset({"default", "flex", "priority"} - {tier})
+    with pytest.raises(ApiError, match=f"^service_tier: '{tier}' is not allowed") as refusal:
         options_of(mars, body, caller=Caller("", tiers=others))
     assert refusal.value.status == 403
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+@pytest.mark.parametrize(
+    ("tiers", "used"),
+    [
+        (("priority", "default", "flex"), "default"),
+        (("priority", "flex"), "flex"),
+        (("priority",), "priority"),
+    ],
+)
+def test_without_a_tier_a_key_gets_the_usual_one_of_its_own(
+    asked: str | None, tiers: tuple[str, ...], used: str
+) -> None:
+    assert tier_of(body_of(service_tier=asked), Caller("", tiers=frozenset(tiers))) == used
 
 
 @pytest.mark.parametrize(

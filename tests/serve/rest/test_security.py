@@ -119,7 +119,8 @@ async def test_every_route_for_everybody(keyed: FastAPI, client_of: Any, who: st
     assert {("POST", COMPLETIONS), ("GET", "/metrics"), ("GET", "/health")} <= routes
     async with client_of(keyed, headers=bearer(HOLDERS[who])) as client:
         for method, path in routes:
-            response = await client.request(method, path, json=BODIES.get(path, {}))
+            body = {**BODIES[path], "service_tier": "default"} if path in BODIES else {}
+            response = await client.request(method, path, json=body)
             assert response.status_code in expected(method, path, who), (method, path)
             if response.status_code == 401:
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -132,7 +133,8 @@ async def test_tier_that_the_key_may_use(keyed: FastAPI, client_of: Any) -> None
     async with client_of(keyed) as client:
         for key, tier, status in [
             (FLEX, "flex", 200),
-            (FLEX, "auto", 403),
+            (FLEX, "auto", 200),
+            (FLEX, "default", 403),
             (PLAIN, "flex", 200),
             (PLAIN, "priority", 403),
         ]:
