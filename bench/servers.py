@@ -26,6 +26,7 @@ def running(
     Raises:
         RuntimeError: it ended, or was not ready in time; names the log.
     """
+    signal.signal(signal.SIGTERM, _leave)  # a benchmark that is ended ends its server, too
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - a command of the caller's, no shell
             command,
@@ -55,6 +56,10 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _leave(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
