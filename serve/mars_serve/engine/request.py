@@ -139,11 +139,6 @@ class DecodingOptions:
         return self.sampling.is_plain and self.grammar is None
 
     @cached_property
-    def follows_live(self) -> bool:
-        """Whether τ may change while the request runs."""
-        return self.mode is Mode.THRESHOLD and self.threshold is None
-
-    @cached_property
     def may_take_several(self) -> bool:
         """Whether some step may be asked for more than one token; τ = 1 is plain AR decoding."""
         if self.mode is Mode.THRESHOLD:
@@ -205,18 +200,21 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        pinned = self.options.threshold if self.options.mode is Mode.THRESHOLD else None
-        self._decode_with(1.0 if pinned is None else pinned)
+        self.follow(1.0)
 
     def follow(self, live_threshold: float) -> None:
-        """Decode with the engine's τ from the next step on, where the request gives none."""
-        if self.options.follows_live:
-            self._decode_with(max(live_threshold, self.options.min_threshold))
-
-    def _decode_with(self, threshold: float) -> None:
-        several = self.options.mode is Mode.EXACT or threshold < 1.0
-        self.threshold = threshold
-        self.needs_masks = several and self.options.window != 0
+        """Decode by the request's own τ from the next step on or, where it gives none, by the
+        engine's.
+        """
+        options = self.options
+        if options.mode is not Mode.THRESHOLD:
+            self.threshold = 1.0
+        elif options.threshold is None:
+            self.threshold = max(live_threshold, options.min_threshold)
+        else:
+            self.threshold = options.threshold
+        several = options.mode is Mode.EXACT or self.threshold < 1.0
+        self.needs_masks = several and options.window != 0
 
     @property
     def num_output(self) -> int:
