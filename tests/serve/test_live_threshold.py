@@ -124,7 +124,8 @@ def test_an_engine_that_adapts_windows_feeds_masks_at_once(
     engine = make_engine(model, SPECIAL)
     flat = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
     engine._chooser = WindowChooser(flat, BLOCK_SIZE)
-    outputs = run(engine, requests_with(LIVE, 1), [1.0, 1.0, 0.9, 0.9, 1.0])
+    neighbours = requests_with(replace(LIVE, threshold=0.9), 1, "pinned")  # choices are kept
+    outputs = run(engine, requests_with(LIVE, 1) + neighbours, [1.0, 1.0, 0.9, 0.9, 1.0])
     assert [output.num_masks > 0 for output in outputs["r0"][:5]] == [0, 0, 1, 1, 0]
 
 
