@@ -24,8 +24,11 @@ def server(request, serve, trained, tmp_path_factory):
         "plain": trained.ar_model,
         "untrained": trained.output / "stages" / "start",
     }
+    engine = {"adaptive_windows": False}  # else passes depend on how busy the machine is
     settings = {
-        "models": [{"name": name, "path": str(path)} for name, path in models.items()],
+        "models": [
+            {"name": name, "path": str(path), "engine": engine} for name, path in models.items()
+        ],
         "proxy": {"kind": request.param},
     }
     directory = tmp_path_factory.mktemp("serve")
