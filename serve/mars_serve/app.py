@@ -23,6 +23,7 @@ from mars_serve.backend import HandleBackend
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.replica import ModelReplica
 from mars_serve.rest.app import create_app
+from mars_serve.rest.records import write_records_to_stderr
 from mars_serve.served import ServedModel
 from mars_serve.settings import ModelSettings, ServeSettings
 
@@ -52,6 +53,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve once the replica is constructed."""
+        write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry).start()
         return app

@@ -19,7 +19,7 @@ from mars_platform.errors import UserError
 from mars_serve.choices import Choice, Delta, run_all, stream_all
 from mars_serve.engine.request import DecodingOptions
 from mars_serve.engine.request import Request as EngineRequest
-from mars_serve.errors import ApiError, invalid_value
+from mars_serve.errors import invalid_value
 from mars_serve.keys import Caller
 from mars_serve.messages import messages_for_template
 from mars_serve.options import decoding_options, stop_rules, tier_of, with_seed_of
@@ -33,6 +33,7 @@ from mars_serve.prompts import (
 from mars_serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mars_serve.responses import Generation, UsageEvents
 from mars_serve.rest.errors import as_api_error
+from mars_serve.rest.information import find_model
 from mars_serve.rest.records import RequestRecord
 from mars_serve.schema import ChatCompletionResponse, CompletionResponse, generation_described
 from mars_serve.served import ServedModel
@@ -204,14 +205,7 @@ def _begin(
     """Find the model and refuse what no model does."""
     record: RequestRecord = request.state.record
     record.model, record.stream = body.model, bool(body.stream)
-    model = models.get(body.model)
-    if model is None:
-        raise ApiError(
-            404,
-            f"model: there is no {body.model!r:.100} here; this server has {', '.join(models)}",
-            param="model",
-            code="model_not_found",
-        )
+    model = find_model(models, body.model)
     body.refuse_unsupported()
     return _Call(body, model, request.state.caller, limits, record, time.perf_counter())
 
