@@ -45,7 +45,7 @@ class Ingress:
             model.name: ServedModel(
                 model,
                 read_checkpoint(model.path),
-                HandleBackend(handle, model, context.app_name),
+                HandleBackend(_own_handle(handle, context.app_name), model, context.app_name),
                 created,
             )
             for model, handle in zip(settings.models, handles, strict=True)
@@ -57,6 +57,13 @@ class Ingress:
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry).start()
         return app
+
+
+def _own_handle(handle: DeploymentHandle, application: str) -> DeploymentHandle:
+    """The same, made anew: one that was passed in talks to replicas in the way that the environment
+    of the process that deployed says, which may not be the cluster's.
+    """
+    return serve.get_deployment_handle(handle.deployment_name, application)
 
 
 def application(args: dict[str, Any]) -> Application:

@@ -51,12 +51,13 @@ async def test_settings_of_the_model_are_the_defaults(
 ) -> None:
     backend = loop_backend(loops["mars"])
     tiers = {"default_min_threshold": 0.99}
-    models = [served("low", mars, backend, tiers=tiers), served("ar", mars, backend, mode="ar")]
+    low = served("low", mars, backend, confidence_threshold=0.99, tiers=tiers)
+    models = [low, served("ar", mars, backend, mode="ar")]
     async with client_of(app_of(*models)) as client:
-        low = await client.answer(COMPLETIONS, {**COMPLETION, "model": "low"})
+        raised = await client.answer(COMPLETIONS, {**COMPLETION, "model": "low"})
         ar = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar"})
         asked = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar", "mode": "threshold"})
-    assert low["mars"]["confidence_threshold"] == 0.99
+    assert raised["mars"]["confidence_threshold"] == 0.99
     assert (ar["mars"]["mode"], ar["mars"]["confidence_threshold"]) == ("ar", 1.0)
     assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
 
