@@ -7,7 +7,8 @@ A round starts each server alone, measures it at every concurrency and ends it; 
 with the servers in another order, and figures are medians over the rounds. All of them stream the
 same chats, greedily, with the same limit. aiperf counts tokens itself, with the model's tokenizer:
 an event may hold several. A first-token time is that of the first event that holds text.
-``transformers`` needs an environment of its own with ``transformers[serving]``.
+``transformers`` needs an environment of its own with ``transformers[serving]``. Run it with
+OMP_NUM_THREADS=1 where the load has no cores of its own: more threads wait for each other.
 """
 
 from __future__ import annotations
@@ -109,9 +110,11 @@ class Load:
 def _servers(model: Path, transformers: Path | None, port: int | None) -> list[Server]:
     port = port or free_port()
     address = f"http://127.0.0.1:{port}"
-    contenders = [Contender(name, _NAME, extra) for name, extra in _MODES.items()]
-    command = marsray_command({_NAME: model}, port, [])
-    servers = [Server(command, f"{address}/ready", address, contenders)]
+    servers = []
+    for suffix, options in (("", []), (", compiled", ["--set", "models.0.engine.compile=true"])):
+        contenders = [Contender(name + suffix, _NAME, extra) for name, extra in _MODES.items()]
+        command = marsray_command({_NAME: model}, port, options)
+        servers.append(Server(command, f"{address}/ready", address, contenders))
     if transformers is None:
         return servers
     for name, options in (

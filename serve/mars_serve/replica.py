@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -20,11 +21,17 @@ from mars_serve.telemetry import ReplicaTelemetry
 
 _log = logging.getLogger(__name__)
 
+_SWITCH_S = 0.0005
+"""Longest that a thread waits for another to let it run Python code. Each request and each token
+waits for the event loop, which has little to do: 5 ms, Python's own, are several steps of a small
+model."""
+
 
 class ModelReplica:
     """Ray Serve's deployment class. Its construction ends when the engine is warm."""
 
     def __init__(self, settings: ModelSettings, num_threads: int) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         torch.set_num_threads(num_threads)
         engine = load_engine(settings)
         engine.warm_up(_log_progress)
