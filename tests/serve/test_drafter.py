@@ -101,7 +101,9 @@ def test_exact_output_is_the_targets(
 ) -> None:
     outputs, steps = run(engine, items, [options])
     assert outputs == expected
-    assert tokens_per_forward(steps) > 1.5
+    # How many masks and drafts the engine chooses itself follows from step times, and so from what
+    # else the machine does; the other layouts are the same in every run.
+    assert tokens_per_forward(steps) > (1.5 if options is EXACT else 2)
 
 
 def test_all_modes_side_by_side(
@@ -131,7 +133,7 @@ def test_a_live_threshold_of_one_is_drafted_for_without_loss(
     engine.live_threshold = 1.0
     outputs, steps = run(engine, items, [live])
     assert outputs == expected
-    assert tokens_per_forward(steps) > 1.5
+    assert tokens_per_forward(steps) > 2
     assert all(step.num_masks == 0 for step in steps)
     engine.live_threshold = 0.9
     followed, pinned = (run(engine, items, [replace(live, threshold=t)]) for t in (None, 0.9))
@@ -190,7 +192,7 @@ def test_a_plain_target_is_drafted_for(
     engine = load_engine(model)
     outputs, steps = run(engine, items, [EXACT])
     assert outputs == run(engine, items, [AR])[0]
-    assert tokens_per_forward(steps) > 1.5
+    assert tokens_per_forward(steps) > 2
 
 
 def test_another_tokenizer_is_refused(target: Checkpoint, mars_dir: Path) -> None:
