@@ -29,7 +29,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from servers import free_port, marsray_command, running
+from servers import marsray_command, running
 
 from mars_platform.checkpoint import (
     MarsMetadata,
@@ -39,6 +39,7 @@ from mars_platform.checkpoint import (
     save_checkpoint,
 )
 from mars_platform.mode import Mode
+from mars_platform.processes import free_port
 from mars_serve.bench.models import PRESETS
 from mars_serve.bench.workload import (
     BenchRequest,

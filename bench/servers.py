@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from mars_platform.processes import end_process, wait_until_ready
 
-_START_TIMEOUT_S, _STOP_TIMEOUT_S, _POLL_S = 180.0, 60.0, 0.2
+_START_TIMEOUT_S = 180.0
 
 
 @contextmanager
@@ -24,7 +22,7 @@ def running(
     """A server for the length of the block, once ``ready_url`` answers with 200.
 
     Raises:
-        RuntimeError: it ended, or was not ready in time; names the log.
+        CommandFailed: it ended, or was not ready in time; names the log.
     """
     signal.signal(signal.SIGTERM, _leave)  # a benchmark that is ended ends its server, too
     with log.open("ab") as output:
@@ -36,10 +34,12 @@ def running(
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, ready_url, log)
+        wait_until_ready(
+            process, ready_url, name=f"the server, see {log},", timeout_s=_START_TIMEOUT_S
+        )
         yield process
     finally:
-        _end(process)
+        end_process(process)
 
 
 def marsray_command(models: Mapping[str, Path], port: int, options: list[str]) -> list[str]:
@@ -50,38 +50,5 @@ def marsray_command(models: Mapping[str, Path], port: int, options: list[str]) -
     return command + options
 
 
-def free_port() -> int:
-    """A loopback port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _leave(number: int, _: object) -> None:
     sys.exit(128 + number)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}; see {log}")
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(_POLL_S)
-    raise RuntimeError(f"the server was not ready within {_START_TIMEOUT_S:.0f} s; see {log}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            continue

@@ -28,7 +28,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from servers import free_port, marsray_command, running
+from servers import marsray_command, running
+
+from mars_platform.processes import free_port
 
 _NAME = "mars"
 _WARM_UP_REQUESTS = 8

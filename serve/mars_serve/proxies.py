@@ -18,7 +18,6 @@ import importlib
 import importlib.util
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from mars_platform.errors import UserError
+from mars_platform.processes import free_port
 from mars_serve import haproxy
 from mars_serve.settings import ServeSettings
 
@@ -84,7 +84,7 @@ def _haproxy_variables(settings: ServeSettings, directory: Path) -> dict[str, st
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": _DEREGISTRATION_S,
         # Of the proxy that HAProxy falls back to: two servers on one machine need two.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
 
 
@@ -97,10 +97,3 @@ def _launcher(directory: Path) -> Path:
     file.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
     file.chmod(0o700)
     return file
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from mars_platform.processes import CommandFailed, end_process, wait_until_ready
 
 _START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 60.0
-_POLL_S = 0.25
-
-
-class CommandFailed(RuntimeError):
-    """A child command ended with an error; it has said on stderr what it was."""
 
 
 def run_command(arguments: list[str], environment: dict[str, str]) -> None:
@@ -33,7 +24,7 @@ def run_command(arguments: list[str], environment: dict[str, str]) -> None:
     try:
         status = process.wait()
     except BaseException:
-        _end(process)
+        end_process(process)
         raise
     if status != 0:
         raise CommandFailed(f"marsray {arguments[0]} ended with status {status}")
@@ -53,49 +44,18 @@ def running_server(
         arguments += ["--model", f"{name}={path}"]
     process = _start(arguments, environment)
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/ready")
-        yield f"http://127.0.0.1:{port}/v1"
+        address = f"http://127.0.0.1:{port}"
+        wait_until_ready(
+            process, f"{address}/ready", name="marsray serve", timeout_s=_START_TIMEOUT_S
+        )
+        yield f"{address}/v1"
     finally:
-        _end(process)
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        end_process(process)
 
 
 def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mars_platform", *arguments]
-    # A session of its own: an interrupt on the terminal reaches it once, through `_end`.
+    # A session of its own: an interrupt on the terminal reaches it once, through `end_process`.
     return subprocess.Popen(  # noqa: S603 - our own command, no shell
         command, env={**os.environ, **environment}, start_new_session=True
     )
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise CommandFailed(f"marsray serve ended with status {process.returncode}")
-        try:
-            if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(_POLL_S)
-    raise CommandFailed(f"marsray serve was not ready within {_START_TIMEOUT_S:.0f} s")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a command to end, and make it if it does not."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            continue

@@ -1,0 +1,58 @@
+"""Child processes that serve HTTP on loopback: a port for one, waiting for it, and its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+
+_STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+
+
+class CommandFailed(RuntimeError):
+    """A child command ended with an error, or was not ready in time."""
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until_ready(
+    process: subprocess.Popen[bytes], url: str, *, name: str, timeout_s: float
+) -> None:
+    """Wait until a server answers at ``url`` with status 200.
+
+    Raises:
+        CommandFailed: it ended, or was not ready in time; begins with ``name``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise CommandFailed(f"{name} ended with status {process.returncode}")
+        try:
+            if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(_POLL_S)
+    raise CommandFailed(f"{name} was not ready within {timeout_s:.0f} s")
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and make it if it does not."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        process.send_signal(number)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            continue
