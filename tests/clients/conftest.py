@@ -20,30 +20,12 @@ import httpx
 import pytest
 import yaml
 
+from tool_template import TEMPLATE
+
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at its import; else it asks the network
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 120, 60
 _KEY = "mars-key-of-the-client-tests"
-# In the manner of the Qwen2.5 models: tools are told to the model, calls stand between tags.
-_TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-<tools>{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}
-</tools>
-Return each call as an object within <tool_call></tool_call> tags:
-<tool_call>
-{"name": <function-name>, "arguments": <arguments-json-object>}
-</tool_call><|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ def model(work: Path, python: str) -> Path:
     recipe += ["--set", f"evaluation.data=[{work / 'data/eval.jsonl'}]"]
     _run(recipe)
     shutil.copytree(work / "out/model", path)
-    (path / "chat_template.jinja").write_text(_TEMPLATE)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 

@@ -6,13 +6,7 @@ import openai
 
 from mars_platform.checkpoint import Checkpoint
 from mars_serve.text import decode, encode
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
+from rest_requests import CHAT, MESSAGES, PROMPT
 
 
 async def test_chat(official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any) -> None:

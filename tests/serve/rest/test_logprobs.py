@@ -8,13 +8,7 @@ import torch
 
 from mars_platform.checkpoint import Checkpoint, load_model
 from mars_serve.text import TokenBytes, encode
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
+from rest_requests import BODIES, COMPLETION, COMPLETIONS, MESSAGES, PROMPT
 
 
 @torch.inference_mode()

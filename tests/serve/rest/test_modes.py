@@ -6,13 +6,7 @@ import pytest
 
 from mars_platform.checkpoint import Checkpoint
 from mars_serve.engine.loop import EngineLoop
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
+from rest_requests import BODIES, COMPLETION, COMPLETIONS
 
 
 @pytest.mark.parametrize(

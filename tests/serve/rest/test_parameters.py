@@ -9,19 +9,7 @@ import pytest
 from mars_platform.checkpoint import Checkpoint
 from mars_platform.mode import Mode
 from mars_serve.text import encode
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    part = choice.get("message") or choice.get("delta") or choice
-    return part.get("content", part.get("text"))
-
+from rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
 
 SAMPLED = {"temperature": 1, "seed": 11}
 

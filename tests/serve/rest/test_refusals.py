@@ -10,13 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from mars_platform.errors import UserError
 from mars_serve.engine.loop import EngineDied, QueueFull
 from mars_serve.text import encode
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
+from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, CONVERSATION, PROMPT
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,18 +5,7 @@ from typing import Any
 import pytest
 
 from mars_platform.checkpoint import Checkpoint
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    part = choice.get("message") or choice.get("delta") or choice
-    return part.get("content", part.get("text"))
+from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, text_of
 
 
 @pytest.mark.parametrize("path", BODIES)

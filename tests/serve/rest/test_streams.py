@@ -17,18 +17,16 @@ from mars_serve.engine.loop import EngineDied, EngineLoop
 from mars_serve.engine.request import DecodingOptions, Request, StepOutput
 from mars_serve.prompts import Prompt
 from mars_serve.text import OutputText, StopRules
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "What is 3 plus 4?"
-MESSAGES = [{"role": "user", "content": PROMPT}]
-COMPLETION = {"model": "mars", "prompt": PROMPT, "max_tokens": 24}
-CONVERSATION = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
-BODIES = {COMPLETIONS: COMPLETION, CHAT: CONVERSATION}
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    part = choice.get("message") or choice.get("delta") or choice
-    return part.get("content", part.get("text"))
+from rest_requests import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    COMPLETIONS,
+    CONVERSATION,
+    MESSAGES,
+    PROMPT,
+    text_of,
+)
 
 
 @pytest.mark.parametrize("threshold", [0.02, 0.05, 1.0])
