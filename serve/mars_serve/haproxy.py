@@ -2,7 +2,8 @@
 
 Ray Serve writes the configuration and starts what RAY_SERVE_HAPROXY_BINARY_PATH names. Its own
 configuration has a statistics page and a metrics port on all interfaces, and answers in plain text
-where no replica does. This program, run instead, mends the file and then becomes HAProxy. It is run
+where no replica does, and it does not notice each client that leaves. This program, run instead,
+mends the file and then becomes HAProxy. It is run
 for each reload, alone and without any package, so it imports the standard library only.
 """
 
@@ -21,6 +22,9 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 _OWN_LISTENERS = ("frontend prometheus\n", "listen stats\n")
 _NO_ROUTE = re.compile(r"^ +http-request return status 404 .*$", re.MULTILINE)
+_SPLICE = re.compile(r"^ +option splice-request\n", re.MULTILINE)
+"""With it a client that sent its body in a packet of its own and leaves before the answer is not
+noticed (HAProxy 2.8), and the engine goes on for nobody."""
 _ERROR_FILE = re.compile(r"^( +errorfile 50[234] ).*$", re.MULTILINE)
 
 _ERROR = {
@@ -42,7 +46,8 @@ Retry-After: 1\r
 
 
 def mended(config: str, error_file: Path) -> str:
-    """Ray Serve's configuration without listeners of its own, and with errors as JSON.
+    """Ray Serve's configuration without listeners of its own, with errors as JSON, and with notice
+    of each client that leaves.
 
     Args:
         config: what Ray Serve wrote.
@@ -50,6 +55,7 @@ def mended(config: str, error_file: Path) -> str:
     """
     sections = _SECTION.split(config)
     kept = "".join(each for each in sections if not each.startswith(_OWN_LISTENERS))
+    kept = _SPLICE.sub("", kept)
     kept = _ERROR_FILE.sub(lambda found: f"{found[1]}{error_file}", kept)
     answer = (
         f"    http-request return status 503 content-type application/json "

@@ -1,43 +1,28 @@
-"""One replica of a model: an engine with its thread, as Ray Serve calls it."""
+"""One replica of a model: an engine in a process of its own, as Ray Serve calls it."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import torch
 from ray import serve
 
-from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine_process import start_engine
 from mars_serve.governor import Follower
-from mars_serve.loading import load_engine
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.served import LiveThreshold, ReplicaReport
 from mars_serve.settings import ModelSettings
 from mars_serve.telemetry import ReplicaTelemetry
-
-_log = logging.getLogger(__name__)
-
-_SWITCH_S = 0.0005
-"""Longest that a thread waits for another to let it run Python code. Each request and each token
-waits for the event loop, which has little to do: 5 ms, Python's own, are several steps of a small
-model."""
 
 
 class ModelReplica:
     """Ray Serve's deployment class. Its construction ends when the engine is warm."""
 
     def __init__(self, settings: ModelSettings, num_threads: int) -> None:
-        sys.setswitchinterval(_SWITCH_S)
-        torch.set_num_threads(num_threads)
-        engine = load_engine(settings)
-        engine.warm_up(_log_progress)
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
-        self._loop = EngineLoop(engine)
+        self._loop = start_engine(settings, num_threads)
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry).start()
         initial = LiveThreshold(0, settings.confidence_threshold)
@@ -72,8 +57,3 @@ class ModelReplica:
 
     def _apply(self, live: LiveThreshold) -> None:
         self._loop.set_live_threshold(live.threshold)
-
-
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % 8 == 0:
-        _log.info("warm-up: %d of %d step sizes timed", done, total)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mars_platform.checkpoint import Checkpoint
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.engine.settings import CPU_PAGES
 from mars_serve.settings import ModelSettings
+
+if TYPE_CHECKING:  # a replica's process has no use for torch, which takes seconds to import
+    from mars_platform.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -191,12 +191,13 @@ async def test_a_closed_connection_frees_its_pages(server, stream):
         length = (await client.get("/v1/models/untrained")).json()["max_model_len"]
         body = {"model": "untrained", "prompt": "Totals", "max_tokens": length - 16}
         body["stream"] = stream
-        call = asyncio.create_task(client.post("/v1/completions", json=body))
-        await wait_for_engine(client, lambda engine: engine["num_requests"] == 1)
-        call.cancel()
-        await wait_for_engine(
-            client, lambda engine: engine["num_free_pages"] == engine["num_pages"]
-        )
+        for _ in range(4):  # whether a proxy notices may depend on how packets fall
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            await wait_for_engine(client, lambda engine: engine["num_requests"] == 1)
+            call.cancel()
+            await wait_for_engine(
+                client, lambda engine: engine["num_free_pages"] == engine["num_pages"]
+            )
 
 
 async def wait_for_engine(client, condition):

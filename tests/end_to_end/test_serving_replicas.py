@@ -178,10 +178,12 @@ async def test_load_goes_to_both_replicas(client):
     assert all(after[name] > before[name] for name in before)
 
 
-async def test_a_replica_that_dies_is_replaced(client, processes):
+@pytest.mark.parametrize("process", ["model-0-mars", "mars_serve.engine_main"])
+async def test_a_replica_that_dies_is_replaced(client, processes, process):
+    """The replica itself, or the engine that it holds."""
     _, find = processes
     names = {state["replica"] for state in await states_of(client)}
-    find("model-0-mars")[0].kill()
+    find(process)[0].kill()
 
     async def replaced():
         states = {state["replica"] for state in await states_of(client)}

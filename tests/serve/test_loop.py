@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from local_loop import LocalLoop
 from mars_platform import reference
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.errors import UserError
@@ -17,16 +20,22 @@ from mars_serve.engine.engine import Engine
 from mars_serve.engine.failures import Step
 from mars_serve.engine.loop import (
     EngineDied,
-    EngineLoop,
     QueueFull,
     QueueTimeout,
     RequestFailed,
 )
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request, StepOutput
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    Request,
+    StepOutput,
+)
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
-Loops = Callable[..., EngineLoop]
+Loops = Callable[..., LocalLoop]
 
 
 class SlowEngine(Engine):
@@ -61,9 +70,9 @@ def make_loop(
 ) -> Iterator[Loops]:
     loops = []
 
-    def make(engine_class: type[Engine] = Engine, **sizes: int) -> EngineLoop:
+    def make(engine_class: type[Engine] = Engine, **sizes: int) -> LocalLoop:
         engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
-        loops.append(EngineLoop(engine))
+        loops.append(LocalLoop(engine))
         return loops[-1]
 
     yield make
@@ -76,11 +85,11 @@ def make_request(name: str, *, max_tokens: int = 200, threshold: float = 1.0) ->
     return Request(name, prompt, DecodingOptions(max_tokens, Mode.THRESHOLD, threshold))
 
 
-async def collect(loop: EngineLoop, request: Request) -> list[StepOutput]:
+async def collect(loop: LocalLoop, request: Request) -> list[StepOutput]:
     return [output async for output in loop.stream(request)]
 
 
-async def started(loop: EngineLoop, request: Request) -> AsyncIterator[StepOutput]:
+async def started(loop: LocalLoop, request: Request) -> AsyncIterator[StepOutput]:
     stream = loop.stream(request)
     await anext(stream)
     return stream
@@ -134,14 +143,14 @@ async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
 
 
 async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
-    loop, request = make_loop(SlowEngine), make_request("cancelled")
-    task = asyncio.create_task(collect(loop, request))
-    await until(lambda: request.num_output > 0)
+    loop = make_loop(SlowEngine)
+    task = asyncio.create_task(collect(loop, make_request("cancelled")))
+    await until(lambda: loop.status().num_generated_tokens > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: has_all_pages(loop.engine))
-    assert request.finish_reason is FinishReason.CANCELLED
+    await until(lambda: loop.status().num_requests == 0)
 
 
 async def test_an_error_in_the_consumer_frees_pages(make_loop: Loops) -> None:
@@ -249,7 +258,7 @@ async def test_a_request_that_waits_too_long_is_told(make_loop: Loops) -> None:
         await collect(loop, patient("late", 0.1))
     assert len([output async for output in running]) == 7, "what has begun has no deadline"
     first, _ = await rest
-    assert first.queue_s == waiting.queue_s > 0.1
+    assert first.queue_s > 0.1
     await until(lambda: has_all_pages(loop.engine))
     assert loop.engine.status().num_requests == 0
 
@@ -294,3 +303,52 @@ async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -
         with pytest.raises(UserError, match="confidence_threshold: "):
             loop.set_live_threshold(value)
     assert loop.live_threshold == 0.5
+
+
+# Grammars, which take a while
+
+
+class CompilingEngine(Engine):
+    """Its grammars are ready when a test says so."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_compile = threading.Event()
+
+    def check(self, request: Request) -> None:
+        if request.options.grammar is not None:
+            assert self.may_compile.wait(5)
+            raise UserError("grammar: there is none")
+        super().check(request)
+
+
+def structured(name: str) -> Request:
+    request = make_request(name, max_tokens=3)
+    grammar = GrammarSpec(GrammarKind.REGEX, "a")
+    request.options = replace(request.options, grammar=grammar)
+    return request
+
+
+async def test_requests_go_on_while_a_grammar_compiles(make_loop: Loops) -> None:
+    loop = make_loop(CompilingEngine)
+    task = asyncio.create_task(collect(loop, structured("slow")))
+    assert len(await collect(loop, make_request("fast", max_tokens=3))) == 3
+    assert not task.done()
+    loop.engine.may_compile.set()
+    with pytest.raises(UserError, match=r"^grammar: "):
+        await task
+
+
+async def test_a_request_that_is_left_while_its_grammar_compiles_does_not_run(
+    make_loop: Loops,
+) -> None:
+    loop = make_loop(CompilingEngine)
+    task = asyncio.create_task(collect(loop, structured("left")))
+    assert len(await collect(loop, make_request("one", max_tokens=3))) == 3
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(await collect(loop, make_request("two", max_tokens=3))) == 3
+    loop.engine.may_compile.set()
+    assert len(await collect(loop, make_request("three", max_tokens=3))) == 3
+    assert loop.status().num_prompt_tokens == 15, "only the three have run"

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Mode
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import DecodingOptions, Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -110,7 +110,7 @@ async def test_nothing_grows_over_ten_thousand_requests(
 ) -> None:
     engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_batch=16)
     engine.warm_up()
-    loop, process = EngineLoop(engine), psutil.Process()
+    loop, process = LocalLoop(engine), psutil.Process()
 
     async def client(number: int, count: int) -> None:
         source = random.Random(number)

@@ -51,6 +51,13 @@ def test_errors_are_json(config: str) -> None:
     assert '\'{"error": {"message": "no replica is ready' in text
 
 
+def test_bodies_are_not_spliced(config: str) -> None:
+    assert "option splice-request\n" in config
+    text = mended(config, Path("/x/503.http"))
+    assert "splice-request" not in text
+    assert "    option abortonclose\n    option splice-response\n" in text
+
+
 def test_haproxy_accepts_the_mended_file(config: str, tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     with proxy_environment(settings_of("haproxy")) as environment:

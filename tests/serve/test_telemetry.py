@@ -12,11 +12,12 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import SpecialTokens
 from mars_platform.mode import Mode
 from mars_serve import ray_metrics, telemetry
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.loop import EngineLoop, RequestFailed
+from mars_serve.engine.loop import RequestFailed
 from mars_serve.engine.request import DecodingOptions, Request, StepOutput
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.telemetry import IngressTelemetry, ReplicaTelemetry
@@ -28,14 +29,14 @@ PROMPT = [5, 9, 12, 30, 7, 41]
 @pytest.fixture
 def loop(
     tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
-) -> Iterator[EngineLoop]:
-    loop = EngineLoop(make_engine(tiny_model("qwen2"), SPECIAL))
+) -> Iterator[LocalLoop]:
+    loop = LocalLoop(make_engine(tiny_model("qwen2"), SPECIAL))
     yield loop
     loop.stop()
 
 
 @pytest.fixture
-def replica(loop: EngineLoop) -> ReplicaTelemetry:
+def replica(loop: LocalLoop) -> ReplicaTelemetry:
     return ReplicaTelemetry("mars", "r1", loop)
 
 
@@ -54,7 +55,7 @@ def values(text: str, **labels: str) -> dict[str, float]:
 
 
 async def run(
-    replica: ReplicaTelemetry, loop: EngineLoop, request: Request, stop_after: int | None = None
+    replica: ReplicaTelemetry, loop: LocalLoop, request: Request, stop_after: int | None = None
 ) -> list[StepOutput]:
     outputs = []
     watched = replica.watch(loop.stream(request), request)
@@ -72,7 +73,7 @@ async def script(outputs: list[StepOutput]) -> AsyncGenerator[StepOutput]:
 
 
 async def test_a_replica_counts_what_its_requests_got(
-    replica: ReplicaTelemetry, loop: EngineLoop
+    replica: ReplicaTelemetry, loop: LocalLoop
 ) -> None:
     requests = [
         request("a", max_tokens=5),
@@ -104,7 +105,7 @@ async def test_a_replica_counts_what_its_requests_got(
 
 
 async def test_a_cancelled_request_counts_and_leaves_nothing_held(
-    replica: ReplicaTelemetry, loop: EngineLoop
+    replica: ReplicaTelemetry, loop: LocalLoop
 ) -> None:
     watched = replica.watch(loop.stream(each := request("a", max_tokens=100)), each)
     await anext(watched)
@@ -122,7 +123,7 @@ async def test_a_cancelled_request_counts_and_leaves_nothing_held(
     assert 1 <= found["marsray_generation_tokens_total"] < 100
 
 
-async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: EngineLoop) -> None:
+async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: LocalLoop) -> None:
     for name in "ab":
         await run(replica, loop, request(name, max_tokens=1))
     found = values(replica.exposition(), model="mars", replica="r1")
@@ -130,7 +131,7 @@ async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: Engin
 
 
 async def test_the_live_threshold_is_that_of_the_engine(
-    replica: ReplicaTelemetry, loop: EngineLoop
+    replica: ReplicaTelemetry, loop: LocalLoop
 ) -> None:
     loop.set_live_threshold(0.625)
     found = values(replica.exposition(), model="mars", replica="r1")
@@ -197,7 +198,7 @@ async def test_closing_the_watch_closes_what_it_watches(replica: ReplicaTelemetr
 
 
 def test_a_dead_engine_reports_only_what_was_timed(
-    replica: ReplicaTelemetry, loop: EngineLoop
+    replica: ReplicaTelemetry, loop: LocalLoop
 ) -> None:
     loop.stop()
     names = {family.name for family in text_string_to_metric_families(replica.exposition())}

@@ -1,25 +1,30 @@
-"""Runs an engine in a thread of its own and hands its output to asyncio."""
+"""An engine as asyncio sees it: requests go down a channel, what they get comes back by it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import AsyncGenerator
-from contextlib import suppress
-from dataclasses import dataclass
+from typing import Protocol
 
 from mars_platform.errors import UserError
-from mars_serve.engine.engine import Engine
+from mars_serve.engine.channel import Channel, ChannelClosed
+from mars_serve.engine.messages import (
+    Cancel,
+    NotLoaded,
+    Order,
+    Ready,
+    SetThreshold,
+    StepReport,
+)
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 
-_log = logging.getLogger(__name__)
+_STOP_S = 30.0
+"""Longest that a step is waited for when an engine is stopped."""
 
 
 class EngineDied(RuntimeError):
-    """The engine's thread has ended on an error; the replica must be replaced."""
+    """The engine has ended; the replica must be replaced."""
 
 
 class RequestFailed(RuntimeError):
@@ -36,76 +41,83 @@ class QueueTimeout(RuntimeError):
     """
 
 
+class Worker(Protocol):
+    """The process or thread in which an engine steps."""
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+
+    def join(self, timeout: float) -> None:
+        """Wait, for some seconds at the most, until it has ended."""
+
+
 _Outputs = asyncio.Queue[StepOutput | EngineDied]
-_Delivery = tuple[_Outputs, StepOutput | EngineDied]
-
-
-@dataclass(frozen=True)
-class _Listener:
-    """Where a request's output goes."""
-
-    loop: asyncio.AbstractEventLoop
-    outputs: _Outputs
-
-
-def _hand_over(deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]]) -> None:
-    """Wake each event loop once, for all that it gets: waking one takes longer than a put."""
-    for loop, pairs in deliveries.items():
-        with suppress(RuntimeError):  # a loop that has closed has nobody left to take it
-            loop.call_soon_threadsafe(_put_all, pairs)
-
-
-def _put_all(pairs: list[_Delivery]) -> None:
-    for outputs, output in pairs:
-        outputs.put_nowait(output)
 
 
 class EngineLoop:
-    """Thread-safe face of an engine."""
+    """Face of an engine that steps elsewhere.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._changed = threading.Condition()
-        self._inbox: deque[Request | str] = deque()  # a request to add, or an id to cancel
-        self._listeners: dict[str, _Listener] = {}
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+    Requests run on one event loop at a time; another one may take over when none is left.
+    """
+
+    def __init__(self, channel: Channel, worker: Worker) -> None:
+        """Wait until an engine is ready.
+
+        Args:
+            channel: to an `EngineWorker`.
+            worker: where that one runs.
+
+        Raises:
+            UserError: the model cannot be served.
+            EngineDied: the engine ended before it was ready.
+        """
+        self._channel = channel
+        self._worker = worker
+        self._outputs: dict[str, _Outputs] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        ready = self._first_message()
+        self._max_requests = ready.max_requests
+        self._live_threshold = ready.live_threshold
+        self._status = ready.status
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine still steps."""
-        return self._thread.is_alive()
+        return not self._is_closed and self._worker.is_alive()
 
     @property
     def live_threshold(self) -> float:
         """τ of the requests that give none."""
-        return self.engine.live_threshold
+        return self._live_threshold
 
     def set_live_threshold(self, value: float) -> None:
         """Change τ of the requests that give none, those that run included, from the next step on.
+        Any thread may call it.
 
         Args:
             value: in (0, 1].
 
         Raises:
             UserError: it is not.
+            EngineDied: the engine has stopped.
         """
         if not 0.0 < value <= 1.0:
             raise UserError(
                 f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
             )
-        self.engine.live_threshold = value
+        self._send(SetThreshold(value))
+        self._live_threshold = value
 
     def status(self) -> EngineStatus:
-        """How full the engine is.
+        """How full the engine is, by its last report. Any thread may call it.
 
         Raises:
             EngineDied: it has stopped.
         """
         if not self.is_alive:
             raise EngineDied("the engine has stopped")
-        return self.engine.status()
+        return self._status
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run one request; yields what each forward pass gave, until it has finished.
@@ -120,98 +132,111 @@ class EngineLoop:
             EngineDied: the engine failed, before or meanwhile.
         """
         request.arrived_at = time.monotonic()
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        if request.options.grammar is not None:
-            await asyncio.to_thread(self.engine.check, request)  # compiles it for what follows
-        self._submit(request, listener)
+        outputs = self._submit(request)
         finished = False
         try:
             while not finished:
-                output = await listener.outputs.get()
+                output = await outputs.get()
                 if isinstance(output, EngineDied):
                     finished = True
                     raise output
                 finished = output.finish_reason is not None
-                if output.finish_reason is FinishReason.ERROR:
-                    raise RequestFailed(output.error)
-                if output.finish_reason is FinishReason.TIMEOUT:
-                    limit = request.options.max_queue_s
-                    raise QueueTimeout(f"the request did not begin within {limit} s")
+                _raise_for(output, request)
                 yield output
         finally:
             if not finished:
                 self._cancel(request.id)
 
     def stop(self) -> None:
-        """End the thread after the current step; requests that still run get `EngineDied`."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join()
+        """End the engine after the current step; requests that still run get `EngineDied`."""
+        self._close()
+        self._worker.join(_STOP_S)
 
-    def _submit(self, request: Request, listener: _Listener) -> None:
-        self.engine.check(request)
-        with self._changed:
-            if not self.is_alive or self._stopping:
-                raise EngineDied("the engine has stopped")
-            if len(self._listeners) >= self.engine.settings.max_requests:
-                raise QueueFull("too many requests are waiting")
-            self._listeners[request.id] = listener
-            self._inbox.append(request)
-            self._changed.notify()
+    def _first_message(self) -> Ready:
+        try:
+            (message,) = self._channel.receive()
+        except ChannelClosed as error:
+            self.stop()
+            raise EngineDied("the engine ended before it was ready; its log says why") from error
+        if isinstance(message, NotLoaded):
+            self.stop()
+            raise UserError(message.reason)
+        assert isinstance(message, Ready)
+        return message
+
+    def _submit(self, request: Request) -> _Outputs:
+        self._attach(asyncio.get_running_loop())
+        if len(self._outputs) >= self._max_requests:
+            raise QueueFull("too many requests are waiting")
+        outputs = self._outputs[request.id] = _Outputs()
+        try:
+            self._send(request)
+        except EngineDied:
+            self._outputs.pop(request.id, None)
+            raise
+        return outputs
 
     def _cancel(self, request_id: str) -> None:
-        with self._changed:
-            self._listeners.pop(request_id, None)
-            self._inbox.append(request_id)
-            self._changed.notify()
+        if self._outputs.pop(request_id, None) is not None and not self._is_closed:
+            self._send(Cancel(request_id))
 
-    def _run(self) -> None:
-        outputs: list[StepOutput] = []
+    def _send(self, order: Order) -> None:
+        if not self.is_alive:
+            raise EngineDied("the engine has stopped")
         try:
-            while self._take_inbox():
-                step = self.engine.begin_step()
-                self._deliver(outputs)  # of the step before, while a GPU runs this one
-                outputs = self.engine.finish_step(step)
-                if not (self.engine.overlaps and self.engine.has_work):
-                    self._deliver(outputs)
-                    outputs = []
-        except Exception:
-            _log.exception("the engine failed")
-        finally:
-            self._end_listeners()
+            self._channel.send(order)
+        except ChannelClosed as error:
+            raise EngineDied("the engine has stopped") from error
 
-    def _take_inbox(self) -> bool:
-        """Apply what came in, waiting for work where there is none; False when stopping."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._inbox or self.engine.has_work)
-            entries = list(self._inbox)
-            self._inbox.clear()
-        for entry in entries:
-            if isinstance(entry, str):
-                self.engine.cancel(entry)
-            else:
-                self.engine.add(entry)
-        return not self._stopping
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have this event loop read the reports."""
+        if loop is self._loop or self._is_closed:
+            return
+        assert not self._outputs, "requests run on another event loop"
+        self._detach()
+        loop.add_reader(self._channel.fileno(), self._read)
+        self._loop = loop
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
-        deliveries = defaultdict[asyncio.AbstractEventLoop, list[_Delivery]](list)
-        with self._changed:
-            for output in outputs:
-                listener = self._listeners.get(output.request_id)
-                if listener is None:
-                    continue  # cancelled while the step ran
-                if output.finish_reason is not None:
-                    del self._listeners[output.request_id]
-                deliveries[listener.loop].append((listener.outputs, output))
-        _hand_over(deliveries)
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._channel.fileno())
+        self._loop = None
 
-    def _end_listeners(self) -> None:
-        deliveries = defaultdict[asyncio.AbstractEventLoop, list[_Delivery]](list)
-        with self._changed:
-            self._stopping = True
-            for listener in self._listeners.values():
-                pair = listener.outputs, EngineDied("the engine has stopped")
-                deliveries[listener.loop].append(pair)
-            self._listeners.clear()
-        _hand_over(deliveries)
+    def _read(self) -> None:
+        try:
+            reports = self._channel.receive_available()
+        except ChannelClosed:
+            self._close()
+            return
+        for report in reports:
+            assert isinstance(report, StepReport)
+            self._status = report.status
+            for output in report.outputs:
+                self._deliver(output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        outputs = self._outputs.get(output.request_id)
+        if outputs is None:
+            return  # cancelled while the step ran
+        if output.finish_reason is not None:
+            del self._outputs[output.request_id]
+        outputs.put_nowait(output)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._detach()
+        self._channel.close()
+        for outputs in self._outputs.values():
+            outputs.put_nowait(EngineDied("the engine has stopped"))
+        self._outputs.clear()
+
+
+def _raise_for(output: StepOutput, request: Request) -> None:
+    """Raise what an output that is not one says."""
+    if output.finish_reason is FinishReason.ERROR:
+        raise RequestFailed(output.error)
+    if output.finish_reason is FinishReason.REFUSED:
+        raise UserError(output.error)
+    if output.finish_reason is FinishReason.TIMEOUT:
+        limit = request.options.max_queue_s
+        raise QueueTimeout(f"the request did not begin within {limit} s")

@@ -24,6 +24,8 @@ class FinishReason(StrEnum):
     """Its own part of a forward pass failed."""
     TIMEOUT = "timeout"
     """It waited for as long as it may and had not begun."""
+    REFUSED = "refused"
+    """It can never run."""
 
 
 class Outcomes(StrEnum):

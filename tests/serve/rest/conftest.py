@@ -15,10 +15,10 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
+from local_loop import LocalLoop
 from mars_platform import reference
 from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.loop import EngineLoop
 from mars_serve.engine.request import Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.rest.app import create_app
@@ -32,7 +32,7 @@ ENGINE = EngineSettings(page_size=8, num_pages=128, max_batch=4, max_positions=6
 class LoopBackend:
     """Backend over an engine in this process."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: LocalLoop) -> None:
         self.loop = loop
         self.live = LiveThreshold(0, 0.95)
 
@@ -190,12 +190,12 @@ def oracle(mars: Checkpoint) -> Callable[..., reference.Decoded]:
 
 
 @pytest.fixture
-def make_loop() -> Iterator[Callable[..., EngineLoop]]:
+def make_loop() -> Iterator[Callable[..., LocalLoop]]:
     """An engine of the test's own: ``make_loop(checkpoint, **sizes)``."""
     made = []
 
-    def make(checkpoint: Checkpoint, **sizes: Any) -> EngineLoop:
-        made.append(EngineLoop(Engine(checkpoint, ENGINE.model_copy(update=sizes))))
+    def make(checkpoint: Checkpoint, **sizes: Any) -> LocalLoop:
+        made.append(LocalLoop(Engine(checkpoint, ENGINE.model_copy(update=sizes))))
         return made[-1]
 
     yield make
@@ -219,17 +219,17 @@ def until_idle() -> Callable[[Engine], Awaitable[None]]:
 
 
 @pytest.fixture(scope="session")
-def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, EngineLoop]]:
+def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, LocalLoop]]:
     """The engines of a MARS checkpoint and a plain AR one."""
     checkpoints = {"mars": mars, "plain": read_checkpoint(plain_dir)}
-    loops = {name: EngineLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
+    loops = {name: LocalLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
     yield loops
     for loop in loops.values():
         loop.stop()
 
 
 @pytest.fixture(scope="session")
-def models(loops: dict[str, EngineLoop], served: Callable[..., ServedModel]) -> list[ServedModel]:
+def models(loops: dict[str, LocalLoop], served: Callable[..., ServedModel]) -> list[ServedModel]:
     return [served(name, loop.engine.checkpoint, LoopBackend(loop)) for name, loop in loops.items()]
 
 

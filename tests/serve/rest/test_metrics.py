@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from mars_serve.engine.loop import EngineLoop
+from local_loop import LocalLoop
 from mars_serve.engine.request import Request, StepOutput
 from mars_serve.served import Backend, ServedModel
 from mars_serve.telemetry import ReplicaTelemetry
@@ -21,7 +21,7 @@ BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode":
 
 @pytest.fixture
 def app(
-    loops: dict[str, EngineLoop],
+    loops: dict[str, LocalLoop],
     loop_backend: type[Backend],
     served: Callable[..., ServedModel],
     app_of: Callable[..., FastAPI],
@@ -29,7 +29,7 @@ def app(
     """A model with two replicas, which are one engine, and one with one."""
 
     class CountingBackend(loop_backend):  # type: ignore[valid-type, misc]
-        def __init__(self, name: str, loop: EngineLoop, num_replicas: int) -> None:
+        def __init__(self, name: str, loop: LocalLoop, num_replicas: int) -> None:
             super().__init__(loop)
             replicas = [f"{name}-{index}" for index in range(num_replicas)]
             self.telemetry = [ReplicaTelemetry(name, replica, loop) for replica in replicas]

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import Checkpoint
-from mars_serve.engine.loop import EngineLoop
 from rest_requests import BODIES, COMPLETION, COMPLETIONS
 
 
@@ -36,7 +36,7 @@ async def test_effective_mode_and_threshold(
 
 
 async def test_settings_of_the_model_are_the_defaults(
-    loops: dict[str, EngineLoop],
+    loops: dict[str, LocalLoop],
     mars: Checkpoint,
     served: Any,
     app_of: Any,

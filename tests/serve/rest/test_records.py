@@ -22,8 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
+from local_loop import LocalLoop
 from mars_platform.errors import UserError
-from mars_serve.engine.loop import EngineLoop, RequestFailed
+from mars_serve.engine.loop import RequestFailed
 from mars_serve.rest.errors import ErrorMiddleware
 from mars_serve.rest.records import Recorder, RecordMiddleware, write_records_to_stderr
 from mars_serve.served import Backend, ServedModel
@@ -265,7 +266,7 @@ async def test_the_log_can_be_turned_off(
 @pytest.fixture
 async def keyed(
     models: list[ServedModel],
-    loops: dict[str, EngineLoop],
+    loops: dict[str, LocalLoop],
     broken_backend: Callable[..., Backend],
     served: Callable[..., ServedModel],
     app_of: Callable[..., FastAPI],

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import Checkpoint
-from mars_serve.engine.loop import EngineLoop
 from mars_serve.text import OutputText, StopRules, decode, encode
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, PROMPT, text_of
 
@@ -23,7 +23,7 @@ def tokens_of(oracle: Any, checkpoint: Checkpoint, path: str, threshold: float) 
 @pytest.mark.parametrize("path", BODIES)
 async def test_stop_string(
     client: Any,
-    loops: dict[str, EngineLoop],
+    loops: dict[str, LocalLoop],
     mars: Checkpoint,
     oracle: Any,
     until_idle: Any,
@@ -55,7 +55,7 @@ async def test_stop_string(
 
 
 async def test_a_stop_string_cancels_at_the_engine(
-    loops: dict[str, EngineLoop], client: Any, until_idle: Any, monkeypatch: pytest.MonkeyPatch
+    loops: dict[str, LocalLoop], client: Any, until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
     ended, cancel = list[str](), engine.cancel

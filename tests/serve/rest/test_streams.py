@@ -11,9 +11,10 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import Checkpoint
 from mars_serve.choices import Choice, stream_all
-from mars_serve.engine.loop import EngineDied, EngineLoop
+from mars_serve.engine.loop import EngineDied
 from mars_serve.engine.request import DecodingOptions, Request, StepOutput
 from mars_serve.prompts import Prompt
 from mars_serve.text import OutputText, StopRules
@@ -88,7 +89,7 @@ async def test_official_client_streams(official: openai.AsyncOpenAI) -> None:
 
 
 async def test_leaving_a_stream_frees_its_pages(
-    app: FastAPI, loops: dict[str, EngineLoop], until_idle: Any, monkeypatch: pytest.MonkeyPatch
+    app: FastAPI, loops: dict[str, LocalLoop], until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
     monkeypatch.setattr(engine, "step", _slowed(engine.step))

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from local_loop import LocalLoop
 from mars_platform.checkpoint import Checkpoint
 from mars_platform.mode import Mode
-from mars_serve.engine.loop import EngineLoop
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = """
@@ -52,7 +52,7 @@ def trained(mars: Checkpoint) -> Iterator[Checkpoint]:
 
 @pytest.fixture
 def client(
-    trained: Checkpoint, loops: dict[str, EngineLoop], loop_backend: Any, client_over: Any
+    trained: Checkpoint, loops: dict[str, LocalLoop], loop_backend: Any, client_over: Any
 ) -> Any:
     return client_over(loop_backend(loops["mars"]), trained)
 

@@ -1,0 +1,50 @@
+"""What an engine's worker and its loop send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mars_serve.engine.request import EngineStatus, Request, StepOutput
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Asks an engine to drop a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class SetThreshold:
+    """Asks an engine for another live τ, in (0, 1]."""
+
+    value: float
+
+
+Order = Request | Cancel | SetThreshold
+"""What an engine is sent; a request is one to run."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine's first message."""
+
+    max_requests: int
+    """That may wait or run at once."""
+    live_threshold: float
+    status: EngineStatus
+
+
+@dataclass(frozen=True)
+class NotLoaded:
+    """The first message in its place, where the model cannot be served."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an engine sends after a step, and whenever its status has changed."""
+
+    outputs: list[StepOutput]
+    status: EngineStatus

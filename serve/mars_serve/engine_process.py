@@ -1,0 +1,69 @@
+"""Starts an engine in a process of its own, so that it shares no interpreter lock with what speaks
+HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from mars_serve.engine.channel import Channel
+from mars_serve.engine.loop import EngineLoop
+from mars_serve.settings import ModelSettings
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """The first message to the process."""
+
+    settings: ModelSettings
+    num_threads: int
+    """Of torch, on CPU."""
+
+
+class _Process:
+    """`mars_serve.engine.loop.Worker` of a child process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def join(self, timeout: float) -> None:
+        """Wait until it has ended; one that does not in time is killed."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
+    """Start a process with a model's engine and wait until that is warm.
+
+    The process ends with this one, however that ends.
+
+    Args:
+        settings: the model's.
+        num_threads: of torch, on CPU.
+
+    Raises:
+        UserError: the model cannot be loaded.
+        EngineDied: the process ended before it was ready.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(  # noqa: S603 - this interpreter, and arguments of our own
+            [sys.executable, "-m", "mars_serve.engine_main", str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    channel = Channel(ours)
+    channel.send(EngineStart(settings, num_threads))
+    return EngineLoop(channel, _Process(process))

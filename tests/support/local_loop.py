@@ -1,0 +1,23 @@
+"""An engine's loop whose engine steps in a thread of this process, where a test can reach it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from mars_serve.engine.channel import Channel
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.loop import EngineLoop
+from mars_serve.engine.worker import EngineWorker
+
+
+class LocalLoop(EngineLoop):
+    """The loop of an engine that was made here; requests that it runs are copies, as always."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        ours, theirs = socket.socketpair()
+        worker = EngineWorker(engine, Channel(theirs))
+        thread = threading.Thread(target=worker.run, name="engine", daemon=True)
+        thread.start()
+        super().__init__(Channel(ours), thread)
