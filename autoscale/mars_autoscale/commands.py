@@ -1,0 +1,61 @@
+"""The command ``marsray simulate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_FILE_WIDTH = 140  # of a table that goes to a file or pipe, where rich assumes 80
+
+
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML: replicas, ladder, policies' constants.")],
+    trace: Annotated[Path, typer.Option(help="Requests to replay; may end in .gz.")],
+    trace_format: Annotated[
+        str | None, typer.Option(help="azure, mooncake or csv; else guessed from the file.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value of the config; may be repeated.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write the figures to.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
+    ] = None,
+) -> None:
+    """Replay a request trace against autoscaling policies, and compare them."""
+    from functools import partial
+
+    from rich.console import Console
+
+    from mars_autoscale.simulation.compare import compare
+    from mars_autoscale.simulation.config import SimulationConfig
+    from mars_autoscale.simulation.report import draw, json_of, table_of
+    from mars_autoscale.traces import TraceFormat, read_trace
+    from mars_platform.config import load_settings
+    from mars_platform.errors import UserError
+    from mars_platform.progress import progress_display
+
+    settings = load_settings(config, SimulationConfig, set_ or [])
+    if trace_format is not None and trace_format not in list(TraceFormat):
+        known = ", ".join(TraceFormat)
+        raise UserError(f"--trace-format: {trace_format} is not one of {known}")
+    requests = read_trace(trace, TraceFormat(trace_format) if trace_format else None)
+    console = Console(stderr=True)
+    with progress_display(console) as display:
+        compared = compare(settings, requests, partial(display.update, "simulate"))
+    terminal = Console()
+    width = None if terminal.is_terminal else _FILE_WIDTH
+    Console(width=width).print(table_of(compared, settings.objective_ttft_s))
+    try:
+        if json_file is not None:
+            text = json.dumps(json_of(compared), indent=1) + "\n"
+            json_file.write_text(text, encoding="utf-8")
+        if plot is not None:
+            draw(compared, plot)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error

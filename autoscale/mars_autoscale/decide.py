@@ -1,0 +1,276 @@
+"""The outer loop: how many replicas, and how far τ may go, from what arrives.
+
+Replicas follow the token rate at the target τ, never concurrency: a lower τ empties the queue, and
+whoever counts concurrency would end replicas just while quality is being paid. `decide` is pure and
+total: any snapshot gives a decision within bounds, whatever is missing, stale or not a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from pydantic import Field, model_validator
+
+from mars_autoscale.capacity import Capacity
+from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_platform.config import Settings
+
+_ROUNDING = 1e-9
+"""Of a replica: a load that is worth a whole number of them needs no further one."""
+
+_LEAST_FOR_TREND = 4
+"""Decisions without which a slope says nothing."""
+
+_Value = TypeVar("_Value", int, float)
+
+
+class Reason(StrEnum):
+    """Why a decision is what it is."""
+
+    STEADY = "steady"
+    """As many replicas as are needed."""
+    LOAD = "load"
+    """What arrives needs more replicas."""
+    DEBT = "debt"
+    """τ has been low for long: quality is being paid for what replicas should do."""
+    QUEUE = "queue"
+    """Requests wait that the replicas' spare capacity does not work off in time."""
+    IDLE = "idle"
+    """Fewer are needed, and have been for a while."""
+    WAITING = "waiting"
+    """Fewer are needed, but not for long enough, or τ is still low."""
+    HELD = "held"
+    """What is known is too old, or not a number: nothing changes."""
+
+
+class OuterSettings(Settings):
+    """Constants of the outer loop."""
+
+    period_s: float = Field(default=2.0, gt=0)
+    """Seconds between two decisions; reports older than six of them are not used."""
+    min_replicas: int = Field(default=1, ge=1)
+    """Replicas at the least."""
+    max_replicas: int = Field(default=16, ge=1)
+    """Replicas at the most."""
+    utilization: float = Field(default=0.65, gt=0, le=1)
+    """Share of a replica's speed at τ = 1 that the mean rate may take: the rest is for what a
+    window's mean does not show."""
+    cold_start_s: float = Field(default=60.0, ge=0)
+    """Seconds from asking for a replica to its first request: how far the trend is followed."""
+    sizing_window_s: float = Field(default=120.0, gt=0)
+    """Over which the rate is averaged, so that replicas do not follow its noise."""
+    burst: float = Field(default=1.3, ge=1)
+    """Times that average from which on the latest rate counts instead: that is no noise."""
+    max_trend: float = Field(default=1.15, ge=1)
+    """Times the rate that a trend may add up to: slopes of short windows are noise."""
+    scale_in_window_s: float = Field(default=120.0, ge=0)
+    """Seconds for which fewer replicas must have been enough; longer than a start and a drain, so
+    that no replica is ended and missed at once."""
+    debt_s: float = Field(default=20.0, gt=0)
+    """Seconds of decoding at the ladder's lowest rung that buy a replica."""
+    drain_s: float = Field(default=30.0, gt=0)
+    """Seconds within which a queue should be worked off by replicas that are asked for."""
+    full: float = Field(default=0.95, gt=0, le=1)
+    """Share of the ready replicas' speed from which on τ is lowered before a queue forms."""
+    floor_threshold: float = Field(default=0.7, gt=0, le=1)
+    """The lowest τ that replicas may use."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> OuterSettings:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is above max_replicas; lower one or raise the other")
+        return self
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """What the outer loop remembers; plain data, so that it can be kept elsewhere."""
+
+    num_replicas: int = 0
+    """That were asked for last; 0 before the first decision."""
+    loads: tuple[tuple[float, float], ...] = ()
+    """(time, replicas that what arrives keeps busy at τ = 1) within the sizing window."""
+    wants: tuple[tuple[float, int], ...] = ()
+    """(time, replicas that the load needed) within the scale-in window."""
+    debt: float = 0.0
+    """Seconds at the lowest rung, not yet paid by a replica."""
+    decided_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done, and why."""
+
+    num_replicas: int
+    floor_threshold: float
+    """The lowest τ that replicas may go down to."""
+    feed_forward: float
+    """Gain in speed over τ = 1 that the arrivals need of the replicas that are ready."""
+    reason: Reason
+    decode_tokens_per_s: float
+    """That arrive; 0 where it is not known."""
+    needed: float
+    """Replicas for what arrives, before rounding."""
+    debt: float
+    """See `OuterState`."""
+
+
+def decide(
+    snapshot: Snapshot, state: OuterState, capacity: Capacity, settings: OuterSettings
+) -> tuple[Decision, OuterState]:
+    """Take one decision.
+
+    Args:
+        snapshot: what is known.
+        state: what the decision before returned; `OuterState()` at first.
+        capacity: of a replica.
+        settings: constants.
+
+    Returns:
+        The decision, within the settings' bounds whatever the snapshot holds, and the next state.
+    """
+    current = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
+    current = _clipped(current, settings)
+    now = snapshot.now_s
+    arrivals = snapshot.arrivals
+    loads = _usable(snapshot, settings)
+    if arrivals is None or not _is_fresh(now, snapshot.arrivals_observed_s, settings):
+        return _held(current, state)
+    if not arrivals.is_valid or not math.isfinite(now):
+        return _held(current, state)
+    state = _restarted(state, now, settings)
+    rate = arrivals.requests_per_s * arrivals.mean_output_tokens
+    load = rate / capacity.tokens_per_s(capacity.rungs[0]) + _prefill(arrivals, capacity)
+    history = (*_within(state.loads, now - settings.sizing_window_s), (now, load))
+    needed = _sized(history, settings) * _trend(history, settings) / settings.utilization
+    needed += _for_queue(loads, arrivals, capacity, settings)
+    debt = _debt(state, loads, now, capacity)
+    if not math.isfinite(needed + debt):
+        return _held(current, state)
+    bought = debt >= settings.debt_s
+    want = _clipped(math.ceil(needed - _ROUNDING), settings)
+    wants = (*_within(state.wants, now - settings.scale_in_window_s), (now, want))
+    number, reason = _number(current, want, wants, loads, bought, settings)
+    feed_forward = _feed_forward(rate, arrivals, len(loads), capacity, settings)
+    decision = Decision(number, settings.floor_threshold, feed_forward, reason, rate, needed, debt)
+    return decision, OuterState(number, history, wants, 0.0 if bought else debt, now)
+
+
+def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple[float, _Value]]:
+    return [each for each in history if each[0] > since]
+
+
+def _held(current: int, state: OuterState) -> tuple[Decision, OuterState]:
+    decision = Decision(current, 1.0, 1.0, Reason.HELD, 0.0, float(current), state.debt)
+    return decision, replace(state, num_replicas=current)
+
+
+def _clipped(number: int, settings: OuterSettings) -> int:
+    return min(max(number, settings.min_replicas), settings.max_replicas)
+
+
+def _is_fresh(now: float, observed: float, settings: OuterSettings) -> bool:
+    return abs(now - observed) <= 6 * settings.period_s
+
+
+def _usable(snapshot: Snapshot, settings: OuterSettings) -> list[ReplicaLoad]:
+    return [
+        load
+        for load in snapshot.replicas
+        if load.is_valid and _is_fresh(snapshot.now_s, load.observed_s, settings)
+    ]
+
+
+def _restarted(state: OuterState, now: float, settings: OuterSettings) -> OuterState:
+    """Without history where the clock has jumped: its times mean nothing now."""
+    if state.decided_s is None or 0 <= now - state.decided_s <= 20 * settings.period_s:
+        return state
+    return replace(state, loads=(), wants=(), decided_s=None)
+
+
+def _trend(loads: Sequence[tuple[float, float]], settings: OuterSettings) -> float:
+    """Times that the load will have grown once a replica asked for now is there; at least 1."""
+    latest = loads[-1][1]
+    span = loads[-1][0] - loads[0][0]
+    if len(loads) < _LEAST_FOR_TREND or latest <= 0 or span <= 0:
+        return 1.0
+    half = len(loads) // 2
+    early = sum(load for _, load in loads[:half]) / half
+    late = sum(load for _, load in loads[half:]) / (len(loads) - half)
+    growth = (late - early) / (span / 2) * settings.cold_start_s
+    return min(max(1.0 + growth / latest, 1.0), settings.max_trend)
+
+
+def _sized(loads: Sequence[tuple[float, float]], settings: OuterSettings) -> float:
+    """The load to size by: the mean of the window, or the latest where that is a burst."""
+    mean = sum(load for _, load in loads) / len(loads)
+    latest = loads[-1][1]
+    return latest if latest > settings.burst * mean else mean
+
+
+def _prefill(arrivals: Arrivals, capacity: Capacity) -> float:
+    return arrivals.prompt_tokens_per_s / capacity.prefill_tokens_per_s
+
+
+def _for_queue(
+    loads: Sequence[ReplicaLoad], arrivals: Arrivals, capacity: Capacity, settings: OuterSettings
+) -> float:
+    """Replicas that work off what waits within `drain_s`."""
+    waiting = sum(load.num_waiting for load in loads)
+    tokens = waiting * arrivals.mean_output_tokens
+    return tokens / settings.drain_s / capacity.tokens_per_s(capacity.rungs[0])
+
+
+def _debt(state: OuterState, loads: Sequence[ReplicaLoad], now: float, capacity: Capacity) -> float:
+    if not loads or state.decided_s is None:
+        return state.debt
+    lowest = capacity.gain(capacity.rungs[-1]) - 1.0
+    gains = {rung.threshold: capacity.gain(rung) - 1.0 for rung in capacity.rungs}
+    used = [max(gains.get(load.threshold, 0.0), 0.0) for load in loads]
+    share = sum(used) / len(used) / lowest if lowest > 0 else 0.0
+    elapsed = max(0.0, now - state.decided_s)
+    return state.debt + share * elapsed if share > 0 else max(0.0, state.debt - elapsed)
+
+
+def _number(
+    current: int,
+    want: int,
+    wants: Sequence[tuple[float, int]],
+    loads: Sequence[ReplicaLoad],
+    bought: bool,
+    settings: OuterSettings,
+) -> tuple[int, Reason]:
+    if want > current:
+        return want, Reason.LOAD
+    if bought and current < settings.max_replicas:
+        return current + 1, Reason.DEBT
+    if want == current:
+        return current, Reason.STEADY
+    enough = max(number for _, number in wants)
+    is_long = wants[-1][0] - wants[0][0] >= settings.scale_in_window_s - 2 * settings.period_s
+    is_paid = all(load.threshold >= 1.0 for load in loads)
+    is_empty = sum(load.num_waiting for load in loads) == 0
+    if enough < current and is_long and is_paid and is_empty:
+        return enough, Reason.IDLE
+    return current, Reason.WAITING
+
+
+def _feed_forward(
+    rate: float,
+    arrivals: Arrivals,
+    num_ready: int,
+    capacity: Capacity,
+    settings: OuterSettings,
+) -> float:
+    """Gain that decoding needs so that the ready replicas carry what arrives; 1 where prompts
+    alone take them: no τ makes those faster.
+    """
+    room = num_ready - _prefill(arrivals, capacity)
+    if room <= 0.1 * max(num_ready, 1):
+        return 1.0
+    load = rate / (room * capacity.tokens_per_s(capacity.rungs[0]))
+    return max(load / settings.full, 1.0)

@@ -1,0 +1,80 @@
+"""What the autoscaler knows: loads of replicas and rates of arrival. Made by adapters, used by
+`decide`. Knows no Ray, no clock and no simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """One replica's report."""
+
+    observed_s: float
+    """When, on the clock of whoever decides."""
+    num_running: float
+    num_waiting: float
+    threshold: float = 1.0
+    """τ that it decodes with."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every figure is a finite number that can be one."""
+        figures = (self.observed_s, self.num_running, self.num_waiting, self.threshold)
+        return (
+            all(math.isfinite(value) for value in figures)
+            and self.num_running >= 0
+            and self.num_waiting >= 0
+            and 0 < self.threshold <= 1
+        )
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a replica's inner loop goes by."""
+
+    now_s: float
+    """On any clock; one that jumps costs a look."""
+    load: float
+    """Requests that run or wait."""
+    floor_threshold: float = 0.0
+    """The lowest τ allowed."""
+    feed_forward: float = 1.0
+    """Gain in speed over τ = 1 that the controller says the arrivals need."""
+    prompt_share: float = 0.0
+    """Of the time that the replica worked lately, the share that prompts took."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What all replicas together were asked for, as rates over a window."""
+
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    """Without those that were found stored."""
+    mean_output_tokens: float
+    """Of requests that have ended."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every figure is a finite number and not negative."""
+        figures = (self.requests_per_s, self.prompt_tokens_per_s, self.mean_output_tokens)
+        return all(math.isfinite(value) and value >= 0 for value in figures)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that is known at one moment."""
+
+    now_s: float
+    replicas: Sequence[ReplicaLoad]
+    """Those that serve, by their latest reports."""
+    num_starting: int
+    """That were asked for and do not serve yet."""
+    arrivals: Arrivals | None
+    """None where it is not known."""
+    arrivals_observed_s: float = 0.0
+    """When that was."""

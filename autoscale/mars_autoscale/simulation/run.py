@@ -1,0 +1,234 @@
+"""Runs a trace through a simulated cluster under a policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from mars_autoscale.capacity import Capacity
+from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
+from mars_autoscale.simulation.cluster import Events, Replica, Served
+from mars_autoscale.simulation.policies import Local, Policy, Target
+from mars_autoscale.traces import TraceRequest
+from mars_platform.config import Settings
+
+_LOCAL_PERIOD_S = 0.5
+
+
+class ClusterSettings(Settings):
+    """The replicas that there may be."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=16, ge=1)
+    initial_replicas: int = Field(default=1, ge=1)
+    """Ready at the start."""
+    cold_start_s: float = Field(default=60.0, ge=0)
+    """Seconds from asking for a replica to its first request."""
+    rate_window_s: float = Field(default=10.0, gt=0)
+    """Over which arrivals are averaged for a policy."""
+
+
+@dataclass
+class Sample:
+    """The cluster at one moment."""
+
+    time_s: float
+    num_ready: int
+    num_starting: int
+    num_waiting: int
+    threshold: float
+    """Mean over the replicas."""
+    requests_per_s: float
+
+
+@dataclass
+class Result:
+    """What a policy made of a trace."""
+
+    served: list[Served]
+    replica_seconds: float
+    num_threshold_changes: int
+    num_replica_changes: int
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Simulation:
+    """One trace, one policy."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        capacity: Capacity,
+        settings: ClusterSettings,
+        policy: Policy,
+    ) -> None:
+        self._trace = trace
+        self._capacity = capacity
+        self._settings = settings
+        self._policy = policy
+        self._events = Events()
+        self._end_s = trace[-1].arrival_s
+        self._replicas: list[Replica] = []
+        self._locals: dict[int, Local] = {}
+        self._stepping: set[int] = set()
+        self._homeless: deque[Served] = deque()
+        self._window: deque[TraceRequest] = deque()
+        self._window_prompt_tokens = 0
+        self._mean_output = 0.0
+        self._target = Target(settings.initial_replicas)
+        self._next = 0
+        self._result = Result([], 0.0, 0, 0)
+
+    def run(self) -> Result:
+        """From the first arrival until the last request has ended."""
+        for _ in range(self._settings.initial_replicas):
+            self._start(cold_start_s=0.0)
+        self._events.at(0.0, self._decide)
+        self._events.at(0.0, self._look)
+        self._events.at(self._trace[0].arrival_s, self._arrive)
+        self._events.run()
+        for replica in self._replicas:
+            until = self._end_s if replica.ended_s is None else min(replica.ended_s, self._end_s)
+            self._result.replica_seconds += until - replica.started_s
+        return self._result
+
+    # Requests
+
+    def _arrive(self) -> None:
+        request = self._trace[self._next]
+        self._next += 1
+        if self._next < len(self._trace):
+            self._events.at(self._trace[self._next].arrival_s, self._arrive)
+        served = Served(request)
+        self._result.served.append(served)
+        self._window.append(request)
+        self._window_prompt_tokens += request.prompt_tokens
+        self._route(served)
+
+    def _route(self, served: Served) -> None:
+        now = self._events.now_s
+        ready = [
+            replica
+            for replica in self._replicas
+            if replica.ready_s <= now and not replica.is_draining
+        ]
+        if not ready:
+            self._homeless.append(served)
+            return
+        chosen = min(ready, key=lambda replica: replica.load)
+        chosen.queue.append(served)
+        if id(chosen) not in self._stepping:
+            self._step(chosen)
+
+    def _step(self, replica: Replica) -> None:
+        seconds = replica.begin_step()
+        if seconds is None:
+            self._stepping.discard(id(replica))
+            if replica.is_draining:
+                replica.ended_s = self._events.now_s
+            return
+        self._stepping.add(id(replica))
+        self._events.at(self._events.now_s + seconds, lambda: self._stepped(replica))
+
+    def _stepped(self, replica: Replica) -> None:
+        for served in replica.finish_step(self._events.now_s):
+            tokens = served.request.output_tokens
+            # the estimate that a server would have: of requests that have ended
+            weight = 0.01 if self._mean_output else 1.0
+            self._mean_output += weight * (tokens - self._mean_output)
+        self._step(replica)
+
+    # Replicas
+
+    def _start(self, cold_start_s: float) -> None:
+        now = self._events.now_s
+        local = self._policy.local()
+        rung = local.update(Look(now, 0.0))
+        replica = Replica(self._capacity, rung, now, now + cold_start_s)
+        self._replicas.append(replica)
+        self._locals[id(replica)] = local
+        self._events.at(replica.ready_s, self._take_homeless)
+
+    def _take_homeless(self) -> None:
+        waiting, self._homeless = self._homeless, deque()
+        for served in waiting:
+            self._route(served)
+
+    def _alive(self) -> list[Replica]:
+        return [each for each in self._replicas if each.ended_s is None and not each.is_draining]
+
+    def _decide(self) -> None:
+        now, settings = self._events.now_s, self._settings
+        if now > self._end_s:
+            return
+        self._target = self._policy.decide(self._snapshot())
+        wanted = min(max(self._target.num_replicas, settings.min_replicas), settings.max_replicas)
+        alive = self._alive()
+        self._result.num_replica_changes += wanted != len(alive)
+        for _ in range(wanted - len(alive)):
+            self._start(settings.cold_start_s)
+        starting = [each for each in alive if each.ready_s > now]
+        running = sorted(
+            (each for each in alive if each.ready_s <= now), key=lambda each: each.load
+        )
+        for replica in [*reversed(starting), *running][: max(0, len(alive) - wanted)]:
+            self._end(replica)
+        self._sample(now)
+        self._events.at(now + self._policy.period_s, self._decide)
+
+    def _end(self, replica: Replica) -> None:
+        replica.is_draining = True
+        if id(replica) not in self._stepping:
+            replica.ended_s = self._events.now_s
+
+    def _look(self) -> None:
+        now = self._events.now_s
+        for replica in self._alive():
+            if replica.ready_s > now:
+                continue
+            look = Look(
+                now,
+                replica.load,
+                self._target.floor_threshold,
+                self._target.feed_forward,
+                replica.prompt_share,
+            )
+            rung = self._locals[id(replica)].update(look)
+            self._result.num_threshold_changes += rung != replica.rung
+            replica.rung = rung
+        if now < self._end_s or self._stepping:
+            self._events.at(now + _LOCAL_PERIOD_S, self._look)
+
+    def _snapshot(self) -> Snapshot:
+        now = self._events.now_s
+        while self._window and self._window[0].arrival_s < now - self._settings.rate_window_s:
+            self._window_prompt_tokens -= self._window.popleft().prompt_tokens
+        span = max(min(now, self._settings.rate_window_s), 1.0)
+        alive = self._alive()
+        ready = [each for each in alive if each.ready_s <= now]
+        loads = [
+            ReplicaLoad(now, each.num_running, len(each.queue), each.rung.threshold)
+            for each in ready
+        ]
+        arrivals = Arrivals(
+            len(self._window) / span, self._window_prompt_tokens / span, self._mean_output
+        )
+        return Snapshot(now, loads, len(alive) - len(ready), arrivals, now)
+
+    def _sample(self, now: float) -> None:
+        snapshot = self._snapshot()
+        loads = snapshot.replicas
+        assert snapshot.arrivals is not None
+        self._result.samples.append(
+            Sample(
+                now,
+                len(loads),
+                snapshot.num_starting,
+                int(sum(load.num_waiting for load in loads)) + len(self._homeless),
+                sum(load.threshold for load in loads) / max(len(loads), 1),
+                snapshot.arrivals.requests_per_s,
+            )
+        )

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_autoscale.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide
+from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
+
+LADDER = (
+    Rung(1.0, 1.0, 0.0),
+    Rung(0.95, 1.695, 1.7, 3),
+    Rung(0.9, 1.85, 2.95, 3),
+    Rung(0.8, 2.065, 7.6, 3),
+    Rung(0.7, 2.255, 12.6, 3),
+)
+CAPACITY = Capacity(linear_step_time(0.032, 128), LADDER, 16, 20_000)
+ONE = CAPACITY.tokens_per_s(LADDER[0])
+SETTINGS = OuterSettings(min_replicas=2, max_replicas=16, cold_start_s=60, utilization=0.8)
+PERIOD = SETTINGS.period_s
+
+ANY = st.floats(allow_nan=True, allow_infinity=True)
+LOADS = st.builds(ReplicaLoad, ANY, ANY, ANY, ANY)
+ARRIVALS = st.none() | st.builds(Arrivals, ANY, ANY, ANY)
+SNAPSHOTS = st.builds(
+    Snapshot, ANY, st.lists(LOADS, max_size=20), st.integers(0, 50), ARRIVALS, ANY
+)
+MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")), deadline=None)
+"""More of them are for whoever changes the decisions: ``MARSRAY_EXAMPLES=2000``."""
+
+
+def snapshot_of(
+    now: float,
+    replicas: float,
+    *,
+    ready: int = 8,
+    starting: int = 0,
+    threshold: float = 1.0,
+    waiting: float = 0.0,
+    prompts: float = 0.0,
+) -> Snapshot:
+    """Decode load worth so many replicas at τ = 1, with outputs of 100 tokens each."""
+    loads = [ReplicaLoad(now, 8, waiting, threshold) for _ in range(ready)]
+    arrivals = Arrivals(replicas * ONE / 100, prompts * CAPACITY.prefill_tokens_per_s, 100)
+    return Snapshot(now, loads, starting, arrivals, now)
+
+
+def run(
+    snapshots: Sequence[Snapshot], state: OuterState | None = None
+) -> tuple[list[Decision], OuterState]:
+    state, decisions = state or OuterState(), []
+    for each in snapshots:
+        decision, state = decide(each, state, CAPACITY, SETTINGS)
+        decisions.append(decision)
+    return decisions, state
+
+
+def steady(replicas: float, seconds: float, start: float = 0.0, **more: float) -> list[Snapshot]:
+    """The same load for some time, served by the replicas that were asked for at its start."""
+    times = range(int(seconds / PERIOD))
+    return [snapshot_of(start + PERIOD * i, replicas, **more) for i in times]  # type: ignore[arg-type]
+
+
+# Whatever comes
+
+
+@MANY
+@given(st.lists(SNAPSHOTS, max_size=6))
+def test_any_snapshots_give_decisions_within_bounds(snapshots: list[Snapshot]) -> None:
+    decisions, _ = run(snapshots)
+    for decision in decisions:
+        assert SETTINGS.min_replicas <= decision.num_replicas <= SETTINGS.max_replicas
+        assert SETTINGS.floor_threshold <= decision.floor_threshold <= 1.0
+        assert decision.feed_forward >= 1.0
+        figures = decision.decode_tokens_per_s, decision.needed, decision.debt
+        assert all(math.isfinite(value) for value in figures)
+
+
+@MANY
+@given(st.floats(0, 30), st.floats(0, 30), st.floats(0, 5), st.integers(1, 16))
+def test_more_load_never_lowers_replicas(
+    load: float, more: float, prompts: float, ready: int
+) -> None:
+    low, high = (
+        run(steady(each, 20, prompts=prompts, ready=ready))[0][-1] for each in (load, load + more)
+    )
+    assert high.num_replicas >= low.num_replicas
+    assert high.feed_forward >= low.feed_forward
+
+
+@MANY
+@given(st.floats(-3600, 3600), st.floats(0, 20))
+def test_a_clock_that_jumps_ends_no_replica(jump: float, load: float) -> None:
+    decisions, state = run(steady(10, 400))
+    before = decisions[-1].num_replicas
+    after, _ = run([snapshot_of(400 + jump, load)], state)
+    assert after[0].num_replicas >= before
+
+
+@MANY
+@given(st.floats(0.1, 14), st.floats(0.0, 1.0))
+def test_constant_load_settles(load: float, prompts: float) -> None:
+    decisions, _ = run(steady(load, 1200, prompts=prompts))
+    numbers = [decision.num_replicas for decision in decisions]
+    changes = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]]
+    late = [i for i in changes if i * PERIOD > 200]
+    assert len(late) <= 1, changes
+
+
+@MANY
+@given(st.floats(2, 8), st.floats(1, 2))
+def test_a_step_in_load_overshoots_by_one_at_the_most(load: float, times: float) -> None:
+    _, state = run(steady(load, 300))
+    decisions, _ = run(steady(load * times, 400, start=300), state)
+    settled = decisions[-1].num_replicas
+    assert max(decision.num_replicas for decision in decisions) <= max(
+        settled + 1,
+        math.ceil(settled * SETTINGS.max_trend),
+        run(steady(load, 300))[0][-1].num_replicas,
+    )
+
+
+@MANY
+@given(st.floats(0.70, 0.99), st.floats(0, 4))
+def test_no_scale_in_while_quality_is_paid_with(threshold: float, load: float) -> None:
+    decisions, state = run(steady(10, 300))
+    lasting = steady(load, 600, start=300, threshold=threshold)
+    after, _ = run(lasting, state)
+    assert min(each.num_replicas for each in after) >= decisions[-1].num_replicas
+
+
+# By example
+
+
+def test_replicas_follow_the_token_rate_and_prompts() -> None:
+    decisions, _ = run(steady(5, 100, ready=5))
+    assert decisions[-1].num_replicas == 7  # 5 / 0.8, rounded up
+    assert math.isclose(decisions[-1].needed, 6.25)
+    both, _ = run(steady(5, 100, prompts=1.0, ready=5))
+    assert both[-1].num_replicas == 8  # (5 + 1) / 0.8
+
+
+def test_a_burst_counts_at_once() -> None:
+    _, state = run(steady(5, 300))
+    (decision,), _ = run([snapshot_of(300, 10)], state)
+    assert (decision.num_replicas, decision.reason) == (13, Reason.LOAD)
+    assert decision.feed_forward == 10 / 8 / SETTINGS.full
+
+
+def test_noise_does_not_count_at_once() -> None:
+    decisions, state = run(steady(5, 300))
+    after, _ = run([snapshot_of(300, 6)], state)
+    assert after[0].num_replicas == decisions[-1].num_replicas
+
+
+def test_no_threshold_makes_prompts_faster() -> None:
+    (decision,), _ = run([snapshot_of(0, 1, ready=4, prompts=4.0)])
+    assert decision.feed_forward == 1.0
+    assert decision.num_replicas == 7
+
+
+def test_what_waits_asks_for_replicas() -> None:
+    (calm, full), _ = run([snapshot_of(0, 4, ready=5), snapshot_of(2, 4, ready=5, waiting=50)])
+    assert full.num_replicas > calm.num_replicas
+
+
+def test_fewer_replicas_after_a_window() -> None:
+    decisions, state = run(steady(10, 300))
+    assert decisions[-1].num_replicas == 13
+    after, _ = run(steady(4, 400, start=300), state)
+    reasons = [decision.reason for decision in after]
+    first = reasons.index(Reason.IDLE)
+    assert PERIOD * first >= SETTINGS.scale_in_window_s / 2
+    assert after[-1].num_replicas == 5
+    assert set(reasons[:first]) <= {Reason.WAITING, Reason.STEADY}
+
+
+def test_a_lasting_low_threshold_buys_a_replica() -> None:
+    decisions, state = run(steady(5, 100, ready=7))
+    after, _ = run(steady(5, 60, start=100, threshold=0.7, ready=7), state)
+    numbers = [decision.num_replicas for decision in after]
+    assert Reason.DEBT in {decision.reason for decision in after}
+    assert numbers[-1] > decisions[-1].num_replicas
+    assert all(after - before in (0, 1) for before, after in pairwise(numbers))
+
+
+def test_what_is_stale_changes_nothing() -> None:
+    decisions, state = run(steady(10, 300))
+    old = replace(snapshot_of(300, 0), arrivals_observed_s=300 - 7 * PERIOD)
+    unknown = replace(snapshot_of(302, 0), arrivals=None)
+    broken = replace(snapshot_of(304, 0), arrivals=Arrivals(math.nan, 0, 100))
+    after, _ = run([old, unknown, broken], state)
+    for decision in after:
+        assert decision.num_replicas == decisions[-1].num_replicas
+        assert decision.reason is Reason.HELD
+        assert (decision.floor_threshold, decision.feed_forward) == (1.0, 1.0)
+
+
+def test_zero_load_is_zero() -> None:
+    decisions, _ = run(steady(0, 400))
+    assert decisions[-1].num_replicas == SETTINGS.min_replicas
+    assert decisions[-1].needed == 0
+
+
+def test_a_restart_with_its_state_goes_on() -> None:
+    _, state = run(steady(10, 300))
+    whole, _ = run(steady(4, 300, start=300), state)
+    half, kept = run(steady(4, 100, start=300), state)
+    rest, _ = run(steady(4, 300, start=300)[len(half) :], replace(kept))
+    assert half + rest == whole
