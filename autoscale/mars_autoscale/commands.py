@@ -47,15 +47,15 @@ def simulate(
     requests = read_trace(trace, TraceFormat(trace_format) if trace_format else None)
     console = Console(stderr=True)
     with progress_display(console) as display:
-        compared = compare(settings, requests, partial(display.update, "simulate"))
+        comparison = compare(settings, requests, partial(display.update, "simulate"))
     terminal = Console()
     width = None if terminal.is_terminal else _FILE_WIDTH
-    Console(width=width).print(table_of(compared, settings.objective_ttft_s))
+    Console(width=width).print(table_of(comparison, settings.objective_ttft_s))
     try:
         if json_file is not None:
-            text = json.dumps(json_of(compared), indent=1) + "\n"
+            text = json.dumps(json_of(comparison), indent=1) + "\n"
             json_file.write_text(text, encoding="utf-8")
         if plot is not None:
-            draw(compared, plot)
+            draw(comparison, plot)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error

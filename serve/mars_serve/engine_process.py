@@ -8,9 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
-from mars_serve.engine.channel import Channel
+from mars_serve.engine.channel import Channel, ChannelClosed
 from mars_serve.engine.loop import EngineLoop
 from mars_serve.settings import ModelSettings
 
@@ -65,5 +66,6 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
             stdin=subprocess.DEVNULL,
         )
     channel = Channel(ours)
-    channel.send(EngineStart(settings, num_threads))
+    with suppress(ChannelClosed):  # a process that has ended already is told of below
+        channel.send(EngineStart(settings, num_threads))
     return EngineLoop(channel, _Process(process))

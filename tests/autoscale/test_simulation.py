@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from mars_autoscale.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.simulation.bound import Bound, clairvoyant
 from mars_autoscale.simulation.compare import compare, figures_of
 from mars_autoscale.simulation.config import SimulationConfig
 from mars_autoscale.simulation.policies import StaticReplicas, Target
@@ -146,7 +147,7 @@ def test_those_that_still_start_are_ended_first() -> None:
 def compared() -> dict[str, Any]:
     config = SimulationConfig.model_validate({**CONFIG, "measured_from_s": 60})
     found = compare(config, generate(TRACE, seed=0), lambda *_: None)
-    return {each.name: each for each in found}
+    return {each.name: each for each in found.policies}
 
 
 def test_the_joint_policy_spends_quality_and_saves_waiting(compared: dict[str, Any]) -> None:
@@ -171,7 +172,7 @@ def test_prompt_bound_load_spends_no_quality() -> None:
         seed=0,
     )
     config = SimulationConfig.model_validate(CONFIG)
-    joint = compare(config, trace, lambda *_: None)[0].figures
+    joint = compare(config, trace, lambda *_: None).policies[0].figures
     assert joint.quality_loss_mean <= 0.1
 
 
@@ -181,6 +182,55 @@ def test_figures_leave_out_what_came_early() -> None:
     figures = figures_of(simulate(trace), config)
     assert figures.slo_attainment == 1.0
     assert figures.ttft_p99_s == pytest.approx(0.11)
+
+
+# What was possible
+
+
+def work(
+    *, at_s: float, seconds: float, replicas: float, prompts: float = 0.0
+) -> list[TraceRequest]:
+    """Requests that keep so many replicas of `BOUND_CAPACITY` busy for so long."""
+    plain = BOUND_CAPACITY.tokens_per_s(AR)
+    times = np.arange(at_s, at_s + seconds, 0.5)
+    prompt = round(0.5 * prompts * BOUND_CAPACITY.prefill_tokens_per_s)
+    output = round(0.5 * replicas * plain)
+    return [TraceRequest(float(time), prompt, output) for time in times]
+
+
+BOUND_CAPACITY = Capacity(linear_step_time(0.032, 128), (AR, Rung(0.9, 1.85, 3.0, 3)), 16, 20_000)
+FAST = BOUND_CAPACITY.gain(BOUND_CAPACITY.rungs[1])
+
+
+def bound(trace: list[TraceRequest], hours: float, **limits: float) -> Bound:
+    cluster = ClusterSettings.model_validate(
+        {"min_replicas": 1, "max_replicas": 4, "cold_start_s": 30, **limits}
+    )
+    return clairvoyant(trace, BOUND_CAPACITY, cluster, objective_s=1.0, max_replica_hours=hours)
+
+
+def test_replicas_come_just_in_time() -> None:
+    trace = work(at_s=0, seconds=100, replicas=0.9)
+    trace += work(at_s=100, seconds=100, replicas=2.9) + work(at_s=200, seconds=100, replicas=0.9)
+    best = bound(trace, hours=1.0)
+    assert best.quality_loss_mean == 0.0
+    assert best.num_replicas == [1] * 10 + [3] * 10 + [1] * 10
+    assert best.replica_hours == pytest.approx((300 + 2 * 100 + 2 * 30) / 3600)
+
+
+def test_fewer_hours_cost_quality() -> None:
+    trace = work(at_s=0, seconds=300, replicas=2.4)
+    whole, less = bound(trace, 1.0, initial_replicas=3), bound(trace, 0.2, initial_replicas=2)
+    assert (whole.quality_loss_mean, whole.num_replicas) == (0.0, [3] * 30)
+    assert less.num_replicas == [2] * 30
+    # two replicas have to be 1.2 times as fast: a mixture of both rungs
+    assert less.quality_loss_mean == pytest.approx(3.0 * 0.2 / (FAST - 1), rel=0.05)
+
+
+def test_what_cannot_be_done_is_infinite() -> None:
+    assert bound(work(at_s=0, seconds=50, replicas=6.0), 1.0).quality_loss_mean == np.inf
+    prompts = work(at_s=0, seconds=50, replicas=0.1, prompts=4.5)
+    assert bound(prompts, 1.0, initial_replicas=4).quality_loss_mean == np.inf
 
 
 # The command
@@ -194,7 +244,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["simulate", str(config), "--trace", str(trace), "--set", "replicas.max=4"]
     assert run_command([*command, "--json", str(out), "--plot", str(picture)]) == 0
     assert "replica-hours" in capsys.readouterr().out
-    policies = json.loads(out.read_text())["policies"]
+    written = json.loads(out.read_text())
+    policies = written["policies"]
+    assert set(written["clairvoyant"]) == {"quality_loss_mean", "replica_hours"}
     assert policies[0]["name"] == "joint"
     assert {"slo_attainment", "ttft_p50_s", "ttft_p99_s", "quality_loss_mean"} <= set(policies[0])
     assert {"replica_hours", "threshold_changes", "replica_changes", "rejected"} <= set(policies[0])

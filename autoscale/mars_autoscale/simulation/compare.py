@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mars_autoscale.simulation.bound import Bound, clairvoyant
 from mars_autoscale.simulation.config import Family, SimulationConfig, families, mean_or_infinite
 from mars_autoscale.simulation.policies import Policy
 from mars_autoscale.simulation.run import Result, Sample, Simulation
@@ -48,6 +49,16 @@ class Compared:
     """Of the first seed."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """All policies, and what was possible."""
+
+    policies: list[Compared]
+    """The joint one first."""
+    bounds: list[Bound]
+    """Of each seed: the least loss for as many replica-hours as the joint policy took."""
+
+
 def figures_of(result: Result, config: SimulationConfig) -> Figures:
     """Measure a run."""
     counted = [
@@ -73,8 +84,8 @@ def compare(
     config: SimulationConfig,
     trace: Sequence[TraceRequest],
     on_progress: Callable[[int, int, str], None],
-) -> list[Compared]:
-    """Run every policy on every seed's version of a trace, the joint one first.
+) -> Comparison:
+    """Run every policy on every seed's version of a trace.
 
     Args:
         config: the setting.
@@ -93,7 +104,18 @@ def compare(
             found.append(item)
         hours = compared[0].figures.replica_hours if compared else float("inf")
         compared.append(_best(found, hours))
-    return compared
+    hours = compared[0].figures.replica_hours
+    return Comparison(compared, [_bound(config, version, hours) for version in versions])
+
+
+def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float) -> Bound:
+    return clairvoyant(
+        trace,
+        config.capacity(),
+        config.cluster(trace),
+        objective_s=config.objective_ttft_s,
+        max_replica_hours=hours,
+    )
 
 
 def _variants(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,14 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from mars_autoscale.simulation.compare import Compared
+from mars_autoscale.simulation.compare import Compared, Comparison
+from mars_autoscale.simulation.config import mean_or_infinite
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
 
 
-def table_of(compared: Sequence[Compared], objective_s: float) -> Table:
-    """One row a policy."""
+def table_of(comparison: Comparison, objective_s: float) -> Table:
+    """One row a policy, and one for what was possible."""
     table = Table(
         "policy",
         f"first token in {objective_s:g} s",
@@ -31,7 +33,7 @@ def table_of(compared: Sequence[Compared], objective_s: float) -> Table:
         "replica changes",
         "rejected",
     )
-    for each in compared:
+    for each in comparison.policies:
         figures = each.figures
         table.add_row(
             f"{each.name} ({each.variant})" if each.variant else each.name,
@@ -45,25 +47,43 @@ def table_of(compared: Sequence[Compared], objective_s: float) -> Table:
             f"{figures.replica_changes:.0f}",
             f"{figures.rejected:.0f}",
         )
+    loss, hours = _bound_of(comparison)
+    table.add_section()
+    table.add_row("clairvoyant", "all", "", "", f"{loss:.2f}", "", f"{hours:.2f}")
     return table
 
 
-def json_of(compared: Sequence[Compared]) -> dict[str, Any]:
+def _bound_of(comparison: Comparison) -> tuple[float, float]:
+    """Mean loss and mean replica-hours."""
+    bounds = comparison.bounds
+    return (
+        mean_or_infinite([bound.quality_loss_mean for bound in bounds]),
+        mean_or_infinite([bound.replica_hours for bound in bounds]),
+    )
+
+
+def json_of(comparison: Comparison) -> dict[str, Any]:
     """What ``--json`` writes."""
+    loss, hours = _bound_of(comparison)
     return {
         "policies": [
             {"name": each.name, "variant": each.variant, **asdict(each.figures)}
-            for each in compared
-        ]
+            for each in comparison.policies
+        ],
+        "clairvoyant": {
+            "quality_loss_mean": loss if math.isfinite(loss) else None,
+            "replica_hours": hours,
+        },
     }
 
 
-def draw(compared: Sequence[Compared], path: Path) -> None:
+def draw(comparison: Comparison, path: Path) -> None:
     """Load, replicas, τ and queue over time, and loss against replica-hours of all policies.
 
     Raises:
         OSError: the file cannot be written.
     """
+    compared, bound = comparison.policies, comparison.bounds[0]
     figure = Figure(figsize=(11, 11), layout="constrained")
     load, replicas, threshold, queue, trade = figure.subplots(5, 1, height_ratios=[1, 1, 1, 1, 2])
     _draw_load(load, compared[0])
@@ -72,6 +92,8 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
         replicas.step(times, [sample.num_ready for sample in each.samples], label=each.name)
         threshold.step(times, [sample.threshold for sample in each.samples])
         queue.plot(times, [sample.num_waiting for sample in each.samples])
+    times = [bound.span_s * index for index in range(len(bound.num_replicas))]
+    replicas.step(times, bound.num_replicas, label="clairvoyant", color="gray", linestyle=":")
     replicas.set_ylabel("replicas ready")
     replicas.legend(loc="upper right", fontsize="small")
     threshold.set_ylabel("τ, mean")
@@ -79,6 +101,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     queue.set_yscale("symlog")
     queue.set_xlabel("time, s")
     _draw_trade(trade, compared)
+    trade.scatter(bound.replica_hours, bound.quality_loss_mean, color="gray", marker="x")
     figure.savefig(path)
 
 

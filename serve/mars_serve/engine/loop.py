@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Protocol
 
 from mars_platform.errors import UserError
@@ -177,8 +178,9 @@ class EngineLoop:
         return outputs
 
     def _cancel(self, request_id: str) -> None:
-        if self._outputs.pop(request_id, None) is not None and not self._is_closed:
-            self._send(Cancel(request_id))
+        if self._outputs.pop(request_id, None) is not None:
+            with suppress(EngineDied):  # then there is nothing left to cancel
+                self._send(Cancel(request_id))
 
     def _send(self, order: Order) -> None:
         if not self.is_alive:
