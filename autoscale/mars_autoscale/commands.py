@@ -13,7 +13,10 @@ _FILE_WIDTH = 140  # of a table that goes to a file or pipe, where rich assumes 
 
 def simulate(
     config: Annotated[Path, typer.Argument(help="YAML: replicas, ladder, policies' constants.")],
-    trace: Annotated[Path, typer.Option(help="Requests to replay; may end in .gz.")],
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Requests to replay; may end in .gz. Else the config's synthetic ones."),
+    ] = None,
     trace_format: Annotated[
         str | None, typer.Option(help="azure, mooncake or csv; else guessed from the file.")
     ] = None,
@@ -35,6 +38,7 @@ def simulate(
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
     from mars_autoscale.simulation.report import draw, json_of, table_of
+    from mars_autoscale.synthetic import generate
     from mars_autoscale.traces import TraceFormat, read_trace
     from mars_platform.config import load_settings
     from mars_platform.errors import UserError
@@ -44,7 +48,12 @@ def simulate(
     if trace_format is not None and trace_format not in list(TraceFormat):
         known = ", ".join(TraceFormat)
         raise UserError(f"--trace-format: {trace_format} is not one of {known}")
-    requests = read_trace(trace, TraceFormat(trace_format) if trace_format else None)
+    if trace is not None:
+        requests = read_trace(trace, TraceFormat(trace_format) if trace_format else None)
+    elif settings.synthetic is not None:
+        requests = generate(settings.synthetic, settings.seeds[0])
+    else:
+        raise UserError("--trace: give a file, or make a trace by the config's synthetic")
     console = Console(stderr=True)
     with progress_display(console) as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))

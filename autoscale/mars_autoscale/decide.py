@@ -56,7 +56,7 @@ class OuterSettings(Settings):
     """Replicas at the least."""
     max_replicas: int = Field(default=16, ge=1)
     """Replicas at the most."""
-    utilization: float = Field(default=0.65, gt=0, le=1)
+    utilization: float = Field(default=0.6, gt=0, le=1)
     """Share of a replica's speed at τ = 1 that the mean rate may take: the rest is for what a
     window's mean does not show."""
     cold_start_s: float = Field(default=60.0, ge=0)
@@ -64,10 +64,13 @@ class OuterSettings(Settings):
     sizing_window_s: float = Field(default=120.0, gt=0)
     """Over which the rate is averaged, so that replicas do not follow its noise."""
     burst: float = Field(default=1.3, ge=1)
-    """Times that average from which on the latest rate counts instead: that is no noise."""
+    """Times that average from which on the latest rate counts instead, if replicas are busy."""
+    busy: float = Field(default=0.9, ge=0)
+    """(running + waiting) / slots, mean over the replicas, that confirms a burst: rates of a few
+    seconds are noise, and what the replicas carry needs no further ones."""
     max_trend: float = Field(default=1.15, ge=1)
     """Times the rate that a trend may add up to: slopes of short windows are noise."""
-    scale_in_window_s: float = Field(default=120.0, ge=0)
+    scale_in_window_s: float = Field(default=90.0, ge=0)
     """Seconds for which fewer replicas must have been enough; longer than a start and a drain, so
     that no replica is ended and missed at once."""
     debt_s: float = Field(default=20.0, gt=0)
@@ -146,7 +149,11 @@ def decide(
     rate = arrivals.requests_per_s * arrivals.mean_output_tokens
     load = rate / capacity.tokens_per_s(capacity.rungs[0]) + _prefill(arrivals, capacity)
     history = (*_within(state.loads, now - settings.sizing_window_s), (now, load))
-    needed = _sized(history, settings) * _trend(history, settings) / settings.utilization
+    needed = (
+        _sized(history, _is_busy(loads, capacity, settings), settings)
+        * _trend(history, settings)
+        / settings.utilization
+    )
     needed += _for_queue(loads, arrivals, capacity, settings)
     debt = _debt(state, loads, now, capacity)
     if not math.isfinite(needed + debt):
@@ -205,11 +212,16 @@ def _trend(loads: Sequence[tuple[float, float]], settings: OuterSettings) -> flo
     return min(max(1.0 + growth / latest, 1.0), settings.max_trend)
 
 
-def _sized(loads: Sequence[tuple[float, float]], settings: OuterSettings) -> float:
+def _sized(history: Sequence[tuple[float, float]], is_busy: bool, settings: OuterSettings) -> float:
     """The load to size by: the mean of the window, or the latest where that is a burst."""
-    mean = sum(load for _, load in loads) / len(loads)
-    latest = loads[-1][1]
-    return latest if latest > settings.burst * mean else mean
+    mean = sum(load for _, load in history) / len(history)
+    latest = history[-1][1]
+    return latest if is_busy and latest > settings.burst * mean else mean
+
+
+def _is_busy(loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings) -> bool:
+    requests = sum(load.num_running + load.num_waiting for load in loads)
+    return requests >= settings.busy * capacity.num_slots * len(loads)
 
 
 def _prefill(arrivals: Arrivals, capacity: Capacity) -> float:

@@ -20,10 +20,10 @@ from mars_platform.config import Settings
 class LocalSettings(Settings):
     """Constants of the inner loop."""
 
-    full: float = Field(default=0.7, ge=0)
+    full: float = Field(default=0.8, ge=0)
     """(running + waiting) / slots from which on more speed is asked for. Below 1: a batch that is
     full already makes the next request wait."""
-    proportional: float = Field(default=1.0, ge=0)
+    proportional: float = Field(default=1.5, ge=0)
     """Gain in speed over τ = 1 asked for a whole batch more of load than `full`."""
     climb_s: float = Field(default=1.0, ge=0)
     """Seconds on a rung before τ may climb: a request's speed should not flap."""

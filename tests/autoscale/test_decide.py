@@ -43,10 +43,11 @@ def snapshot_of(
     starting: int = 0,
     threshold: float = 1.0,
     waiting: float = 0.0,
+    running: float = 8.0,
     prompts: float = 0.0,
 ) -> Snapshot:
     """Decode load worth so many replicas at τ = 1, with outputs of 100 tokens each."""
-    loads = [ReplicaLoad(now, 8, waiting, threshold) for _ in range(ready)]
+    loads = [ReplicaLoad(now, running, waiting, threshold) for _ in range(ready)]
     arrivals = Arrivals(replicas * ONE / 100, prompts * CAPACITY.prefill_tokens_per_s, 100)
     return Snapshot(now, loads, starting, arrivals, now)
 
@@ -148,14 +149,16 @@ def test_replicas_follow_the_token_rate_and_prompts() -> None:
 
 def test_a_burst_counts_at_once() -> None:
     _, state = run(steady(5, 300))
-    (decision,), _ = run([snapshot_of(300, 10)], state)
+    (calm,), _ = run([snapshot_of(300, 10)], state)
+    assert calm.num_replicas == 7, "what slots are free for is noise so far"
+    (decision,), _ = run([snapshot_of(300, 10, running=15)], state)
     assert (decision.num_replicas, decision.reason) == (13, Reason.LOAD)
     assert decision.feed_forward == 10 / 8 / SETTINGS.full
 
 
 def test_noise_does_not_count_at_once() -> None:
     decisions, state = run(steady(5, 300))
-    after, _ = run([snapshot_of(300, 6)], state)
+    after, _ = run([snapshot_of(300, 6, running=16)], state)
     assert after[0].num_replicas == decisions[-1].num_replicas
 
 

@@ -40,8 +40,8 @@ def test_it_drops_at_once_and_climbs_a_rung_at_a_time(controller: LocalControlle
 
 
 def test_what_arrives_counts_where_slots_are_taken(controller: LocalController) -> None:
-    assert controller.update(Look(0.0, 12, feed_forward=1.25)).threshold == 0.9
-    assert controller.update(Look(1.0, 12, feed_forward=math.inf)).threshold == 0.95
+    assert controller.update(Look(0.0, 14, feed_forward=1.25)).threshold == 0.9
+    assert controller.update(Look(1.0, 14, feed_forward=math.inf)).threshold == 0.95
 
 
 def test_the_floor_holds_at_once(controller: LocalController) -> None:

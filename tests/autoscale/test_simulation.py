@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
 TRACE = SyntheticTrace(
     duration_s=500,
     mean_rate_per_s=5.0,
-    spikes=(Spike(at_s=250, for_s=60, times=2.0),),
+    spikes=(Spike(at_s=250, for_s=60, times=2.6),),
     prompt=Lengths(mean=300, sigma=0.5, max=2000),
     output=Lengths(mean=150, sigma=0.5, max=1000),
 )
@@ -251,6 +251,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {"slo_attainment", "ttft_p50_s", "ttft_p99_s", "quality_loss_mean"} <= set(policies[0])
     assert {"replica_hours", "threshold_changes", "replica_changes", "rejected"} <= set(policies[0])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    assert run_command(["simulate", str(config)]) == 2
+    assert "--trace: give a file" in capsys.readouterr().err
+    synthetic = TRACE.model_copy(update={"duration_s": 60}).model_dump(mode="json")
+    config.write_text(yaml.safe_dump({**CONFIG, "synthetic": synthetic}))
+    assert run_command(["simulate", str(config)]) == 0
+    assert "clairvoyant" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mars_autoscale.simulation.rivals import (
     RayDefault,
 )
 from mars_autoscale.simulation.run import ClusterSettings
-from mars_autoscale.synthetic import TraceChange
+from mars_autoscale.synthetic import SyntheticTrace, TraceChange
 from mars_autoscale.traces import TraceRequest
 from mars_platform.config import Settings
 
@@ -91,8 +91,10 @@ class SimulationConfig(Settings):
     frontier: tuple[LadderPoint, ...]
     """The ladder; τ = 1 must be in it, with one token a pass and no loss."""
     replicas: ReplicaSettings = ReplicaSettings()
+    synthetic: SyntheticTrace | None = None
+    """The trace, where no file is given."""
     trace: TraceChange = TraceChange()
-    """What is done to the trace that was read."""
+    """What is done to the trace."""
     seeds: tuple[int, ...] = (0,)
     """Of the trace's changes; figures are means over them."""
     measured_from_s: float = Field(default=0.0, ge=0)
