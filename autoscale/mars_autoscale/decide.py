@@ -231,10 +231,13 @@ def _prefill(arrivals: Arrivals, capacity: Capacity) -> float:
 def _for_queue(
     loads: Sequence[ReplicaLoad], arrivals: Arrivals, capacity: Capacity, settings: OuterSettings
 ) -> float:
-    """Replicas that work off what waits within `drain_s`."""
+    """Replicas that work off what waits within `drain_s`, if it is like what arrives."""
     waiting = sum(load.num_waiting for load in loads)
-    tokens = waiting * arrivals.mean_output_tokens
-    return tokens / settings.drain_s / capacity.tokens_per_s(capacity.rungs[0])
+    decode_s = arrivals.mean_output_tokens / capacity.tokens_per_s(capacity.rungs[0])
+    prompt_s = 0.0
+    if arrivals.requests_per_s:
+        prompt_s = _prefill(arrivals, capacity) / arrivals.requests_per_s
+    return waiting * (decode_s + prompt_s) / settings.drain_s
 
 
 def _debt(state: OuterState, loads: Sequence[ReplicaLoad], now: float, capacity: Capacity) -> float:

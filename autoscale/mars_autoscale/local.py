@@ -29,7 +29,7 @@ class LocalSettings(Settings):
     """Seconds on a rung before τ may climb: a request's speed should not flap."""
     min_gain: float = Field(default=1.05, ge=1)
     """Times that a rung must be faster than plain AR decoding to be worth any loss."""
-    max_prompt_share: float = Field(default=0.5, gt=0, le=1)
+    max_prompt_share: float = Field(default=0.35, gt=0, le=1)
     """Share of its time that prompts may take of a replica that lowers τ: no τ makes prompts
     faster, and where they are the load, quality would be paid for nothing."""
 

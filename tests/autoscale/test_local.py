@@ -62,7 +62,7 @@ def test_past_the_break_even_batch_there_is_one_rung() -> None:
     assert controller.update(Look(0.0, 1000, feed_forward=3)).threshold == 1.0
 
 
-@pytest.mark.parametrize(("share", "threshold"), [(0.3, 0.7), (0.49, 0.7), (0.5, 1.0), (0.9, 1.0)])
+@pytest.mark.parametrize(("share", "threshold"), [(0.2, 0.7), (0.34, 0.7), (0.35, 1.0), (0.9, 1.0)])
 def test_no_quality_is_paid_where_prompts_are_the_load(
     controller: LocalController, share: float, threshold: float
 ) -> None:

@@ -25,8 +25,8 @@ from mars_autoscale.traces import TraceRequest
 from mars_platform.config import Settings
 
 _INITIAL_UTILIZATION = 0.8
-"""Share of the initial replicas' speed at τ = 1 that the trace's mean rate takes, where their
-number is not given."""
+"""Share of the initial replicas' time that the trace takes on average at τ = 1, where their number
+is not given."""
 
 
 class LinearStepTime(Settings):
@@ -61,7 +61,7 @@ class ReplicaSettings(Settings):
     max: int = Field(default=16, ge=1)
     """At the most."""
     initial: int | None = Field(default=None, ge=1)
-    """Ready at the start; None for as many as the mean rate takes at 80% of their speed."""
+    """Ready at the start; None for as many as the trace keeps busy for 80% of the time."""
     cold_start_s: float = Field(default=60.0, ge=0)
     """Seconds from asking for one to its first request."""
 
@@ -148,10 +148,13 @@ class SimulationConfig(Settings):
         )
 
     def _initial(self, trace: Sequence[TraceRequest]) -> int:
-        tokens = sum(request.output_tokens for request in trace)
-        rate = tokens / max(trace[-1].arrival_s, 1.0)
         capacity = self.capacity()
-        return round(rate / (_INITIAL_UTILIZATION * capacity.tokens_per_s(capacity.rungs[0])))
+        decode_s = sum(request.output_tokens for request in trace) / capacity.tokens_per_s(
+            capacity.rungs[0]
+        )
+        prompt_s = sum(request.prompt_tokens for request in trace) / self.prefill_tokens_per_s
+        length_s = max(trace[-1].arrival_s, 1.0)
+        return round((decode_s + prompt_s) / length_s / _INITIAL_UTILIZATION)
 
 
 Variant = tuple[str, Callable[[], Policy]]
