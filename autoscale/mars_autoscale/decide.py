@@ -25,6 +25,9 @@ _ROUNDING = 1e-9
 _LEAST_FOR_TREND = 4
 """Decisions without which a slope says nothing."""
 
+_LEAST_ROOM = 0.1
+"""Share of the ready replicas' time that prompts must leave for a lower τ to be of use."""
+
 _Value = TypeVar("_Value", int, float)
 
 
@@ -34,11 +37,9 @@ class Reason(StrEnum):
     STEADY = "steady"
     """As many replicas as are needed."""
     LOAD = "load"
-    """What arrives needs more replicas."""
+    """What arrives, or waits, needs more replicas."""
     DEBT = "debt"
     """τ has been low for long: quality is being paid for what replicas should do."""
-    QUEUE = "queue"
-    """Requests wait that the replicas' spare capacity does not work off in time."""
     IDLE = "idle"
     """Fewer are needed, and have been for a while."""
     WAITING = "waiting"
@@ -285,7 +286,7 @@ def _feed_forward(
     alone take them: no τ makes those faster.
     """
     room = num_ready - _prefill(arrivals, capacity)
-    if room <= 0.1 * max(num_ready, 1):
+    if room <= _LEAST_ROOM * max(num_ready, 1):
         return 1.0
     load = rate / (room * capacity.tokens_per_s(capacity.rungs[0]))
     return max(load / settings.full, 1.0)

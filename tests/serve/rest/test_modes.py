@@ -131,7 +131,7 @@ async def test_a_threshold_that_moves_is_told(
         nonlocal steps
         steps += 1
         if steps == 6:
-            governed.loop.set_live_threshold(0.5)
+            engine.live_threshold = 0.5  # sent to it, it might come a step later
         return step()
 
     engine.begin_step = counting
