@@ -57,12 +57,12 @@ class OuterSettings(Settings):
     """Replicas at the least."""
     max_replicas: int = Field(default=16, ge=1)
     """Replicas at the most."""
-    utilization: float = Field(default=0.6, gt=0, le=1)
+    utilization: float = Field(default=0.68, gt=0, le=1)
     """Share of a replica's speed at τ = 1 that the mean rate may take: the rest is for what a
     window's mean does not show."""
     cold_start_s: float = Field(default=60.0, ge=0)
     """Seconds from asking for a replica to its first request: how far the trend is followed."""
-    sizing_window_s: float = Field(default=120.0, gt=0)
+    sizing_window_s: float = Field(default=45.0, gt=0)
     """Over which the rate is averaged, so that replicas do not follow its noise."""
     burst: float = Field(default=1.3, ge=1)
     """Times that average from which on the latest rate counts instead, if replicas are busy."""
@@ -80,7 +80,7 @@ class OuterSettings(Settings):
     """Seconds within which a queue should be worked off by replicas that are asked for."""
     full: float = Field(default=0.95, gt=0, le=1)
     """Share of the ready replicas' speed from which on τ is lowered before a queue forms."""
-    floor_threshold: float = Field(default=0.7, gt=0, le=1)
+    floor_threshold: float = Field(default=0.8, gt=0, le=1)
     """The lowest τ that replicas may use."""
 
     @model_validator(mode="after")
