@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.capacity import Capacity, Rung, StepTime
-from mars_platform.calibration import weights_fingerprint
+from mars_platform.calibration import weights_fingerprint, write_whole
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 
@@ -86,9 +85,9 @@ class FrontierPoint(Settings):
     quality: _Percent
     """Per cent of items, by the file's measure."""
     quality_low: _Percent
-    """Lower end of the quality's bootstrap interval."""
+    """Lower end of the quality's 95% interval."""
     quality_high: _Percent
-    """Upper end of the quality's bootstrap interval."""
+    """Upper end of the quality's 95% interval."""
     tokens_per_forward: _AtLeastOne
     """Mean tokens that a pass gives a row."""
     positions_per_row: _AtLeastOne
@@ -274,18 +273,7 @@ def write_frontier(path: Path, frontier: Frontier) -> Path:
         UserError: the file cannot be written.
     """
     content = frontier.model_dump() | {"checksum": frontier.checksum}
-    file = path / FRONTIER_FILE
-    partial = path / f".{FRONTIER_FILE}.{os.getpid()}"
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            f"model: {FRONTIER_FILE} cannot be written into {path} ({error.strerror or error}); "
-            "make the directory writable or copy the model"
-        ) from error
-    return file
+    return write_whole(path, FRONTIER_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -142,14 +142,25 @@ def write_calibration(path: Path, calibration: Calibration) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    file = path / CALIBRATION_FILE
-    partial = path / f".{CALIBRATION_FILE}.{os.getpid()}"
+    return write_whole(path, CALIBRATION_FILE, calibration.model_dump_json(indent=2) + "\n")
+
+
+def write_whole(path: Path, name: str, text: str) -> Path:
+    """Write a file of a checkpoint's directory, whole or not at all; one there is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    file, partial = path / name, path / f".{name}.{os.getpid()}"
     try:
-        partial.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(file)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
+        raise _cannot_write(path, name, error) from error
     return file
 
 
@@ -163,7 +174,7 @@ def check_writable(path: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path):
             return
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise _cannot_write(path, CALIBRATION_FILE, error) from error
 
 
 def weights_fingerprint(path: Path) -> str:
@@ -323,8 +334,8 @@ def _loss(observed: Observed, temperature: float) -> float:
     return float(-torch.where(observed.correct, right, wrong).mean())
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
+def _cannot_write(path: Path, name: str, error: OSError) -> UserError:
     return UserError(
-        f"model: {CALIBRATION_FILE} cannot be written into {path} ({error.strerror or error}); "
+        f"model: {name} cannot be written into {path} ({error.strerror or error}); "
         "make the directory writable or copy the model"
     )
