@@ -7,6 +7,7 @@ step's fixed part; past the break-even batch plain AR decoding is. Knows no cloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -83,6 +84,8 @@ class Capacity:
     num_slots: int
     """Rows of a step at the most."""
     prefill_tokens_per_s: float
+    exact: Rung | None = None
+    """Mode exact, which loses nothing; None where it is not used."""
 
     def tokens_per_s(self, rung: Rung, batch: float | None = None) -> float:
         """Decoded tokens a second of a replica that does nothing else.
@@ -119,6 +122,27 @@ class Capacity:
             if self.gain(rung, batch) <= 1.0:
                 return batch - 1
         return _MAX_BATCH
+
+
+def mixed(parts: Sequence[tuple[float, Rung]]) -> Rung:
+    """What rows of several rungs are worth together, as one rung.
+
+    Args:
+        parts: (share of the output tokens, rung); the shares, positive ones, make 1 together.
+            Slower rows stay for longer, so that their share of a step is larger.
+
+    Returns:
+        A rung whose τ is the lowest, for comparing speeds and losses.
+    """
+    rows = [share / rung.tokens_per_forward for share, rung in parts]
+    total = math.fsum(rows)
+    positions = math.fsum(row * rung.positions for row, (_, rung) in zip(rows, parts, strict=True))
+    return Rung(
+        min(rung.threshold for _, rung in parts),
+        1 / total,
+        math.fsum(share * rung.loss for share, rung in parts),
+        positions_per_row=positions / total,
+    )
 
 
 def _upper_hull(rungs: Sequence[Rung], speeds: Sequence[float]) -> list[Rung]:

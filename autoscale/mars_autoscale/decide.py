@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from pydantic import Field, model_validator
 
+from mars_autoscale import budget
 from mars_autoscale.capacity import Capacity
 from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_platform.config import Settings
@@ -80,13 +81,22 @@ class OuterSettings(Settings):
     """Seconds within which a queue should be worked off by replicas that are asked for."""
     full: float = Field(default=0.95, gt=0, le=1)
     """Share of the ready replicas' speed from which on τ is lowered before a queue forms."""
-    floor_threshold: float = Field(default=0.8, gt=0, le=1)
-    """The lowest τ that replicas may use."""
+    floor_threshold: float = Field(default=0.9, gt=0, le=1)
+    """The lowest τ for class default."""
+    flex_floor_threshold: float = Field(default=0.7, gt=0, le=1)
+    """The lowest τ for class flex."""
+    loss_budget: float = Field(default=2.0, ge=0, le=100)
+    """Points of quality that class default may lose on average over any hour. Once they are spent,
+    its τ stays at the target until some have come back."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> OuterSettings:
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is above max_replicas; lower one or raise the other")
+        if self.flex_floor_threshold > self.floor_threshold:
+            raise ValueError(
+                "flex_floor_threshold is above floor_threshold, but class flex pays first; lower it"
+            )
         return self
 
 
@@ -103,6 +113,10 @@ class OuterState:
     debt: float = 0.0
     """Seconds at the lowest rung, not yet paid by a replica."""
     decided_s: float | None = None
+    losses: budget.Losses = ()
+    """What class default has lost within the budget's hour."""
+    is_overspent: bool = False
+    """Whether it has reached the budget, and not enough has come back."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,9 @@ class Decision:
 
     num_replicas: int
     floor_threshold: float
-    """The lowest τ that replicas may go down to."""
+    """The lowest τ that replicas may go down to for class default."""
+    flex_floor_threshold: float
+    """And for class flex."""
     feed_forward: float
     """Gain in speed over τ = 1 that the arrivals need of the replicas that are ready."""
     reason: Reason
@@ -120,6 +136,11 @@ class Decision:
     needed: float
     """Replicas for what arrives, before rounding."""
     debt: float
+    """See `OuterState`."""
+    is_saturated: bool = False
+    """Whether there is nothing left to give: all replicas there may be are ready, all at their
+    lowest τ. What still comes too late should be refused."""
+    is_overspent: bool = False
     """See `OuterState`."""
 
 
@@ -144,7 +165,7 @@ def decide(
     loads = _usable(snapshot, settings)
     if arrivals is None or not _is_fresh(now, snapshot.arrivals_observed_s, settings):
         return _held(current, state)
-    if not arrivals.is_valid or not math.isfinite(now):
+    if not arrivals.is_valid or not math.isfinite(now) or (snapshot.replicas and not loads):
         return _held(current, state)
     state = _restarted(state, now, settings)
     rate = arrivals.requests_per_s * arrivals.mean_output_tokens
@@ -159,13 +180,30 @@ def decide(
     debt = _debt(state, loads, now, capacity)
     if not math.isfinite(needed + debt):
         return _held(current, state)
+    elapsed = 0.0 if state.decided_s is None else max(0.0, now - state.decided_s)
+    losses = budget.added(state.losses, loads, elapsed_s=elapsed, now_s=now)
+    is_overspent = budget.is_spent(losses, settings.loss_budget, was_spent=state.is_overspent)
     bought = debt >= settings.debt_s
     want = _clipped(math.ceil(needed - _ROUNDING), settings)
     wants = (*_within(state.wants, now - settings.scale_in_window_s), (now, want))
     number, reason = _number(current, want, wants, loads, bought, settings)
+    if number < current and len(loads) < len(snapshot.replicas):
+        number, reason = current, Reason.WAITING  # a replica that says nothing may be the busy one
     feed_forward = _feed_forward(rate, arrivals, len(loads), capacity, settings)
-    decision = Decision(number, settings.floor_threshold, feed_forward, reason, rate, needed, debt)
-    return decision, OuterState(number, history, wants, 0.0 if bought else debt, now)
+    decision = Decision(
+        number,
+        1.0 if is_overspent else settings.floor_threshold,
+        settings.flex_floor_threshold,
+        feed_forward,
+        reason,
+        rate,
+        needed,
+        debt,
+        _is_saturated(loads, capacity, settings),
+        is_overspent,
+    )
+    debt = 0.0 if bought else debt
+    return decision, OuterState(number, history, wants, debt, now, losses, is_overspent)
 
 
 def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple[float, _Value]]:
@@ -173,7 +211,7 @@ def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple
 
 
 def _held(current: int, state: OuterState) -> tuple[Decision, OuterState]:
-    decision = Decision(current, 1.0, 1.0, Reason.HELD, 0.0, float(current), state.debt)
+    decision = Decision(current, 1.0, 1.0, 1.0, Reason.HELD, 0.0, float(current), state.debt)
     return decision, replace(state, num_replicas=current)
 
 
@@ -245,11 +283,18 @@ def _debt(state: OuterState, loads: Sequence[ReplicaLoad], now: float, capacity:
     if not loads or state.decided_s is None:
         return state.debt
     lowest = capacity.gain(capacity.rungs[-1]) - 1.0
-    gains = {rung.threshold: capacity.gain(rung) - 1.0 for rung in capacity.rungs}
-    used = [max(gains.get(load.threshold, 0.0), 0.0) for load in loads]
+    used = [max(load.gain - 1.0, 0.0) for load in loads]
     share = sum(used) / len(used) / lowest if lowest > 0 else 0.0
     elapsed = max(0.0, now - state.decided_s)
     return state.debt + share * elapsed if share > 0 else max(0.0, state.debt - elapsed)
+
+
+def _is_saturated(
+    loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings
+) -> bool:
+    if len(loads) < settings.max_replicas or not _is_busy(loads, capacity, settings):
+        return False
+    return all(load.is_lowest for load in loads)
 
 
 def _number(
@@ -268,7 +313,7 @@ def _number(
         return current, Reason.STEADY
     enough = max(number for _, number in wants)
     is_long = wants[-1][0] - wants[0][0] >= settings.scale_in_window_s - 2 * settings.period_s
-    is_paid = all(load.threshold >= 1.0 for load in loads)
+    is_paid = all(load.gain <= 1.0 for load in loads)
     is_empty = sum(load.num_waiting for load in loads) == 0
     if enough < current and is_long and is_paid and is_empty:
         return enough, Reason.IDLE

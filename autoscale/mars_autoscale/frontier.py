@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.capacity import Capacity, Rung, StepTime
 from mars_platform.calibration import weights_fingerprint, write_whole
@@ -75,6 +75,18 @@ class StepTable(Settings):
         return StepTime(self.positions, seconds)
 
 
+class LogLikelihood(Settings):
+    """Mean log-likelihood of output tokens under the plain AR model, in nats a token."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    mean: float
+    """Over all tokens of all items."""
+    low: float
+    """Lower end of its 95% interval."""
+    high: float
+    """Upper end of its 95% interval."""
+
+
 class FrontierPoint(Settings):
     """One way to decode, as it was measured."""
 
@@ -92,6 +104,8 @@ class FrontierPoint(Settings):
     """Mean tokens that a pass gives a row."""
     positions_per_row: _AtLeastOne
     """Mean positions that a row costs in a step."""
+    log_likelihood: LogLikelihood | None = None
+    """Of its outputs, where measured; for people to read."""
 
     @field_validator("threshold")
     @classmethod
@@ -179,7 +193,8 @@ class Frontier(Settings):
     @property
     def checksum(self) -> str:
         """SHA-256 sum of the content as JSON without spaces and with sorted keys, hexadecimal."""
-        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        told = self.model_dump(exclude_none=True)
+        canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def rungs(self) -> tuple[Rung, ...]:
@@ -209,16 +224,30 @@ class Frontier(Settings):
         num_masks = 0 if point.mode == "ar" else self.window
         return Rung(point.threshold, speed, loss, num_masks, point.positions_per_row)
 
-    def capacity(self, num_slots: int, mean_stored_tokens: float = 512) -> Capacity:
+    def capacity(
+        self, num_slots: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
+    ) -> Capacity:
         """What a replica on the measured hardware can do.
 
         Args:
             num_slots: rows of a step at the most, at least 1.
             mean_stored_tokens: that a row reads, at least 0; all slots are taken to read so many.
+            target_threshold: the highest τ that is used.
+
+        Raises:
+            UserError: that τ was not measured.
         """
         assert num_slots >= 1, "a replica has a slot"
+        rungs = tuple(rung for rung in self.rungs() if rung.threshold <= target_threshold)
+        if not rungs or rungs[0].threshold != target_threshold:
+            known = ", ".join(f"{rung.threshold:g}" for rung in self.rungs())
+            raise UserError(
+                f"target_threshold: {target_threshold:g} is not among the measured ones ({known}); "
+                "choose one of them"
+            )
         step_time = self.step_seconds.at_stored(num_slots * mean_stored_tokens)
-        return Capacity(step_time, self.rungs(), num_slots, self.prefill_tokens_per_s)
+        exact = self.exact_rung() if target_threshold == 1.0 else None
+        return Capacity(step_time, rungs, num_slots, self.prefill_tokens_per_s, exact)
 
 
 def ar_only(step_time: StepTime, num_slots: int, prefill_tokens_per_s: float) -> Capacity:
@@ -272,7 +301,7 @@ def write_frontier(path: Path, frontier: Frontier) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    content = frontier.model_dump() | {"checksum": frontier.checksum}
+    content = frontier.model_dump(exclude_none=True) | {"checksum": frontier.checksum}
     return write_whole(path, FRONTIER_FILE, json.dumps(content, indent=2) + "\n")
 
 

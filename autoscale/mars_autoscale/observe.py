@@ -17,18 +17,19 @@ class ReplicaLoad:
     """When, on the clock of whoever decides."""
     num_running: float
     num_waiting: float
-    threshold: float = 1.0
-    """τ that it decodes with."""
+    gain: float = 1.0
+    """Times that it decodes faster than at the target τ, by the ladder."""
+    loss: float = 0.0
+    """Points of quality that a token of class default loses now."""
+    is_lowest: bool = False
+    """Whether no lower τ is allowed, or of any use."""
 
     @property
     def is_valid(self) -> bool:
         """Whether every figure is a finite number that can be one."""
-        figures = (self.observed_s, self.num_running, self.num_waiting, self.threshold)
-        return (
-            all(math.isfinite(value) for value in figures)
-            and self.num_running >= 0
-            and self.num_waiting >= 0
-            and 0 < self.threshold <= 1
+        figures = (self.num_running, self.num_waiting, self.gain, self.loss)
+        return math.isfinite(self.observed_s) and all(
+            math.isfinite(value) and value >= 0 for value in figures
         )
 
 
@@ -41,11 +42,18 @@ class Look:
     load: float
     """Requests that run or wait."""
     floor_threshold: float = 0.0
-    """The lowest τ allowed."""
+    """The lowest τ allowed for class default."""
     feed_forward: float = 1.0
     """Gain in speed over τ = 1 that the controller says the arrivals need."""
     prompt_share: float = 0.0
     """Of the time that the replica worked lately, the share that prompts took."""
+    flex_floor_threshold: float = 0.0
+    """The lowest τ allowed for class flex."""
+    flex_share: float = 0.0
+    """Of those requests, the share of class flex."""
+    pinned_share: float = 0.0
+    """Of those requests, the share that τ does not move: class priority, and those with a τ or a
+    mode of their own."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from mars_autoscale.ray_policy import JointPolicy
 from mars_platform.checkpoint import read_checkpoint
 from mars_platform.config import build_settings
 from mars_serve.backend import HandleBackend
@@ -100,7 +101,7 @@ def build_application(settings: ServeSettings) -> Application:
 
 def _default_threads(models: list[ModelSettings]) -> int:
     """A replica's share of the machine's cores, of which one is left to what speaks HTTP."""
-    num_replicas = sum(model.num_replicas for model in models)
+    num_replicas = sum(model.most_replicas for model in models)
     return max(1, ((os.cpu_count() or 1) - 1) // num_replicas)
 
 
@@ -109,13 +110,31 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
     options = {
         **_common_options(settings),
         "name": f"model-{index}-{re.sub(r'[^A-Za-z0-9._-]', '-', model.name)}",
-        "num_replicas": model.num_replicas,
+        **_replicas(model),
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 2,
     }
-    if model.num_replicas > 1 and model.engine.reuse_prefixes:
+    if model.most_replicas > 1 and model.engine.reuse_prefixes:
         options["request_router_config"] = _router_config(model)
     return serve.deployment(ModelReplica, **options).bind(model, num_threads)
+
+
+def _replicas(model: ModelSettings) -> dict[str, Any]:
+    """How many replicas there are, or who says so."""
+    autoscaling = model.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": model.num_replicas}
+    limits: dict[str, Any] = {
+        "min_replicas": autoscaling.min_replicas,
+        "max_replicas": autoscaling.max_replicas,
+    }
+    if autoscaling.policy == "ongoing_requests":
+        limits["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+        return {"autoscaling_config": limits}
+    policy = AutoscalingPolicy(policy_function=JointPolicy, policy_kwargs={"model": model.name})
+    # what is decided has waited long enough already
+    no_delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
+    return {"autoscaling_config": AutoscalingConfig(**limits, **no_delays, policy=policy)}
 
 
 def _common_options(settings: ServeSettings) -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from mars_serve.engine.request import Request, StepOutput
 from mars_serve.governor import GovernorClient
-from mars_serve.served import LiveThreshold, ReplicaReport
+from mars_serve.served import Explanation, LiveThreshold, ReplicaReport
 from mars_serve.settings import ModelSettings
 
 _ASK_S = 2.0
@@ -28,6 +30,7 @@ class HandleBackend:
         )
         self._streaming = self._handle.options(stream=True)
         self._model = model.name
+        self._is_governed = model.is_governed
         self._governor = GovernorClient(application)
         self._known = LiveThreshold(0, model.confidence_threshold)
 
@@ -60,14 +63,25 @@ class HandleBackend:
         self._known = await self._governor.call("value", self._model, self._known)
         return self._known
 
-    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
-        """Change τ of the requests that give none, those that run now included."""
+    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+        """Change τ of the requests that give none, those that run now included; None gives it back
+        to the autoscaler.
+        """
         self._known = await self._governor.call("set", self._model, threshold)
         return self._known
 
+    async def autoscaler(self) -> Explanation | None:
+        """What the autoscaler has decided lately; None where the model has none."""
+        found: Explanation | None = await self._governor.call("explain", self._model)
+        return found
+
     async def metrics(self) -> list[str]:
-        """What every replica counted, in Prometheus' text format."""
+        """What every replica counted, and the autoscaler, in Prometheus' text format."""
         texts: list[str] = await self._ask_all("exposition")
+        if self._is_governed:
+            with suppress(RayError, TimeoutError):
+                asked = self._governor.call("metrics", self._model)
+                texts.append(await asyncio.wait_for(asked, _ASK_S))
         return texts
 
     async def _ask_all(self, method: str) -> list[Any]:

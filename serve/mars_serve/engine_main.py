@@ -19,6 +19,7 @@ from mars_serve.engine.messages import NotLoaded
 from mars_serve.engine.worker import EngineWorker
 from mars_serve.engine_process import EngineStart
 from mars_serve.loading import load_engine
+from mars_serve.planning import plan_of
 
 _SWITCH_S = 0.0005
 """Longest that an order waits until the thread that steps lets another one run Python code. 5 ms,
@@ -41,8 +42,9 @@ def main() -> None:
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
-    engine.warm_up(_log_progress)
-    EngineWorker(engine, channel, on_closed=_leave).run()
+    times = engine.warm_up(_log_progress)
+    plan = plan_of(start.settings, engine, times)
+    EngineWorker(engine, channel, on_closed=_leave, plan=plan).run()
 
 
 def _leave() -> None:

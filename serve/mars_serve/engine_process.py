@@ -4,16 +4,21 @@ HTTP.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from mars_serve.engine.channel import Channel, ChannelClosed
 from mars_serve.engine.loop import EngineLoop
 from mars_serve.settings import ModelSettings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class _Process:
 
 
 def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
-    """Start a process with a model's engine and wait until that is warm.
+    """Start a process with a model's engine and wait until that is warm, in a rehearsal until the
+    cold start is over, too.
 
     The process ends with this one, however that ends.
 
@@ -57,6 +63,7 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
         UserError: the model cannot be loaded.
         EngineDied: the process ended before it was ready.
     """
+    started_s = time.monotonic()
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - this interpreter, and arguments of our own
@@ -68,4 +75,35 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
     channel = Channel(ours)
     with suppress(ChannelClosed):  # a process that has ended already is told of below
         channel.send(EngineStart(settings, num_threads))
-    return EngineLoop(channel, _Process(process))
+    loop = EngineLoop(channel, _Process(process))
+    if settings.rehearsal is not None:
+        wait_out(settings.rehearsal.cold_start_s, started_s)
+    return loop
+
+
+def wait_out(
+    cold_start_s: float,
+    started_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until a cold start has taken its time; one that has already is no error.
+
+    Args:
+        cold_start_s: seconds that it takes.
+        started_s: when it began, by ``clock``.
+        clock: in seconds.
+        sleep: waits for so many seconds.
+    """
+    left_s = started_s + cold_start_s - clock()
+    if left_s <= 0:
+        return
+    _log.warning(
+        "rehearsal: ready, but held back for %.1f s, until %g s have gone into a cold start",
+        left_s,
+        cold_start_s,
+    )
+    while left_s > 0:
+        sleep(left_s)
+        left_s = started_s + cold_start_s - clock()

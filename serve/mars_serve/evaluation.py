@@ -160,6 +160,7 @@ def evaluation_engine(
     max_tokens: int,
     max_batch: int,
     exact: bool = False,
+    min_pool_tokens: int = 1,
     model: PreTrainedModel | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -173,6 +174,7 @@ def evaluation_engine(
         max_tokens: most output tokens of an item; what the context leaves may be less.
         max_batch: items that run at once.
         exact: whether some setting is of mode exact, whose steps are wider.
+        min_pool_tokens: tokens that the pages hold at the least.
         model: a model to take over: the engine moves it, puts it into evaluation mode and changes
             its attention implementation, so that a model in training must be copied first.
         dtype: of the weights to load.
@@ -188,7 +190,9 @@ def evaluation_engine(
     window = checkpoint.metadata.block_size if checkpoint.metadata else 0
     page_size = defaults.page_size_on(torch.device(device).type)
     settings = EngineSettings(
-        num_pages=max(sum(-(-length // page_size) for length in longest), 1),
+        num_pages=max(
+            sum(-(-length // page_size) for length in longest), -(-min_pool_tokens // page_size)
+        ),
         max_batch=max_batch,
         max_positions=max(defaults.max_positions, max_batch * widest_row(window, exact=exact)),
     )

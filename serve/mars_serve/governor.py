@@ -1,15 +1,18 @@
-"""Where the live τ of an application's models is kept, and how replicas follow it.
+"""Where the live τ of an application's models is kept and their autoscaling is decided, and how
+replicas follow.
 
-One named actor for each application holds the values; replicas wait at it for newer ones. It may
-die at any time: replicas go on with what they have, whoever needs it next starts it again, and
-replicas tell a new one what they know. It ends by itself once no replica has waited for a while,
-which is when the application is gone.
+One named actor for each application holds the values; replicas wait at it for newer ones, and tell
+it their load. It may die at any time: replicas go on with what they have, whoever needs it next
+starts it again, and tells the new one what the old one knew. It ends by itself once no replica has
+waited for a while, which is when the application is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +22,24 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mars_serve.served import LiveThreshold
-
-NAMESPACE = "serve"
-"""Ray's namespace of Serve's own actors, where all of an application's processes are."""
+from mars_autoscale.control import (
+    Answer,
+    Cluster,
+    Control,
+    ControlState,
+    Decide,
+    LoadReport,
+    Plan,
+    Record,
+)
+from mars_autoscale.decide import decide
+from mars_autoscale.metrics import exposition
+from mars_autoscale.observe import Snapshot
+from mars_autoscale.ray_policy import NAMESPACE, governor_name
+from mars_serve.engine.loop import EngineDied
+from mars_serve.served import Explanation, LiveThreshold, ThresholdRange
+from mars_serve.steering import PERIOD_S as STEERING_PERIOD_S
+from mars_serve.steering import Steering
 
 _WAIT_S = 10.0
 """Longest that one call waits; a replica shows by the next that it is still there."""
@@ -37,10 +54,15 @@ _log = logging.getLogger(__name__)
 
 
 class Governor:
-    """The live τ of some models. Knows no Ray; all methods run on one event loop."""
+    """The live τ of some models, and their outer loops. Knows no Ray; all methods run on one event
+    loop.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, decide: Decide = decide) -> None:
+        self._decide = decide
         self._live: dict[str, LiveThreshold] = {}
+        self._controls: dict[str, Control] = {}
+        self._loops: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self.last_wait = time.monotonic()
         """When a replica asked last."""
@@ -67,15 +89,113 @@ class Governor:
         self._take(model, known)
         return self._live[model]
 
-    async def set(self, model: str, threshold: float) -> LiveThreshold:
-        """Set a model's τ, in (0, 1].
+    async def set(self, model: str, threshold: float | None) -> LiveThreshold:
+        """Set a model's τ by hand, in (0, 1]; None gives it back to the autoscaler."""
+        if threshold is not None:
+            return self._publish(model, threshold, is_pinned=True)
+        known = self._live.get(model)
+        return self._publish(model, known.threshold if known else 1.0)
+
+    async def report(self, model: str, report: LoadReport, plan: Plan) -> None:
+        """Take a replica's report in; the first one begins the model's decisions."""
+        control = self._controls.setdefault(model, Control(self._decide))
+        control.hear(time.time(), report, plan)
+        if model not in self._loops:
+            self._loops[model] = asyncio.create_task(self._go_on_deciding(model, control))
+
+    async def tick(
+        self,
+        model: str,
+        ready: list[str],
+        num_target: int,
+        stats: dict[str, dict[str, float]],
+        known: ControlState | None,
+    ) -> tuple[ControlState, int | None, float]:
+        """What the cluster's controller asks for about once a second.
+
+        Args:
+            model: whose replicas.
+            ready: names of the replicas that serve.
+            num_target: replicas that were asked for.
+            stats: what replicas told the controller, by name; see `LoadReport.stats`.
+            known: what this returned last, so that a new governor goes on where the old one was.
+
+        Returns:
+            What to hand back next time, the replicas that are decided on, None before the first
+            decision, and the seconds since then.
+        """
+        control = self._controls.setdefault(model, Control(self._decide))
+        if known is not None:
+            control.restore(known)
+        control.see(Cluster(frozenset(ready), num_target))
+        for replica, values in stats.items():
+            control.overhear(time.time(), replica, values)
+        if not control.records:
+            return control.state, None, math.inf
+        last = control.records[-1]
+        return control.state, last.decision.num_replicas, abs(time.time() - last.time_s)
+
+    async def explain(self, model: str) -> Explanation | None:
+        """The latest decisions; None where a model is not autoscaled."""
+        control = self._controls.get(model)
+        return None if control is None else Explanation(control.plan, list(control.records))
+
+    async def metrics(self, model: str) -> str:
+        """Of a model's autoscaling, in Prometheus' text format."""
+        return exposition({name: each for name, each in self._controls.items() if name == model})
+
+    async def _go_on_deciding(self, model: str, control: Control) -> None:
+        late: asyncio.Task[Answer] | None = None
+        while control.plan is not None:
+            now_s = time.time()
+            question = control.question(now_s)
+            if late is None or late.done():  # what comes too late is not of use any more
+                late = asyncio.create_task(asyncio.to_thread(control.answer, *question))
+            await asyncio.wait([late], timeout=control.plan.settings.period_s)
+            if late.done():
+                record = _commit(control, question[0], late)
+                late = None
+            else:  # it may hang: the thread is left to itself, and everything else goes on
+                record = control.hold(question[0], "the decision takes longer than its period")
+            self._note(model, record)
+            left_s = control.plan.settings.period_s - (time.time() - now_s)
+            await asyncio.sleep(min(max(left_s, 0.0), control.plan.settings.period_s))
+
+    def _note(self, model: str, record: Record) -> None:
+        """Tell the replicas, and the log where something changes."""
+        decision = record.decision
+        if decision.num_replicas != record.replicas_before or record.problem is not None:
+            _log.info("autoscaling %s: %s", model, json.dumps(record.as_dict()))
+        live = self._live.get(model)
+        if live is None or not live.is_pinned:
+            threshold = record.threshold if record.threshold is not None else 1.0
+            self._publish(
+                model,
+                threshold,
+                ThresholdRange(
+                    decision.floor_threshold,
+                    decision.flex_floor_threshold,
+                    decision.feed_forward,
+                    decision.is_saturated,
+                ),
+            )
+
+    def _publish(
+        self,
+        model: str,
+        threshold: float,
+        range_: ThresholdRange | None = None,
+        *,
+        is_pinned: bool = False,
+    ) -> LiveThreshold:
+        """Tell the replicas.
 
         Versions are milliseconds since 1970, so that one given by a governor that was started again
         is newer than all that its predecessor gave.
         """
         before = self._live.get(model, LiveThreshold(0, threshold))
         version = max(time.time_ns() // 1_000_000, before.version + 1)
-        self._take(model, LiveThreshold(version, threshold))
+        self._take(model, LiveThreshold(version, threshold, range_, is_pinned))
         return self._live[model]
 
     def _take(self, model: str, offered: LiveThreshold) -> None:
@@ -84,6 +204,15 @@ class Governor:
             self._live[model] = offered
             self._changed.set()  # wakes all that wait now
             self._changed.clear()
+
+
+def _commit(control: Control, snapshot: Snapshot, answer: asyncio.Task[Answer]) -> Record:
+    error = answer.exception()
+    if error is not None:
+        _log.error("the autoscaler cannot decide; nothing changes", exc_info=error)
+        return control.hold(snapshot, f"{type(error).__name__}: {error}")
+    decision, state = answer.result()
+    return control.commit(snapshot, decision, state)
 
 
 class _GovernorActor(Governor):
@@ -99,11 +228,6 @@ class _GovernorActor(Governor):
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def governor_name(application: str) -> str:
-    """The actor's name."""
-    return f"MARSRAY_GOVERNOR::{application}"
-
-
 def end_governor(application: str) -> None:
     """End an application's governor, if there is one."""
     with suppress(ValueError):
@@ -117,7 +241,7 @@ class GovernorClient:
         self._name = governor_name(application)
         self._actor: Any = None
 
-    async def call(self, method: str, *arguments: Any) -> LiveThreshold:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of `Governor`, once more at a new actor where the old one has died."""
         try:
             return await self._call(method, *arguments)
@@ -125,11 +249,10 @@ class GovernorClient:
             self._actor = None
             return await self._call(method, *arguments)
 
-    async def _call(self, method: str, *arguments: Any) -> LiveThreshold:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         if self._actor is None:
             self._actor = await asyncio.to_thread(self._find)
-        result: LiveThreshold = await getattr(self._actor, method).remote(*arguments)
-        return result
+        return await getattr(self._actor, method).remote(*arguments)
 
     def _find(self) -> Any:
         actor = ray.remote(_GovernorActor).options(
@@ -143,7 +266,10 @@ class GovernorClient:
 
 
 class Follower:
-    """Keeps a replica's τ up to date, in a thread of its own that ends with the process."""
+    """Keeps a replica's τ up to date, in a thread of its own that ends with the process.
+
+    Where the model is autoscaled, the same thread takes the replica's own part in that.
+    """
 
     def __init__(
         self,
@@ -151,13 +277,15 @@ class Follower:
         model: str,
         initial: LiveThreshold,
         apply: Callable[[LiveThreshold], None],
+        steering: Steering | None = None,
     ) -> None:
         self._client = GovernorClient(application)
         self._model = model
         self._live = initial
         self._apply = apply
+        self._steering = steering
         self._is_current = threading.Event()
-        threading.Thread(target=asyncio.run, args=[self._follow()], daemon=True).start()
+        threading.Thread(target=asyncio.run, args=[self._run()], daemon=True).start()
         if not self._is_current.wait(_START_S):
             _log.warning("the governor does not answer; starting with τ %g", initial.threshold)
 
@@ -165,6 +293,12 @@ class Follower:
     def live(self) -> LiveThreshold:
         """What was applied last."""
         return self._live
+
+    async def _run(self) -> None:
+        if self._steering is None:
+            await self._follow()
+        else:
+            await asyncio.gather(self._follow(), self._steer(self._steering))
 
     async def _follow(self) -> None:
         pause_s, longest_s = _RETRY_S
@@ -182,3 +316,18 @@ class Follower:
                 self._apply(newest)
                 self._live = newest
             self._is_current.set()
+
+    async def _steer(self, steering: Steering) -> None:
+        sending: asyncio.Task[None] | None = None
+        while True:
+            try:
+                report = steering.step(time.monotonic())
+            except EngineDied:
+                return  # Ray Serve replaces the replica
+            if sending is None or sending.done():  # one that is not answered is not repeated
+                sending = asyncio.create_task(self._send(report, steering.plan))
+            await asyncio.sleep(STEERING_PERIOD_S)
+
+    async def _send(self, report: LoadReport, plan: Plan) -> None:
+        with suppress(RayError):  # `_follow` says so
+            await self._client.call("report", self._model, report, plan)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from ray import serve
 
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.request import LiveDecoding, Request, StepOutput
 from mars_serve.engine_process import start_engine
 from mars_serve.governor import Follower
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.served import LiveThreshold, ReplicaReport
 from mars_serve.settings import ModelSettings
+from mars_serve.steering import Steering
 from mars_serve.telemetry import ReplicaTelemetry
 
 
@@ -25,16 +28,26 @@ class ModelReplica:
         self._loop = start_engine(settings, num_threads)
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry).start()
+        self._steering = self._steering_of(settings)
         initial = LiveThreshold(0, settings.confidence_threshold)
         self._apply(initial)
-        self._follower = Follower(context.app_name, settings.name, initial, self._apply)
+        self._follower = Follower(
+            context.app_name, settings.name, initial, self._apply, self._steering
+        )
 
     async def complete(self, request: Request) -> list[StepOutput]:
         """Run a request to its end; a cancelled call cancels it."""
         return [output async for output in self.stream(request)]
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Run a request, one item a forward pass; a cancelled call cancels it."""
+        """Run a request, one item a forward pass; a cancelled call cancels it.
+
+        Raises:
+            QueueFull: there is no room, or it would come too late.
+            Exception: see `EngineLoop.stream`.
+        """
+        if self._steering is not None:
+            self._steering.refuse_late(request)
         async with aclosing(self._telemetry.watch(self._loop.stream(request), request)) as outputs:
             async for output in outputs:
                 yield output
@@ -49,11 +62,27 @@ class ModelReplica:
         Raises:
             EngineDied: it has stopped.
         """
-        return ReplicaReport(self._name, self._loop.status(), self._follower.live)
+        decoding, live = self._loop.live, self._follower.live
+        return ReplicaReport(
+            self._name, self._loop.status(), replace(live, threshold=decoding.threshold)
+        )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Ray Serve, which passes it on to `mars_autoscale.ray_policy`."""
+        return {} if self._steering is None else self._steering.stats(time.time())
 
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica that raises here."""
         self._loop.status()
 
+    def _steering_of(self, settings: ModelSettings) -> Steering | None:
+        plan, autoscaling = self._loop.plan, settings.autoscaling
+        if plan is None or autoscaling is None:
+            return None
+        return Steering(self._name, plan, autoscaling, self._loop, self._telemetry.load)
+
     def _apply(self, live: LiveThreshold) -> None:
-        self._loop.set_live_threshold(live.threshold)
+        if self._steering is None:
+            self._loop.set_live(LiveDecoding(live.threshold))
+        else:
+            self._steering.take(live, time.monotonic())

@@ -47,7 +47,7 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
                 highlight=False,
             )
     _refuse_taken_port(settings.host, settings.port)
-    min_cpus = sum(int(model.num_cpus * model.num_replicas) + 1 for model in settings.models)
+    min_cpus = sum(int(model.num_cpus * model.most_replicas) + 1 for model in settings.models)
     with (
         proxy_environment(settings) as environment,
         ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),

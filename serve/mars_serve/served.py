@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mars_autoscale.control import Plan, Record
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.engine.settings import CPU_PAGES
 from mars_serve.settings import ModelSettings
@@ -15,13 +16,31 @@ if TYPE_CHECKING:  # a replica's process has no use for torch, which takes secon
 
 
 @dataclass(frozen=True)
+class ThresholdRange:
+    """Within which each replica chooses its τ by its own load."""
+
+    floor_threshold: float
+    """The lowest for tier default."""
+    flex_floor_threshold: float
+    """The lowest for tier flex."""
+    feed_forward: float
+    """Gain in speed over the target τ that what arrives needs of the replicas that are ready."""
+    is_saturated: bool
+    """Whether nothing is left to give, so that what would come too late is refused."""
+
+
+@dataclass(frozen=True)
 class LiveThreshold:
     """τ of the requests that give none of their own, as it was set last."""
 
     version: int
     """Grows with every change."""
     threshold: float
-    """In (0, 1]."""
+    """In (0, 1]; where replicas choose for themselves, their mean."""
+    range: ThresholdRange | None = None
+    """Where the autoscaler has given one; else all replicas use ``threshold``."""
+    is_pinned: bool = False
+    """Whether somebody has set it by hand, which the autoscaler leaves alone."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,16 @@ class ReplicaReport:
     status: EngineStatus
     live: LiveThreshold
     """What its next step decodes with."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An autoscaler's latest decisions, and what it goes by."""
+
+    plan: Plan | None
+    """None until a replica has told it."""
+    records: list[Record]
+    """The oldest first."""
 
 
 class Backend(Protocol):
@@ -50,8 +79,13 @@ class Backend(Protocol):
     async def live_threshold(self) -> LiveThreshold:
         """What was set last, whether or not every replica has it yet."""
 
-    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
-        """Change τ of the requests that give none, those that run now included."""
+    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+        """Change τ of the requests that give none, those that run now included; None gives it back
+        to the autoscaler.
+        """
+
+    async def autoscaler(self) -> Explanation | None:
+        """What the autoscaler has decided lately; None where the model has none."""
 
     async def metrics(self) -> list[str]:
         """What every replica counted, in Prometheus' text format."""

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from mars_autoscale.decide import OuterSettings
+from mars_autoscale.local import LocalSettings
 from mars_platform.cluster import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.mode import Mode
@@ -32,6 +34,15 @@ class DraftSettings(Settings):
     """τ of its own decoding, where it is a MARS checkpoint."""
 
 
+class RehearsalSettings(Settings):
+    """Slows a model's steps down to the times in its checkpoint's ``frontier.json``, so that
+    scaling can be rehearsed on a machine too small for it. What is decoded stays the same.
+    """
+
+    cold_start_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Seconds that a replica's start takes at the least."""
+
+
 class TierSettings(Settings):
     """What each ``service_tier`` may be served with.
 
@@ -42,6 +53,29 @@ class TierSettings(Settings):
     """Lowest τ to which a request of tier ``default`` may be moved while it gives none itself."""
     flex_min_threshold: float = Field(default=0.7, gt=0, le=1)
     """The same for tier ``flex``."""
+
+
+class AutoscalingSettings(OuterSettings):
+    """Number of replicas and live τ, moved together by load; see `OuterSettings` for most of it.
+
+    The floors of ``tiers`` hold, too.
+    """
+
+    max_replicas: int = Field(ge=1)
+    """Replicas at the most."""
+    policy: Literal["joint", "ongoing_requests"] = "joint"
+    """``joint`` moves τ and replicas; ``ongoing_requests`` leaves τ alone and has Ray Serve's own
+    policy choose the replicas."""
+    target_threshold: float = Field(default=1.0, gt=0, le=1)
+    """τ while there is no need to hurry; replicas are sized by its speed. It has to be one that
+    frontier.json has."""
+    objective_ttft_s: float = Field(default=1.0, gt=0)
+    """Seconds to the first token that are promised. Once nothing is left to give, requests that
+    would wait longer are refused, those of tier flex first."""
+    inner: LocalSettings = LocalSettings()
+    """Constants of a replica's own part."""
+    target_ongoing_requests: float = Field(default=8, gt=0)
+    """Of a replica, for policy ``ongoing_requests``."""
 
 
 class ModelSettings(Settings):
@@ -58,6 +92,8 @@ class ModelSettings(Settings):
     tiers: TierSettings = TierSettings()
     num_replicas: int = Field(default=1, ge=1)
     """Replicas, each with an engine of its own."""
+    autoscaling: AutoscalingSettings | None = None
+    """Where given, there are as many replicas as the load needs."""
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for a replica."""
     num_gpus: float = Field(default=0, ge=0, le=1)
@@ -69,6 +105,8 @@ class ModelSettings(Settings):
     engine: EngineSettings = EngineSettings()
     draft: DraftSettings | None = None
     """Used for requests in modes exact and threshold."""
+    rehearsal: RehearsalSettings | None = None
+    """Where given, the model's speed is that of the hardware its frontier was measured on."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:
@@ -78,7 +116,27 @@ class ModelSettings(Settings):
                 f"confidence_threshold: {self.confidence_threshold} is below {floor}, the lowest "
                 "that requests without a τ of their own get; lower tiers.default_min_threshold, too"
             )
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError(
+                "num_replicas: autoscaling chooses it; leave it out, or give "
+                "autoscaling.min_replicas and autoscaling.max_replicas alone"
+            )
+        if self.rehearsal is not None and self.draft is not None:
+            raise ValueError(
+                "rehearsal: frontier.json knows no times of steps with a draft model; leave draft "
+                "or rehearsal out"
+            )
         return self
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be at once."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+
+    @property
+    def is_governed(self) -> bool:
+        """Whether replicas choose τ themselves, within what the governor allows."""
+        return self.autoscaling is not None and self.autoscaling.policy == "joint"
 
 
 class LimitSettings(Settings):

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from mars_platform.mode import Mode
 from mars_serve.engine.loop import EngineDied, EngineLoop
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
+from mars_serve.request_load import RequestLoad
 
 _LABELS = ("model", "replica")
 
@@ -99,6 +100,15 @@ _THRESHOLD = _Definition(
     "marsray_confidence_threshold",
     "Threshold of the requests that give none of their own, before their floors.",
 )
+_COMPUTE_RATIO = _Definition(
+    "marsray_rehearsal_compute_ratio",
+    "Of the time that a rehearsal stretches steps to, the part that they really take, over the "
+    "last minute of steps; above 0.5 the rehearsal is not valid on this machine.",
+)
+_FLEX_THRESHOLD = _Definition(
+    "marsray_flex_confidence_threshold",
+    "The same for requests of service tier flex.",
+)
 
 _PROMPT_TOKENS = _Definition("marsray_prompt_tokens_total", "Prompt tokens of admitted requests.")
 _GENERATION_TOKENS = _Definition("marsray_generation_tokens_total", "Output tokens.")
@@ -170,21 +180,26 @@ class ReplicaTelemetry(Collector):
         self._queue = _Histogram(_QUEUE_TIME)
         self._tokens = _Histogram(_TOKENS_PER_FORWARD)
         self._threshold = _Histogram(_REQUEST_THRESHOLD)
+        self.load = RequestLoad()
+        """What `watch` has seen come and go."""
 
     async def watch(
         self, outputs: AsyncGenerator[StepOutput], request: Request
     ) -> AsyncGenerator[StepOutput]:
         """Pass on what a request gets, and time it; closing this closes ``outputs``."""
         start = last = perf_counter()
-        num_outputs = num_passes = 0
+        num_outputs = num_passes = num_all = 0
         threshold_sum = 0.0
+        self.load.come(request)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     if not num_outputs:
                         self._queue.observe(output.queue_s)
+                        self.load.begun(request, output.num_reused)
                     num_outputs += 1
                     num_tokens = len(output.tokens)
+                    num_all += num_tokens
                     if num_tokens:
                         now = perf_counter()
                         if num_passes:
@@ -197,6 +212,7 @@ class ReplicaTelemetry(Collector):
                         self._tokens.observe(num_tokens)
                     yield output
         finally:
+            self.load.gone(request, has_begun=num_outputs > 0, num_tokens=num_all)
             if num_outputs:
                 self._e2e.observe(perf_counter() - start)
             if num_passes and request.options.mode is Mode.THRESHOLD:
@@ -225,11 +241,14 @@ class ReplicaTelemetry(Collector):
             yield counter
 
     def _gauges(self, status: EngineStatus) -> list[tuple[_Definition, float]]:
+        share = status.compute_share
         return [
+            *([] if share is None else [(_COMPUTE_RATIO, share)]),
             (_RUNNING, status.num_running),
             (_WAITING, status.num_waiting),
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
-            (_THRESHOLD, self._loop.live_threshold),
+            (_THRESHOLD, self._loop.live.threshold),
+            (_FLEX_THRESHOLD, self._loop.live.threshold_of(-1)),
         ]
 
 

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars_autoscale.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide
-from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.local import LocalController, LocalSettings
+from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
 
 LADDER = (
     Rung(1.0, 1.0, 0.0),
@@ -26,7 +31,7 @@ SETTINGS = OuterSettings(min_replicas=2, max_replicas=16, cold_start_s=60, utili
 PERIOD = SETTINGS.period_s
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
-LOADS = st.builds(ReplicaLoad, ANY, ANY, ANY, ANY)
+LOADS = st.builds(ReplicaLoad, ANY, ANY, ANY, ANY, ANY, st.booleans())
 ARRIVALS = st.none() | st.builds(Arrivals, ANY, ANY, ANY)
 SNAPSHOTS = st.builds(
     Snapshot, ANY, st.lists(LOADS, max_size=20), st.integers(0, 50), ARRIVALS, ANY
@@ -42,12 +47,15 @@ def snapshot_of(
     ready: int = 8,
     starting: int = 0,
     threshold: float = 1.0,
+    is_lowest: bool = False,
     waiting: float = 0.0,
     running: float = 8.0,
     prompts: float = 0.0,
 ) -> Snapshot:
     """Decode load worth so many replicas at τ = 1, with outputs of 100 tokens each."""
-    loads = [ReplicaLoad(now, running, waiting, threshold) for _ in range(ready)]
+    rung = next(rung for rung in LADDER if rung.threshold <= threshold)
+    load = ReplicaLoad(now, running, waiting, CAPACITY.gain(rung), rung.loss, is_lowest)
+    loads = [load] * ready
     arrivals = Arrivals(replicas * ONE / 100, prompts * CAPACITY.prefill_tokens_per_s, 100)
     return Snapshot(now, loads, starting, arrivals, now)
 
@@ -77,7 +85,9 @@ def test_any_snapshots_give_decisions_within_bounds(snapshots: list[Snapshot]) -
     decisions, _ = run(snapshots)
     for decision in decisions:
         assert SETTINGS.min_replicas <= decision.num_replicas <= SETTINGS.max_replicas
-        assert SETTINGS.floor_threshold <= decision.floor_threshold <= 1.0
+        assert decision.floor_threshold in (SETTINGS.floor_threshold, 1.0)
+        assert decision.flex_floor_threshold in (SETTINGS.flex_floor_threshold, 1.0)
+        assert decision.floor_threshold >= decision.flex_floor_threshold
         assert decision.feed_forward >= 1.0
         figures = decision.decode_tokens_per_s, decision.needed, decision.debt
         assert all(math.isfinite(value) for value in figures)
@@ -136,7 +146,154 @@ def test_no_scale_in_while_quality_is_paid_with(threshold: float, load: float) -
     assert min(each.num_replicas for each in after) >= decisions[-1].num_replicas
 
 
+@MANY
+@given(st.lists(SNAPSHOTS, max_size=8), st.integers(0, 8))
+def test_a_kept_state_goes_on_as_if_nothing_had_been(snapshots: list[Snapshot], cut: int) -> None:
+    whole, _ = run(snapshots)
+    half, state = run(snapshots[:cut])
+    for kept in (pickle.loads(pickle.dumps(state)), OuterState(**asdict(state))):  # noqa: S301
+        rest, _ = run(snapshots[cut:], kept)
+        assert repr(half + rest) == repr(whole)  # as text: nan is not itself
+
+
+@MANY
+@given(
+    st.integers(1, 16),
+    st.lists(st.tuples(st.floats(0, 40), st.booleans()), min_size=1, max_size=16),
+)
+def test_saturated_at_all_replicas_and_the_lowest_stage_alone(
+    most: int, replicas: list[tuple[float, bool]]
+) -> None:
+    bounds = SETTINGS.model_copy(update={"min_replicas": 1, "max_replicas": most})
+    loads = [ReplicaLoad(0.0, load, 0.0, 1.2, 1.0, is_lowest) for load, is_lowest in replicas]
+    snapshot = replace(snapshot_of(0, 8), replicas=loads)
+    decision, _ = decide(snapshot, OuterState(), CAPACITY, bounds)
+    mean = sum(load for load, _ in replicas) / len(replicas)
+    nothing_left = len(replicas) >= most and all(is_lowest for _, is_lowest in replicas)
+    assert decision.is_saturated == (nothing_left and mean >= bounds.busy * CAPACITY.num_slots)
+
+
+class Hours:
+    """Replicas, their inner loops and the outer one, as time goes by."""
+
+    def __init__(self, num_replicas: int, budget: float) -> None:
+        self.settings = SETTINGS.model_copy(update={"loss_budget": budget})
+        self.locals = [LocalController(CAPACITY, LocalSettings()) for _ in range(num_replicas)]
+        self.state = OuterState()
+        self.stages = [each.update(Look(0.0, 0.0)) for each in self.locals]
+        self.now_s = 0.0
+        self.lost: list[tuple[float, float]] = []
+        """(points of an average token, seconds), a period each."""
+        self.decisions: list[Decision] = []
+
+    def serve(self, loads: Sequence[float], seconds: float) -> None:
+        """The same requests at each replica for some time."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += PERIOD
+            reports = [
+                ReplicaLoad(
+                    self.now_s,
+                    min(load, 16),
+                    max(load - 16, 0),
+                    stage.gain,
+                    stage.default.loss,
+                    stage.is_lowest,
+                )
+                for load, stage in zip(loads, self.stages, strict=True)
+            ]
+            arrivals = Arrivals(ONE * len(loads) / 100, 0.0, 100.0)
+            snapshot = Snapshot(self.now_s, reports, 0, arrivals, self.now_s)
+            decision, self.state = decide(snapshot, self.state, CAPACITY, self.settings)
+            self.decisions.append(decision)
+            tokens = [each.num_running * each.gain for each in reports]
+            points = sum(n * each.loss for n, each in zip(tokens, reports, strict=True))
+            self.lost.append((points / max(sum(tokens), 1e-9), PERIOD))
+            self.stages = [
+                each.update(
+                    Look(
+                        self.now_s,
+                        load,
+                        floor_threshold=decision.floor_threshold,
+                        feed_forward=decision.feed_forward,
+                        flex_floor_threshold=decision.flex_floor_threshold,
+                    )
+                )
+                for each, load in zip(self.locals, loads, strict=True)
+            ]
+
+    def worst_hour(self) -> float:
+        """Points that the average token lost on average over the hour in which it lost most."""
+        points = [points * seconds for points, seconds in self.lost]
+        size = int(3600 / PERIOD)
+        return max(sum(points[i : i + size]) for i in range(max(len(points) - size, 0) + 1)) / 3600
+
+
+@MANY
+@given(
+    st.floats(0.1, 2.0),
+    st.lists(
+        st.tuples(st.lists(st.floats(0, 40), min_size=2, max_size=2), st.floats(60, 2500)),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_no_hour_loses_more_than_the_budget(
+    budget: float, spans: list[tuple[list[float], float]]
+) -> None:
+    hours = Hours(2, budget)
+    for loads, seconds in spans:
+        hours.serve(loads, seconds)
+    # a period is over before its loss is known
+    assert hours.worst_hour() <= budget + LADDER[2].loss * 3 * PERIOD / 3600
+
+
 # By example
+
+
+def test_a_spent_budget_pins_class_default_until_some_is_back() -> None:
+    hours = Hours(2, 1.0)
+    hours.serve([40, 40], 5000)
+    first = next(i for i, each in enumerate(hours.decisions) if each.is_overspent)
+    assert PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=4 * PERIOD)
+    assert hours.decisions[first].floor_threshold == 1.0
+    assert hours.decisions[first].flex_floor_threshold == SETTINGS.flex_floor_threshold
+    again = next(i for i, each in enumerate(hours.decisions) if i > first and not each.is_overspent)
+    assert 3600 <= PERIOD * again <= 3600 + 180, "an hour after the first of it was lost"
+    assert hours.decisions[again].floor_threshold == SETTINGS.floor_threshold
+    pinned = [loss for loss, _ in hours.lost[first + 2 : again]]
+    assert max(pinned) == 0.0
+
+
+def test_what_idle_replicas_do_does_not_thin_the_loss() -> None:
+    hours = Hours(2, 1.0)
+    hours.serve([40, 0], 5000)
+    first = next(i for i, each in enumerate(hours.decisions) if each.is_overspent)
+    assert PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=4 * PERIOD)
+
+
+def test_a_constant_loss_within_the_budget_is_never_stopped() -> None:
+    decisions, _ = run(steady(5, 4 * 3600, ready=7, threshold=0.95))
+    assert not any(decision.is_overspent for decision in decisions)
+
+
+def test_without_a_budget_nothing_is_lost() -> None:
+    hours = Hours(1, 0.0)
+    hours.serve([40], 60)
+    assert all(decision.floor_threshold == 1.0 for decision in hours.decisions)
+    assert sum(points for points, _ in hours.lost) == 0.0
+
+
+def test_nothing_is_left_to_give() -> None:
+    (decision,), _ = run([snapshot_of(0, 30, ready=16, running=16, waiting=9, is_lowest=True)])
+    assert decision.is_saturated
+    (fewer,), _ = run([snapshot_of(0, 30, ready=15, running=16, waiting=9, is_lowest=True)])
+    assert not fewer.is_saturated
+
+
+def test_class_flex_must_not_pay_less() -> None:
+    with pytest.raises(UserError, match="flex_floor_threshold is above floor_threshold"):
+        build_settings({"floor_threshold": 0.6}, OuterSettings, "config.yaml")
 
 
 def test_replicas_follow_the_token_rate_and_prompts() -> None:

@@ -1,24 +1,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from mars_autoscale.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.frontier import Frontier, write_frontier
+from mars_autoscale.local import Stage
 from mars_autoscale.simulation.bound import Bound, clairvoyant
-from mars_autoscale.simulation.compare import compare, figures_of
+from mars_autoscale.simulation.compare import compare
 from mars_autoscale.simulation.config import SimulationConfig
+from mars_autoscale.simulation.figures import Figures, figures_of
 from mars_autoscale.simulation.policies import StaticReplicas, Target
 from mars_autoscale.simulation.run import ClusterSettings, Result, Simulation
-from mars_autoscale.synthetic import Lengths, Spike, SyntheticTrace, generate
-from mars_autoscale.traces import TraceRequest, write_trace
+from mars_autoscale.synthetic import Lengths, Spike, SyntheticTrace, TraceChange, changed, generate
+from mars_autoscale.traces import ServiceClass, TraceRequest, write_trace
+from mars_platform.calibration import weights_fingerprint
 from mars_platform.cli import run as run_command
+from mars_platform.config import build_settings
 
 AR = Rung(1.0, 1.0, 0.0)
+LIGHT = Rung(0.9, 1.5, 2.0, 2)
 DEEP = Rung(0.8, 2.0, 5.0, 2)
 STEP = linear_step_time(0.1, 10)
 ONE_SLOT = Capacity(STEP, (AR, DEEP), 1, 100.0)
@@ -92,11 +101,116 @@ def test_the_least_loaded_replica_takes_a_request() -> None:
 
 def test_all_requests_are_served_once_and_time_is_billed() -> None:
     trace = generate(TRACE, seed=1)
-    capacity = SimulationConfig.model_validate(CONFIG).capacity()
+    capacity = SimulationConfig.model_validate(CONFIG).capacity
     result = simulate(trace, capacity, replicas=8)
     assert [each.request for each in result.served] == trace
     assert all(0 < each.ttft_s < np.inf for each in result.served)
     assert result.replica_seconds == pytest.approx(8 * trace[-1].arrival_s)
+
+
+# Classes
+
+PRIORITY, DEFAULT, FLEX = ServiceClass
+
+
+class Fixed:
+    """As many replicas as ever, at one stage."""
+
+    period_s = 1.0
+
+    def __init__(self, num_replicas: int, stage: Stage, *, is_saturated: bool = False) -> None:
+        self.target = Target(num_replicas, is_saturated=is_saturated)
+        self.stage = stage
+
+    def decide(self, snapshot: Any, /) -> Target:
+        return self.target
+
+    def local(self) -> Any:
+        return self
+
+    def update(self, look: Any, /) -> Stage:
+        return self.stage
+
+
+def simulate_stage(
+    trace: list[TraceRequest], capacity: Capacity, stage: Stage, *, is_saturated: bool = False
+) -> Result:
+    policy = Fixed(1, stage, is_saturated=is_saturated)
+    return Simulation(trace, capacity, ClusterSettings(), policy).run()
+
+
+def test_classes_are_served_in_order() -> None:
+    order = (DEFAULT, FLEX, DEFAULT, PRIORITY, FLEX, PRIORITY)
+    trace = [TraceRequest(0.001 * i, 0, 1, name) for i, name in enumerate(order)]
+    served = simulate(trace).served
+    turns = sorted(range(len(served)), key=lambda i: served[i].ttft_s + 0.001 * i)
+    assert turns == [0, 3, 5, 2, 1, 4]
+
+
+def test_each_class_has_its_rung() -> None:
+    """By hand: a row costs 1 position, 1.5 + 2 and 2 + 2."""
+    capacity = Capacity(STEP, (AR, LIGHT, DEEP), 3, 100.0)
+    trace = [TraceRequest(0.0, 0, 6, name) for name in (PRIORITY, DEFAULT, FLEX, FLEX)]
+    *first, last = simulate_stage(trace, capacity, Stage(LIGHT, DEEP)).served
+    assert [each.loss_tokens for each in first] == pytest.approx([0.0, 6 * 2.0, 6 * 5.0])
+    # a step of the first alone, three until the third ends, and one with its successor
+    assert last.ttft_s == pytest.approx(0.11 + 4 * 0.1 * (1 + (1 + 3.5 + 4) / 10))
+
+
+def test_mode_exact_costs_no_quality() -> None:
+    exact = Rung(1.0, 2.0, 0.0, positions_per_row=4)
+    capacity = replace(ONE_SLOT, exact=exact)
+    trace = [TraceRequest(0.0, 0, 10), TraceRequest(0.0, 0, 1)]
+    for names in ((DEFAULT, DEFAULT), (PRIORITY, FLEX)):
+        requests = [replace(each, service_class=c) for each, c in zip(trace, names, strict=True)]
+        stage = Stage(AR, AR, is_exact=True)
+        first, second = simulate_stage(requests, capacity, stage).served
+        assert second.ttft_s == pytest.approx(6 * 0.14)
+        assert first.loss_tokens == second.loss_tokens == 0.0
+        _, plain = simulate_stage(requests, capacity, Stage(AR, AR)).served
+        assert plain.ttft_s == pytest.approx(11 * 0.11)
+    (deep,) = simulate_stage(trace[:1], capacity, Stage(DEEP, DEEP, is_exact=True)).served
+    assert deep.loss_tokens == pytest.approx(50.0), "at τ = 1 alone"
+
+
+def test_class_flex_is_refused_first() -> None:
+    """One slot and outputs of 3 tokens, .33 s each: three may be ahead of one that waits."""
+    after = [*[DEFAULT] * 3, FLEX, FLEX, FLEX, DEFAULT, DEFAULT, DEFAULT, PRIORITY]
+    trace = [TraceRequest(0.0, 0, 3)]  # so that the mean output is known
+    trace += [TraceRequest(1.0 + 0.001 * i, 0, 3, name) for i, name in enumerate(after)]
+    served = simulate_stage(trace, ONE_SLOT, Stage(AR, AR), is_saturated=True).served
+    refused = [i for i, each in enumerate(served) if each.is_rejected]
+    assert refused == [6, 9], "behind 2 of class default and 2 of flex; behind 4 of class default"
+    assert all(served[i].ttft_s == np.inf for i in refused)
+    assert not any(each.is_rejected for each in simulate(trace).served), "where more may be given"
+
+
+def test_what_was_refused_is_missed_and_cost_nothing() -> None:
+    late = [TraceRequest(1 + 0.001 * i, 0, 3, FLEX) for i in range(12)]
+    result = simulate_stage(
+        [TraceRequest(0.0, 0, 3), *late], ONE_SLOT, Stage(DEEP, DEEP), is_saturated=True
+    )
+    figures = figures_of(result, measured_from_s=0, objective_ttft_s=100.0)
+    flex = figures.by_class[FLEX]
+    assert flex.rejected == figures.rejected > 0
+    assert flex.slo_attainment == pytest.approx(1 - flex.rejected / 12)
+    assert flex.ttft_p99_s == np.inf
+    assert flex.quality_loss_mean == figures.quality_loss_mean == pytest.approx(5.0)
+    assert figures.by_class[DEFAULT].slo_attainment == 1.0
+    assert set(figures.by_class) == {DEFAULT, FLEX}
+
+
+def test_the_joint_policy_keeps_classes_apart() -> None:
+    shares = {PRIORITY: 0.2, DEFAULT: 0.5, FLEX: 0.3}
+    trace = changed(generate(TRACE, seed=0), TraceChange(classes=shares), seed=0)
+    config = SimulationConfig.model_validate({**CONFIG, "replicas": {"min": 1, "max": 4}})
+    joint: Figures = compare(config, trace, lambda *_: None).policies[0].figures
+    priority, default, flex = (joint.by_class[name] for name in (PRIORITY, DEFAULT, FLEX))
+    assert priority.quality_loss_mean == 0.0
+    assert 0.0 < default.quality_loss_mean < 2.95
+    assert default.quality_loss_mean < flex.quality_loss_mean < 12.6
+    assert priority.slo_attainment >= default.slo_attainment > flex.slo_attainment
+    assert flex.rejected >= default.rejected >= priority.rejected == 0
 
 
 class Steps:
@@ -178,8 +292,7 @@ def test_prompt_bound_load_spends_no_quality() -> None:
 
 def test_figures_leave_out_what_came_early() -> None:
     trace = [TraceRequest(0.0, 0, 50), TraceRequest(0.5, 0, 1), TraceRequest(20.0, 0, 1)]
-    config = SimulationConfig.model_validate({**CONFIG, "measured_from_s": 10})
-    figures = figures_of(simulate(trace), config)
+    figures = figures_of(simulate(trace), measured_from_s=10, objective_ttft_s=1.0)
     assert figures.slo_attainment == 1.0
     assert figures.ttft_p99_s == pytest.approx(0.11)
 
@@ -249,6 +362,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert set(written["clairvoyant"]) == {"quality_loss_mean", "replica_hours"}
     assert policies[0]["name"] == "joint"
     assert {"slo_attainment", "ttft_p50_s", "ttft_p99_s", "quality_loss_mean"} <= set(policies[0])
+    assert set(policies[0]["by_class"]) == {"default"}
     assert {"replica_hours", "threshold_changes", "replica_changes", "rejected"} <= set(policies[0])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -262,6 +376,99 @@ def test_the_command_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     config.write_text(yaml.safe_dump({**CONFIG, "synthetic": synthetic}))
     assert run_command(["simulate", str(config)]) == 0
     assert "clairvoyant" in capsys.readouterr().out
+
+
+def test_the_command_with_several_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, config, out = (tmp_path / name for name in ("trace.csv", "config.yaml", "out.json"))
+    write_trace(trace, generate(TRACE.model_copy(update={"duration_s": 60}), seed=0))
+    shares = {"priority": 0.2, "default": 0.5, "flex": 0.3}
+    config.write_text(yaml.safe_dump({**CONFIG, "trace": {"classes": shares}, "seeds": [0, 1]}))
+    command = ["simulate", str(config), "--trace", str(trace), "--json", str(out)]
+    assert run_command(command) == 0
+    assert capsys.readouterr().out.count("flex") >= 7, "a row for each policy"
+    for policy in json.loads(out.read_text())["policies"]:
+        assert list(policy["by_class"]) == ["priority", "default", "flex"]
+        assert {"slo_attainment", "ttft_p99_s", "quality_loss_mean", "rejected"} <= set(
+            policy["by_class"]["flex"]
+        )
+        assert policy["by_class"]["priority"]["quality_loss_mean"] == 0
+
+
+# Where a replica's speed comes from
+
+
+def checkpoint(path: Path) -> Path:
+    """Weights and a frontier."""
+    save_file({"embed.weight": torch.zeros(2, 3)}, path / "model.safetensors")
+    measured = {"quality": 80.0, "quality_low": 79.0, "quality_high": 81.0}
+    points = [
+        {"mode": mode, "threshold": threshold, "tokens_per_forward": tokens,
+         "positions_per_row": positions, **measured}
+        for mode, threshold, tokens, positions in (
+            ("ar", 1.0, 1.0, 1.0), ("exact", 1.0, 1.9, 16.0), ("threshold", 0.95, 1.7, 4.7)
+        )
+    ]  # fmt: skip
+    content = {
+        "weights": weights_fingerprint(path),
+        "hardware": "one H200",
+        "dtype": "bfloat16",
+        "measure": "accuracy",
+        "num_items": 500,
+        "window": 3,
+        "step_seconds": {
+            "positions": [1.0, 256.0],
+            "stored": [0.0, 8192.0],
+            "seconds": [[0.01, 0.02], [0.03, 0.04]],
+        },
+        "prefill_tokens_per_s": 5000.0,
+        "points": points,
+    }
+    write_frontier(path, build_settings(content, Frontier, source="test"))
+    return path
+
+
+def test_a_calibrated_model_can_be_simulated(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    config = {"frontier_file": path, "slots_per_replica": 8, "mean_stored_tokens": 1024}
+    capacity = SimulationConfig.model_validate(config).capacity
+    assert capacity.step_time.at(1) == pytest.approx(0.02)
+    assert (capacity.num_slots, capacity.prefill_tokens_per_s) == (8, 5000.0)
+    assert [rung.threshold for rung in capacity.rungs] == [1.0, 0.95]
+    assert capacity.exact is not None
+    assert capacity.exact.positions == 16.0
+    (served,) = simulate([TraceRequest(0.0, 500, 3)], capacity).served
+    assert served.ttft_s == pytest.approx(0.1 + 0.02)
+
+
+def test_a_made_up_mode_exact() -> None:
+    exact = {"tokens_per_forward": 1.9, "positions_per_row": 16}
+    capacity = SimulationConfig.model_validate({**CONFIG, "exact": exact}).capacity
+    assert capacity.exact == Rung(1.0, 1.9, 0.0, positions_per_row=16)
+    assert SimulationConfig.model_validate(CONFIG).capacity.exact is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots_per_replica": 8}, "frontier.json: cannot be read"),
+        ({"step_time": CONFIG["step_time"]}, "step_time: frontier_file says it already"),
+        ({"exact": {"tokens_per_forward": 2, "positions_per_row": 9}}, "exact: frontier_file says"),
+        ({"num_masks": 3}, "num_masks: frontier_file says it already"),
+        ({"frontier_file": None}, "step_time: give it, or frontier_file"),
+        ({"frontier_file": None, **CONFIG, "mean_stored_tokens": 9}, "mean_stored_tokens: it belo"),
+    ],
+)
+def test_there_is_one_source_of_speed(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, config = tmp_path / "trace.csv", tmp_path / "config.yaml"
+    write_trace(trace, [TraceRequest(0.0, 1, 1)])
+    given = {"frontier_file": str(tmp_path), "slots_per_replica": 16, **change}
+    config.write_text(yaml.safe_dump(given))
+    assert run_command(["simulate", str(config), "--trace", str(trace)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mars_serve.engine.request import (
     FinishReason,
     GrammarKind,
     GrammarSpec,
+    LiveDecoding,
     Outcomes,
     Request,
     Sampling,
@@ -130,12 +131,12 @@ def test_a_live_threshold_of_one_is_drafted_for_without_loss(
     engine: Engine, items: list[EvalItem], expected: list[list[int]]
 ) -> None:
     live = replace(THRESHOLD, threshold=None, window=4)
-    engine.live_threshold = 1.0
+    engine.live = LiveDecoding(1.0)
     outputs, steps = run(engine, items, [live])
     assert outputs == expected
     assert tokens_per_forward(steps) > 2
     assert all(step.num_masks == 0 for step in steps)
-    engine.live_threshold = 0.9
+    engine.live = LiveDecoding(0.9)
     followed, pinned = (run(engine, items, [replace(live, threshold=t)]) for t in (None, 0.9))
     assert followed[0] == pinned[0]
     assert any(step.num_masks for step in followed[1])

@@ -19,7 +19,14 @@ from mars_platform.checkpoint import load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.loop import EngineDied, EngineLoop
-from mars_serve.engine.request import DecodingOptions, GrammarKind, GrammarSpec, Request, StepOutput
+from mars_serve.engine.request import (
+    DecodingOptions,
+    GrammarKind,
+    GrammarSpec,
+    LiveDecoding,
+    Request,
+    StepOutput,
+)
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.engine_process import start_engine
 from mars_serve.settings import ModelSettings
@@ -113,7 +120,7 @@ async def test_a_killed_engine_ends_its_requests(mars_dir: Path) -> None:
         async with asyncio.timeout(5):
             _ = [output async for output in stream]
     assert not loop.is_alive
-    for call in (loop.status, lambda: loop.set_live_threshold(0.5)):
+    for call in (loop.status, lambda: loop.set_live(LiveDecoding(0.5))):
         with pytest.raises(EngineDied):
             call()
     with pytest.raises(EngineDied):

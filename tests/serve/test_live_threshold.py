@@ -15,7 +15,7 @@ from mars_platform.checkpoint import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.mode import Confidence, Mode
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
 from mars_serve.engine.window import StepTimes, WindowChooser
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
@@ -37,13 +37,16 @@ def requests_with(options: DecodingOptions, count: int = 5, name: str = "r") -> 
     return [Request(f"{name}{i}", prompt, options) for i, prompt in enumerate(prompts)]
 
 
-def run(engine: Engine, requests: list[Request], live: Iterable[float] = ()) -> Outputs:
+def run(
+    engine: Engine, requests: list[Request], live: Iterable[float | LiveDecoding] = ()
+) -> Outputs:
     """Outputs where each step begins with the next entry of ``live``, and the last one stays."""
-    outputs, changes = defaultdict[str, list[StepOutput]](list), iter(live)
+    outputs = defaultdict[str, list[StepOutput]](list)
+    changes = (each if isinstance(each, LiveDecoding) else LiveDecoding(each) for each in live)
     for request in requests:
         engine.add(request)
     while engine.has_work:
-        engine.live_threshold = next(changes, engine.live_threshold)
+        engine.live = next(changes, engine.live)
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.check_integrity()
@@ -112,7 +115,7 @@ def test_a_kept_choice_of_windows_ends_with_the_threshold() -> None:
     times = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
     chooser, (row,) = WindowChooser(times, BLOCK_SIZE), requests_with(LIVE, 1)
     assert chooser.choose([row]) == [(0,)]
-    row.follow(0.5)
+    row.follow(LiveDecoding(0.5))
     assert chooser.choose([row]) == [(0,)]
     chooser.expire()
     assert chooser.choose([row]) == [(BLOCK_SIZE,)]
@@ -161,14 +164,51 @@ def test_lossless_modes_follow_nothing(
     assert {output.threshold for outputs in moved.values() for output in outputs} == {1.0}
 
 
+def test_exact_may_stand_in_for_one_at_any_step(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    requests = requests_with(LIVE)
+    expected = run(make_engine(model, SPECIAL), requests_with(LIVE), [1.0])
+    exact = LiveDecoding(1.0, is_exact=True)
+    moves = [exact] * 4 + [LiveDecoding(1.0)] * 2 + [exact] * 3 + [LiveDecoding(1.0)] + [exact]
+    outputs = run(make_engine(model, SPECIAL), requests, moves)
+    for name, steps in outputs.items():
+        assert joined(steps) == joined(expected[name])
+        assert {step.threshold for step in steps} == {1.0}
+    masks = [step.num_masks > 0 for step in outputs["r0"][:10]]
+    assert masks == [True] * 4 + [False] * 2 + [True] * 3 + [False]
+
+
+def test_exact_gives_way_to_a_lower_threshold(model: PreTrainedModel, make_engine: Engines) -> None:
+    options = replace(LIVE, window=BLOCK_SIZE)
+    low = LiveDecoding(0.05, is_exact=True)
+    moved = run(make_engine(model, SPECIAL), requests_with(options), [low])
+    assert moved == run(make_engine(model, SPECIAL), requests_with(options), [0.05])
+
+
+def test_requests_of_low_priority_have_a_threshold_of_their_own(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    default, flex = requests_with(LIVE, 2)
+    flex.options = replace(LIVE, priority=-1, min_threshold=0.3)
+    engine = make_engine(model, SPECIAL)
+    outputs = run(engine, [default, flex], [LiveDecoding(0.9, flex_threshold=0.1)])
+    assert {step.threshold for step in outputs["r0"]} == {0.9}
+    assert {step.threshold for step in outputs["r1"]} == {0.3}
+
+
+def joined(steps: list[StepOutput]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
 def test_a_step_keeps_the_threshold_that_it_began_with(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
     engine = make_engine(model, SPECIAL)
-    engine.live_threshold = 0.02
+    engine.live = LiveDecoding(0.02)
     engine.add(requests_with(LIVE, 1)[0])
     step = engine.begin_step()
-    engine.live_threshold = 1.0
+    engine.live = LiveDecoding(1.0)
     late = requests_with(LIVE, 1, "late")[0]
     engine.add(late)
     (output,) = engine.finish_step(step)

@@ -29,6 +29,7 @@ from mars_serve.engine.request import (
     FinishReason,
     GrammarKind,
     GrammarSpec,
+    LiveDecoding,
     Request,
     StepOutput,
 )
@@ -288,21 +289,21 @@ async def test_the_first_output_says_what_was_found_and_how_long_it_waited(
 
 async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
-    assert loop.live_threshold == 0.95
-    loop.set_live_threshold(1.0)
+    assert loop.live.threshold == 0.95
+    loop.set_live(LiveDecoding(1.0))
     request = make_request("live", max_tokens=40)
     request.options = replace(request.options, threshold=None)
     stream = loop.stream(request)
     first = await anext(stream)
-    loop.set_live_threshold(0.5)
+    loop.set_live(LiveDecoding(0.5))
     rest = [output.threshold async for output in stream]
     assert first.threshold == 1.0
     assert rest == sorted(rest, reverse=True)
-    assert rest[-1] == loop.live_threshold == 0.5
+    assert rest[-1] == loop.live.threshold == 0.5
     for value in (0.0, 1.1, float("nan")):
         with pytest.raises(UserError, match="confidence_threshold: "):
-            loop.set_live_threshold(value)
-    assert loop.live_threshold == 0.5
+            loop.set_live(LiveDecoding(value))
+    assert loop.live.threshold == 0.5
 
 
 # Grammars, which take a while

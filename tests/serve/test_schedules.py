@@ -34,6 +34,7 @@ from mars_serve.engine.request import (
     FinishReason,
     GrammarKind,
     GrammarSpec,
+    LiveDecoding,
     Outcomes,
     Request,
     Sampling,
@@ -276,7 +277,7 @@ def _play(
                 arrival.step + arrival.cancelled_after == step
             ):
                 engine.cancel(str(name))
-        engine.live_threshold = live[step % len(live)]
+        engine.live = LiveDecoding(live[step % len(live)])
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.check_integrity()
@@ -340,7 +341,7 @@ def _alone(
     solo.add(again)
     thresholds = iter([output.threshold for output in recorded])
     while solo.has_work:
-        solo.live_threshold = next(thresholds, solo.live_threshold)
+        solo.live = LiveDecoding(next(thresholds, solo.live.threshold))
         outputs += solo.step()
     return outputs, again.finish_reason
 

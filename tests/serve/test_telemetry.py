@@ -18,7 +18,7 @@ from mars_platform.mode import Mode
 from mars_serve import ray_metrics, telemetry
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.loop import RequestFailed
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.telemetry import IngressTelemetry, ReplicaTelemetry
 
@@ -133,7 +133,7 @@ async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: Local
 async def test_the_live_threshold_is_that_of_the_engine(
     replica: ReplicaTelemetry, loop: LocalLoop
 ) -> None:
-    loop.set_live_threshold(0.625)
+    loop.set_live(LiveDecoding(0.625))
     found = values(replica.exposition(), model="mars", replica="r1")
     assert found["marsray_confidence_threshold"] == 0.625
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mars_autoscale.simulation.bound import Bound, clairvoyant
-from mars_autoscale.simulation.config import Family, SimulationConfig, families, mean_or_infinite
+from mars_autoscale.simulation.config import Family, SimulationConfig, families
+from mars_autoscale.simulation.figures import Figures, figures_of, mean_figures
 from mars_autoscale.simulation.policies import Policy
 from mars_autoscale.simulation.run import Result, Sample, Simulation
 from mars_autoscale.synthetic import changed
@@ -16,25 +15,6 @@ from mars_autoscale.traces import TraceRequest
 
 _HOURS_SLACK = 1.01
 """Times the joint policy's replica-hours that a rival's best variant may take."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a policy made of a trace."""
-
-    slo_attainment: float
-    """Share of requests whose first token came in time; rejected ones did not."""
-    ttft_p50_s: float
-    ttft_p99_s: float
-    quality_loss_mean: float
-    """Points, mean over output tokens."""
-    quality_loss_p99: float
-    """Points of the request at that quantile."""
-    replica_hours: float
-    threshold_changes: float
-    """Of all replicas."""
-    replica_changes: float
-    rejected: float
 
 
 @dataclass(frozen=True)
@@ -57,27 +37,6 @@ class Comparison:
     """The joint one first."""
     bounds: list[Bound]
     """Of each seed: the least loss for as many replica-hours as the joint policy took."""
-
-
-def figures_of(result: Result, config: SimulationConfig) -> Figures:
-    """Measure a run."""
-    counted = [
-        served for served in result.served if served.request.arrival_s >= config.measured_from_s
-    ]
-    ttft = np.array([served.ttft_s for served in counted])
-    tokens = sum(served.request.output_tokens for served in counted)
-    losses = np.array([served.loss_tokens / served.request.output_tokens for served in counted])
-    return Figures(
-        slo_attainment=float((ttft <= config.objective_ttft_s).mean()),
-        ttft_p50_s=float(np.quantile(ttft, 0.5)),
-        ttft_p99_s=float(np.quantile(ttft, 0.99, method="higher")),
-        quality_loss_mean=sum(served.loss_tokens for served in counted) / tokens,
-        quality_loss_p99=float(np.quantile(losses, 0.99)),
-        replica_hours=result.replica_seconds / 3600,
-        threshold_changes=result.num_threshold_changes,
-        replica_changes=result.num_replica_changes,
-        rejected=sum(served.is_rejected for served in counted),
-    )
 
 
 def compare(
@@ -111,7 +70,7 @@ def compare(
 def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float) -> Bound:
     return clairvoyant(
         trace,
-        config.capacity(),
+        config.capacity,
         config.cluster(trace),
         objective_s=config.objective_ttft_s,
         max_replica_hours=hours,
@@ -124,14 +83,19 @@ def _variants(
     name, variants = family
     for variant, make in variants:
         results = [_run(config, version, make()) for version in versions]
-        each = [figures_of(result, config) for result in results]
-        fields = Figures.__dataclass_fields__
-        means = {key: mean_or_infinite([getattr(one, key) for one in each]) for key in fields}
-        yield Compared(name, variant, Figures(**means), results[0].samples)
+        figures = [
+            figures_of(
+                result,
+                measured_from_s=config.measured_from_s,
+                objective_ttft_s=config.objective_ttft_s,
+            )
+            for result in results
+        ]
+        yield Compared(name, variant, mean_figures(figures), results[0].samples)
 
 
 def _run(config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy) -> Result:
-    return Simulation(trace, config.capacity(), config.cluster(trace), policy).run()
+    return Simulation(trace, config.capacity, config.cluster(trace), policy).run()
 
 
 def _best(found: Sequence[Compared], hours: float) -> Compared:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from mars_autoscale.capacity import Capacity, Rung, StepTime, linear_step_time
 from mars_autoscale.decide import OuterSettings
+from mars_autoscale.frontier import read_frontier
 from mars_autoscale.local import LocalSettings
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import FixedRung, Local, Policy, StaticReplicas
@@ -27,6 +28,9 @@ from mars_platform.config import Settings
 _INITIAL_UTILIZATION = 0.8
 """Share of the initial replicas' time that the trace takes on average at τ = 1, where their number
 is not given."""
+
+_MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
+"""What must be given in place of ``frontier_file``."""
 
 
 class LinearStepTime(Settings):
@@ -51,6 +55,15 @@ class LadderPoint(Settings):
     """Mean tokens a pass."""
     loss: float = Field(ge=0)
     """Points of quality below τ = 1, of 100."""
+
+
+class ExactPoint(Settings):
+    """What mode exact gives and costs."""
+
+    tokens_per_forward: float = Field(ge=1)
+    """Mean tokens a pass."""
+    positions_per_row: float = Field(ge=1)
+    """Mean positions that a row costs in a step."""
 
 
 class ReplicaSettings(Settings):
@@ -78,18 +91,28 @@ class RivalSettings(Settings):
 
 
 class SimulationConfig(Settings):
-    """One comparison: a kind of replica, limits, a trace's changes and the policies' constants."""
+    """One comparison: a kind of replica, limits, a trace's changes and the policies' constants.
 
-    step_time: LinearStepTime
-    """Of a replica's steps."""
-    prefill_tokens_per_s: float = Field(gt=0)
-    """Prompt tokens that a replica computes a second; its rows wait meanwhile."""
+    What a replica can do comes from ``frontier_file``, or from ``step_time``,
+    ``prefill_tokens_per_s`` and ``frontier``.
+    """
+
     slots_per_replica: int = Field(ge=1)
     """Rows of a step at the most."""
+    frontier_file: Path | None = None
+    """Directory of a checkpoint with the ``frontier.json`` of ``marsray calibrate``."""
+    mean_stored_tokens: float = Field(default=512, ge=0, allow_inf_nan=False)
+    """That a row reads in a step, by which that file's step times are chosen."""
+    step_time: LinearStepTime | None = None
+    """Of a replica's steps."""
+    prefill_tokens_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Prompt tokens that a replica computes a second; its rows wait meanwhile."""
     num_masks: int = Field(default=3, ge=1)
     """That a row feeds below τ = 1."""
-    frontier: tuple[LadderPoint, ...]
+    frontier: tuple[LadderPoint, ...] = ()
     """The ladder; τ = 1 must be in it, with one token a pass and no loss."""
+    exact: ExactPoint | None = None
+    """Mode exact in place of plain AR decoding, where that is faster; None for never."""
     replicas: ReplicaSettings = ReplicaSettings()
     synthetic: SyntheticTrace | None = None
     """The trace, where no file is given."""
@@ -109,20 +132,50 @@ class SimulationConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> SimulationConfig:
+        self._check_source()
+        if self.frontier_file is None:
+            self._check_ladder()
+        thresholds = [rung.threshold for rung in self.capacity.rungs]
+        if self.rivals.static_threshold not in thresholds:
+            known = ", ".join(f"{threshold:g}" for threshold in thresholds)
+            raise ValueError(f"rivals.static_threshold: it is not in the frontier; take of {known}")
+        if self.replicas.min > self.replicas.max:
+            raise ValueError("replicas: min is above max; lower one or raise the other")
+        return self
+
+    def _check_source(self) -> None:
+        given = self.model_fields_set
+        if self.frontier_file is None:
+            missing = [key for key in _MADE_UP if key not in given]
+            if missing:
+                raise ValueError(f"{missing[0]}: give it, or frontier_file in place of the ladder")
+            if "mean_stored_tokens" in given:
+                raise ValueError("mean_stored_tokens: it belongs to frontier_file; leave it out")
+            return
+        for key in (*_MADE_UP, "num_masks", "exact"):
+            if key in given:
+                raise ValueError(f"{key}: frontier_file says it already; leave one of them out")
+
+    def _check_ladder(self) -> None:
         thresholds = [point.threshold for point in self.frontier]
         if len(set(thresholds)) != len(thresholds):
             raise ValueError("frontier: a threshold is there twice; leave one out")
         plain = [point for point in self.frontier if point.threshold == 1.0]
         if not plain or plain[0].tokens_per_forward != 1.0 or plain[0].loss != 0.0:
             raise ValueError("frontier: threshold 1 must be there with 1 token a pass and loss 0")
-        if self.rivals.static_threshold not in thresholds:
-            raise ValueError("rivals.static_threshold: it is not in the frontier; add it there")
-        if self.replicas.min > self.replicas.max:
-            raise ValueError("replicas: min is above max; lower one or raise the other")
-        return self
 
+    @cached_property
     def capacity(self) -> Capacity:
-        """Of a replica."""
+        """Of a replica.
+
+        Raises:
+            UserError: ``frontier_file`` is missing or refused.
+        """
+        if self.frontier_file is not None:
+            frontier = read_frontier(self.frontier_file)
+            return frontier.capacity(self.slots_per_replica, self.mean_stored_tokens)
+        assert self.step_time is not None, "checked"
+        assert self.prefill_tokens_per_s is not None, "checked"
         points = sorted(self.frontier, key=lambda point: -point.threshold)
         rungs = tuple(
             Rung(
@@ -133,8 +186,20 @@ class SimulationConfig(Settings):
             )
             for point in points
         )
-        step_time = self.step_time.step_time()
-        return Capacity(step_time, rungs, self.slots_per_replica, self.prefill_tokens_per_s)
+        return Capacity(
+            self.step_time.step_time(),
+            rungs,
+            self.slots_per_replica,
+            self.prefill_tokens_per_s,
+            self._exact_rung(),
+        )
+
+    def _exact_rung(self) -> Rung | None:
+        exact = self.exact
+        if exact is None:
+            return None
+        tokens, positions = exact.tokens_per_forward, exact.positions_per_row
+        return Rung(1.0, tokens, 0.0, positions_per_row=positions)
 
     def cluster(self, trace: Sequence[TraceRequest]) -> ClusterSettings:
         """Limits of the cluster that serves a trace."""
@@ -145,14 +210,15 @@ class SimulationConfig(Settings):
             max_replicas=replicas.max,
             initial_replicas=min(max(initial, replicas.min), replicas.max),
             cold_start_s=replicas.cold_start_s,
+            objective_ttft_s=self.objective_ttft_s,
         )
 
     def _initial(self, trace: Sequence[TraceRequest]) -> int:
-        capacity = self.capacity()
+        capacity = self.capacity
         decode_s = sum(request.output_tokens for request in trace) / capacity.tokens_per_s(
             capacity.rungs[0]
         )
-        prompt_s = sum(request.prompt_tokens for request in trace) / self.prefill_tokens_per_s
+        prompt_s = sum(request.prompt_tokens for request in trace) / capacity.prefill_tokens_per_s
         length_s = max(trace[-1].arrival_s, 1.0)
         return round((decode_s + prompt_s) / length_s / _INITIAL_UTILIZATION)
 
@@ -165,7 +231,7 @@ Family = tuple[str, list[Variant]]
 
 def families(config: SimulationConfig) -> list[Family]:
     """The joint policy first, then its rivals."""
-    capacity = config.capacity()
+    capacity = config.capacity
     limits = {
         "min_replicas": config.replicas.min,
         "max_replicas": config.replicas.max,
@@ -199,8 +265,3 @@ def families(config: SimulationConfig) -> list[Family]:
         ("knative, PI on τ", knative(integral)),
         ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer))]),
     ]
-
-
-def mean_or_infinite(values: Sequence[float]) -> float:
-    """Mean; infinite where any is."""
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf

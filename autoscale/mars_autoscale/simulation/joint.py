@@ -30,7 +30,13 @@ class Joint:
         """Take a decision, and remember it."""
         decision, self.state = decide(snapshot, self.state, self.capacity, self.outer)
         self.decisions.append(decision)
-        return Target(decision.num_replicas, decision.floor_threshold, decision.feed_forward)
+        return Target(
+            decision.num_replicas,
+            decision.floor_threshold,
+            decision.feed_forward,
+            decision.flex_floor_threshold,
+            decision.is_saturated,
+        )
 
     def local(self) -> LocalController:
         """A new replica's."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mars_autoscale.capacity import Rung
+from mars_autoscale.local import Stage
 from mars_autoscale.observe import Look, Snapshot
 
 
@@ -15,16 +16,20 @@ class Target:
 
     num_replicas: int
     floor_threshold: float = 1.0
-    """The lowest τ that replicas may go down to by themselves."""
+    """The lowest τ that replicas may go down to by themselves for class default."""
     feed_forward: float = 1.0
     """Gain in speed over plain AR decoding that replicas need for what arrives."""
+    flex_floor_threshold: float = 1.0
+    """The lowest τ for class flex."""
+    is_saturated: bool = False
+    """Whether what would come too late is to be refused."""
 
 
 class Local(Protocol):
     """What chooses a replica's τ."""
 
-    def update(self, look: Look, /) -> Rung:
-        """The rung from now on."""
+    def update(self, look: Look, /) -> Stage:
+        """What to decode with from now on."""
 
 
 class Policy(Protocol):
@@ -43,13 +48,13 @@ class Policy(Protocol):
 
 @dataclass
 class FixedRung:
-    """A replica that always decodes with one τ."""
+    """A replica that always decodes with one τ, whatever the class but priority."""
 
     rung: Rung
 
-    def update(self, _: Look, /) -> Rung:
-        """The same."""
-        return self.rung
+    def update(self, _: Look, /) -> Stage:
+        """The same; its gain is left at 1, as it is no choice of its own."""
+        return Stage(self.rung, self.rung)
 
 
 @dataclass

@@ -10,17 +10,27 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from mars_autoscale.simulation.compare import Compared, Comparison
-from mars_autoscale.simulation.config import mean_or_infinite
+from mars_autoscale.simulation.figures import mean_or_infinite
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
 
 
-def table_of(comparison: Comparison, objective_s: float) -> Table:
-    """One row a policy, and one for what was possible."""
+def table_of(comparison: Comparison, objective_s: float) -> RenderableType:
+    """One row a policy, and one for what was possible; where the trace has several classes, a
+    second table with a row for each of each policy.
+    """
+    table = _policies(comparison, objective_s)
+    if len(comparison.policies[0].figures.by_class) < 2:
+        return table
+    return Group(table, _classes(comparison, objective_s))
+
+
+def _policies(comparison: Comparison, objective_s: float) -> Table:
     table = Table(
         "policy",
         f"first token in {objective_s:g} s",
@@ -36,7 +46,7 @@ def table_of(comparison: Comparison, objective_s: float) -> Table:
     for each in comparison.policies:
         figures = each.figures
         table.add_row(
-            f"{each.name} ({each.variant})" if each.variant else each.name,
+            _name_of(each),
             f"{figures.slo_attainment:.1%}",
             f"{figures.ttft_p50_s:.2f}",
             f"{figures.ttft_p99_s:.1f}",
@@ -53,6 +63,36 @@ def table_of(comparison: Comparison, objective_s: float) -> Table:
     return table
 
 
+def _classes(comparison: Comparison, objective_s: float) -> Table:
+    table = Table(
+        "policy",
+        "class",
+        f"first token in {objective_s:g} s",
+        "p50, s",
+        "p99, s",
+        "loss, points",
+        "p99",
+        "rejected",
+    )
+    for each in comparison.policies:
+        for i, (name, figures) in enumerate(each.figures.by_class.items()):
+            table.add_row(
+                "" if i else _name_of(each),
+                name,
+                f"{figures.slo_attainment:.1%}",
+                f"{figures.ttft_p50_s:.2f}",
+                f"{figures.ttft_p99_s:.1f}",
+                f"{figures.quality_loss_mean:.2f}",
+                f"{figures.quality_loss_p99:.1f}",
+                f"{figures.rejected:.0f}",
+            )
+    return table
+
+
+def _name_of(compared: Compared) -> str:
+    return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
+
+
 def _bound_of(comparison: Comparison) -> tuple[float, float]:
     """Mean loss and mean replica-hours."""
     bounds = comparison.bounds
@@ -63,17 +103,25 @@ def _bound_of(comparison: Comparison) -> tuple[float, float]:
 
 
 def json_of(comparison: Comparison) -> dict[str, Any]:
-    """What ``--json`` writes."""
+    """What ``--json`` writes; times that are infinite, since too many were refused, as null."""
     loss, hours = _bound_of(comparison)
     return {
         "policies": [
-            {"name": each.name, "variant": each.variant, **asdict(each.figures)}
+            {"name": each.name, "variant": each.variant, **_finite(asdict(each.figures))}
             for each in comparison.policies
         ],
         "clairvoyant": {
             "quality_loss_mean": loss if math.isfinite(loss) else None,
             "replica_hours": hours,
         },
+    }
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {
+        key: _finite(value) if isinstance(value, dict) else value if math.isfinite(value) else None
+        for key, value in figures.items()
     }
 
 

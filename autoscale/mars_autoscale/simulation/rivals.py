@@ -17,6 +17,7 @@ from ray.serve.config import AutoscalingConfig
 
 from mars_autoscale.capacity import Capacity, Rung
 from mars_autoscale.decide import OuterSettings, OuterState, decide
+from mars_autoscale.local import Stage
 from mars_autoscale.observe import Look, Snapshot
 from mars_autoscale.simulation.policies import FixedRung, Local, Target
 
@@ -126,14 +127,15 @@ class ProportionalIntegral:
     period_s: float = 0.5
     _integral: float = 0.0
 
-    def update(self, look: Look, /) -> Rung:
-        """A rung by how far the load is above the set point."""
+    def update(self, look: Look, /) -> Stage:
+        """A rung by how far the load is above the set point; it knows no gains."""
         error = look.load / self.num_slots - self.setpoint
         most = len(self.rungs) - 1
         grown = self._integral + self.integral_per_s * error * self.period_s * most
         self._integral = min(max(grown, 0.0), float(most))
         wanted = round(self.proportional * error * most + self._integral)
-        return self.rungs[min(max(wanted, 0), most)]
+        rung = self.rungs[min(max(wanted, 0), most)]
+        return Stage(rung, rung)
 
 
 @dataclass

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
+from mars_autoscale.admission import estimated_wait_s
 from mars_autoscale.capacity import Capacity
 from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import Local, Policy, Target
-from mars_autoscale.traces import TraceRequest
+from mars_autoscale.traces import ServiceClass, TraceRequest
 from mars_platform.config import Settings
 
 _LOCAL_PERIOD_S = 0.5
@@ -29,6 +30,9 @@ class ClusterSettings(Settings):
     """Seconds from asking for a replica to its first request."""
     rate_window_s: float = Field(default=10.0, gt=0)
     """Over which arrivals are averaged for a policy."""
+    objective_ttft_s: float = Field(default=1.0, gt=0)
+    """Seconds to the first token that are promised: what would wait longer is refused while the
+    policy says that there is nothing left to give."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Sample:
     num_starting: int
     num_waiting: int
     threshold: float
-    """Mean over the replicas."""
+    """Of class default, mean over the replicas."""
     requests_per_s: float
 
 
@@ -109,19 +113,28 @@ class Simulation:
         self._route(served)
 
     def _route(self, served: Served) -> None:
-        now = self._events.now_s
-        ready = [
-            replica
-            for replica in self._replicas
-            if replica.ready_s <= now and not replica.is_draining
-        ]
+        ready = self._ready()
         if not ready:
             self._homeless.append(served)
             return
         chosen = min(ready, key=lambda replica: replica.load)
-        chosen.queue.append(served)
+        if self._target.is_saturated and self._is_too_late(chosen, served):
+            served.is_rejected = True
+            return
+        chosen.enqueue(served)
         if id(chosen) not in self._stepping:
             self._step(chosen)
+
+    def _is_too_late(self, replica: Replica, served: Served) -> bool:
+        capacity = self._capacity
+        wait_s = estimated_wait_s(
+            replica.num_ahead(served.request.service_class),
+            mean_output_tokens=self._mean_output,
+            mean_prompt_tokens=self._window_prompt_tokens / max(len(self._window), 1),
+            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.stage.gain,
+            prefill_tokens_per_s=capacity.prefill_tokens_per_s,
+        )
+        return wait_s > self._settings.objective_ttft_s
 
     def _step(self, replica: Replica) -> None:
         seconds = replica.begin_step()
@@ -146,8 +159,8 @@ class Simulation:
     def _start(self, cold_start_s: float) -> None:
         now = self._events.now_s
         local = self._policy.local()
-        rung = local.update(Look(now, 0.0))
-        replica = Replica(self._capacity, rung, now, now + cold_start_s)
+        stage = local.update(Look(now, 0.0))
+        replica = Replica(self._capacity, stage, started_s=now, ready_s=now + cold_start_s)
         self._replicas.append(replica)
         self._locals[id(replica)] = local
         self._events.at(replica.ready_s, self._take_homeless)
@@ -159,6 +172,10 @@ class Simulation:
 
     def _alive(self) -> list[Replica]:
         return [each for each in self._replicas if each.ended_s is None and not each.is_draining]
+
+    def _ready(self) -> list[Replica]:
+        now = self._events.now_s
+        return [each for each in self._alive() if each.ready_s <= now]
 
     def _decide(self) -> None:
         now, settings = self._events.now_s, self._settings
@@ -186,49 +203,59 @@ class Simulation:
 
     def _look(self) -> None:
         now = self._events.now_s
-        for replica in self._alive():
-            if replica.ready_s > now:
-                continue
-            look = Look(
-                now,
-                replica.load,
-                self._target.floor_threshold,
-                self._target.feed_forward,
-                replica.prompt_share,
-            )
-            rung = self._locals[id(replica)].update(look)
-            self._result.num_threshold_changes += rung != replica.rung
-            replica.rung = rung
+        for replica in self._ready():
+            before = replica.stage
+            replica.stage = stage = self._locals[id(replica)].update(self._seen_by(replica))
+            same = (stage.default, stage.flex) == (before.default, before.flex)
+            self._result.num_threshold_changes += not same
         if now < self._end_s or self._stepping:
             self._events.at(now + _LOCAL_PERIOD_S, self._look)
+
+    def _seen_by(self, replica: Replica) -> Look:
+        target = self._target
+        return Look(
+            self._events.now_s,
+            replica.load,
+            floor_threshold=target.floor_threshold,
+            feed_forward=target.feed_forward,
+            prompt_share=replica.prompt_share,
+            flex_floor_threshold=target.flex_floor_threshold,
+            flex_share=replica.share(ServiceClass.FLEX),
+            pinned_share=replica.share(ServiceClass.PRIORITY),
+        )
 
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s
         while self._window and self._window[0].arrival_s < now - self._settings.rate_window_s:
             self._window_prompt_tokens -= self._window.popleft().prompt_tokens
         span = max(min(now, self._settings.rate_window_s), 1.0)
-        alive = self._alive()
-        ready = [each for each in alive if each.ready_s <= now]
+        ready = self._ready()
         loads = [
-            ReplicaLoad(now, each.num_running, len(each.queue), each.rung.threshold)
+            ReplicaLoad(
+                now,
+                each.num_running,
+                each.num_waiting,
+                gain=each.stage.gain,
+                loss=each.stage.default.loss,
+                is_lowest=each.stage.is_lowest,
+            )
             for each in ready
         ]
         arrivals = Arrivals(
             len(self._window) / span, self._window_prompt_tokens / span, self._mean_output
         )
-        return Snapshot(now, loads, len(alive) - len(ready), arrivals, now)
+        return Snapshot(now, loads, len(self._alive()) - len(ready), arrivals, now)
 
     def _sample(self, now: float) -> None:
-        snapshot = self._snapshot()
-        loads = snapshot.replicas
+        snapshot, ready = self._snapshot(), self._ready()
         assert snapshot.arrivals is not None
         self._result.samples.append(
             Sample(
                 now,
-                len(loads),
+                len(ready),
                 snapshot.num_starting,
-                int(sum(load.num_waiting for load in loads)) + len(self._homeless),
-                sum(load.threshold for load in loads) / max(len(loads), 1),
+                sum(each.num_waiting for each in ready) + len(self._homeless),
+                sum(each.stage.default.threshold for each in ready) / max(len(ready), 1),
                 snapshot.arrivals.requests_per_s,
             )
         )

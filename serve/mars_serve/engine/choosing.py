@@ -107,8 +107,8 @@ def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> lis
 
 
 def _is_calibrated(work: Work) -> bool:
-    options = work.request.options
-    return options.calibrated or options.mode is Mode.EXACT
+    request = work.request
+    return request.options.calibrated or request.mode is Mode.EXACT
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Reports:
         num_top = request.options.num_logprobs or 0
         chosen = torch.tensor(tokens, device=found.device)
         own, top, values = log_probs_of(found[: len(tokens)], chosen, num_top)
-        from_mask = request.options.mode is Mode.THRESHOLD
+        from_mask = request.mode is Mode.THRESHOLD
         lines = zip(own.tolist(), top.tolist(), values.tolist(), strict=True)
         return [
             TokenLogprob(logprob, list(zip(ids, numbers, strict=True)), from_mask and depth > 0)

@@ -21,16 +21,25 @@ from mars_serve.engine.failures import Step, launch, wait
 from mars_serve.engine.forward import Accepted, ModelRunner
 from mars_serve.engine.grammar import GrammarCompiler
 from mars_serve.engine.graphs import CudaCapture, GraphSizes
+from mars_serve.engine.pacing import Pacer
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
+from mars_serve.engine.request import (
+    EngineStatus,
+    FinishReason,
+    LiveDecoding,
+    Request,
+    StepOutput,
+)
 from mars_serve.engine.scheduler import Masks, Scheduler, Work
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.engine.sizing import num_pages
-from mars_serve.engine.warm_up import measure_steps
-from mars_serve.engine.window import WindowChooser
+from mars_serve.engine.warm_up import REPEATS, measure_prefill, measure_steps
+from mars_serve.engine.window import StepTimes, WindowChooser
 
 _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""
+
+_DEFAULT = LiveDecoding(0.95)
 
 
 @dataclass
@@ -59,7 +68,8 @@ class Engine:
         device: str = "cpu",
         draw_accepted: Callable[[Request, int], int] | None = None,
         drafter: Drafter | None = None,
-        live_threshold: float = 0.95,
+        pacer: Pacer | None = None,
+        live: LiveDecoding = _DEFAULT,
     ) -> None:
         """Load a checkpoint's weights (or take over ``model``) and reserve its pages.
 
@@ -73,7 +83,8 @@ class Engine:
                 are accepted, instead of the method's rule. For measuring steps with untrained
                 weights.
             drafter: a second model, which proposes tokens for requests that are not in mode ar.
-            live_threshold: see the attribute.
+            pacer: holds each step back, for a rehearsal.
+            live: see the attribute.
 
         Raises:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
@@ -94,6 +105,7 @@ class Engine:
                 f"{self._vocabulary} embeddings; use one checkpoint's files"
             )
         self._drafter = drafter
+        self._pacer = pacer
         max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
@@ -124,9 +136,9 @@ class Engine:
         self._grammars = GrammarCompiler(
             checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
         )
-        self.live_threshold = live_threshold
-        """τ in (0, 1] of requests that give none, from the next step on. Any thread may set it."""
-        self._threshold = live_threshold
+        self.live = live
+        """For requests that give no τ, from the next step on. Any thread may set it."""
+        self._live = live
         """What the step at hand has."""
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
@@ -163,6 +175,7 @@ class Engine:
             num_generated_tokens=self._counts.generated_tokens,
             num_forward_passes=self._counts.forward_passes,
             num_row_passes=self._counts.row_passes,
+            compute_share=self._pacer.compute_share if self._pacer else None,
         )
 
     @property
@@ -170,28 +183,64 @@ class Engine:
         """Tokens of a request, prompt and output together, at the most."""
         return min(self.checkpoint.max_length, self.num_pages * self.page_size)
 
-    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Run steps of the sizes to come and, by their times, let windows adapt to the batch.
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
+        """Run steps of the sizes to come and, by their times, let windows adapt to the batch; a
+        pacer's times stand in for theirs.
 
         Args:
             on_progress: called with the steps that are done and their number.
+
+        Returns:
+            Those times.
         """
-        assert not self.has_work, "warm up before the first request"
+        times = self.measure_step_times(on_progress=on_progress)
+        if self._pacer is not None:
+            times = self._pacer.times
+        if self.window and self.settings.adaptive_windows:
+            self._chooser = WindowChooser(times, self.window)
+        return times
+
+    def measure_step_times(
+        self,
+        *,
+        widest_row: int | None = None,
+        repeats: int = REPEATS,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> StepTimes:
+        """Seconds of steps over positions and stored tokens, of steps as they will be run.
+
+        Args:
+            widest_row: see `measure_steps`.
+            repeats: see `measure_steps`.
+            on_progress: called with the steps that are done and their number.
+        """
+        assert not self.has_work, "steps are timed before the first request"
         if self._drafter is not None:
             self._drafter.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self._runner.capture(self._graph_sizes(), CudaCapture(), on_progress)
-        times = measure_steps(
+        return measure_steps(
             self._runner.run,
             self._pool,
             max_batch=self.settings.max_batch,
             max_positions=self.settings.max_positions,
             max_length=self.max_length,
             window=self.window,
+            widest_row=widest_row,
+            repeats=repeats,
             on_progress=on_progress,
         )
-        if self.window and self.settings.adaptive_windows:
-            self._chooser = WindowChooser(times, self.window)
+
+    def measure_prefill(self, num_tokens: int, repeats: int) -> float:
+        """Prompt tokens a second of steps of ``num_tokens``; see `warm_up.measure_prefill`."""
+        assert not self.has_work, "steps are timed before the first request"
+        return measure_prefill(
+            self._runner.run,
+            self._pool,
+            num_tokens=num_tokens,
+            max_length=self.max_length,
+            repeats=repeats,
+        )
 
     def _graph_sizes(self) -> GraphSizes:
         return GraphSizes(
@@ -206,7 +255,7 @@ class Engine:
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
         request.has_drafter = self._drafter is not None and request.options.may_take_several
-        request.follow(self._threshold)
+        request.follow(self._live)
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
         if request.options.grammar is not None:
@@ -251,7 +300,9 @@ class Engine:
         On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
         not cancelled.
         """
-        self._take_threshold()
+        if self._pacer is not None:
+            self._pacer.begin(follows=self._finished_at is not None)
+        self._take_live()
         self._end_overdue()
         if self._drafter is not None:
             running = self._scheduler.running
@@ -282,6 +333,8 @@ class Engine:
         if step is None:
             return outputs
         results = self._results(step)
+        if self._pacer is not None:
+            self._pacer.finish(step.works)
         self._note_time(step.works)
         for work, result in zip(step.works, results, strict=True):
             if isinstance(result, Exception):
@@ -304,12 +357,12 @@ class Engine:
         """
         self._scheduler.check_integrity()
 
-    def _take_threshold(self) -> None:
-        """One τ for the whole step, whatever is set meanwhile."""
-        live = self.live_threshold
-        if live == self._threshold:
+    def _take_live(self) -> None:
+        """One way for the whole step, whatever is set meanwhile."""
+        live = self.live
+        if live == self._live:
             return
-        self._threshold = live
+        self._live = live
         for request in self._requests.values():
             request.follow(live)
         if self._chooser is not None:
@@ -341,7 +394,9 @@ class Engine:
 
     def _note_time(self, works: Sequence[Work]) -> None:
         now = time.perf_counter()
-        if self._chooser is not None and self._finished_at is not None:
+        # a pacer adds prompts to a step's time at another rate than the table's
+        is_told = self._pacer is None or not self._pacer.load(works).prompt_tokens
+        if self._chooser is not None and self._finished_at is not None and is_told:
             positions = sum(work.num_positions for work in works)
             stored = sum(work.request.num_stored for work in works)
             self._chooser.observe_step(positions, stored, now - self._finished_at)

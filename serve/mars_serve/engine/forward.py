@@ -248,8 +248,8 @@ def _drafts(work: Work, num_depths: int) -> list[int]:
 
 def _measure(work: Work) -> Confidence:
     """What is taken as the confidence of a row's tokens; that of drafts is a probability."""
-    options = work.request.options
-    return Confidence.PROBABILITY if options.mode is Mode.EXACT else options.confidence
+    request = work.request
+    return Confidence.PROBABILITY if request.mode is Mode.EXACT else request.options.confidence
 
 
 def _reads_on_device(works: Sequence[Work], tensors: list[Tensor]) -> Reads:

@@ -15,10 +15,16 @@ from mars_serve.engine.messages import (
     NotLoaded,
     Order,
     Ready,
-    SetThreshold,
+    SetLive,
     StepReport,
 )
-from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
+from mars_serve.engine.request import (
+    EngineStatus,
+    FinishReason,
+    LiveDecoding,
+    Request,
+    StepOutput,
+)
 
 _STOP_S = 30.0
 """Longest that a step is waited for when an engine is stopped."""
@@ -79,8 +85,11 @@ class EngineLoop:
         self._is_closed = False
         ready = self._first_message()
         self._max_requests = ready.max_requests
-        self._live_threshold = ready.live_threshold
+        self._live = ready.live
         self._status = ready.status
+        self._status_s = time.monotonic()
+        self.plan = ready.plan
+        """What the model is to be autoscaled by; None where it is not."""
 
     @property
     def is_alive(self) -> bool:
@@ -88,27 +97,19 @@ class EngineLoop:
         return not self._is_closed and self._worker.is_alive()
 
     @property
-    def live_threshold(self) -> float:
-        """τ of the requests that give none."""
-        return self._live_threshold
+    def live(self) -> LiveDecoding:
+        """What the requests are decoded with that give no τ."""
+        return self._live
 
-    def set_live_threshold(self, value: float) -> None:
-        """Change τ of the requests that give none, those that run included, from the next step on.
-        Any thread may call it.
-
-        Args:
-            value: in (0, 1].
+    def set_live(self, live: LiveDecoding) -> None:
+        """Decode the requests that give no τ, those that run included, otherwise from the next
+        step on. Any thread may call it.
 
         Raises:
-            UserError: it is not.
             EngineDied: the engine has stopped.
         """
-        if not 0.0 < value <= 1.0:
-            raise UserError(
-                f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
-            )
-        self._send(SetThreshold(value))
-        self._live_threshold = value
+        self._send(SetLive(live))
+        self._live = live
 
     def status(self) -> EngineStatus:
         """How full the engine is, by its last report. Any thread may call it.
@@ -119,6 +120,11 @@ class EngineLoop:
         if not self.is_alive:
             raise EngineDied("the engine has stopped")
         return self._status
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last report of an engine that has work; 0 without work."""
+        return time.monotonic() - self._status_s if self._outputs else 0.0
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run one request; yields what each forward pass gave, until it has finished.
@@ -212,7 +218,7 @@ class EngineLoop:
             return
         for report in reports:
             assert isinstance(report, StepReport)
-            self._status = report.status
+            self._status, self._status_s = report.status, time.monotonic()
             for output in report.outputs:
                 self._deliver(output)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mars_serve.engine.request import EngineStatus, Request, StepOutput
+from mars_autoscale.control import Plan
+from mars_serve.engine.request import EngineStatus, LiveDecoding, Request, StepOutput
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,13 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class SetThreshold:
-    """Asks an engine for another live τ, in (0, 1]."""
+class SetLive:
+    """Asks an engine to decode otherwise from the next step on."""
 
-    value: float
+    live: LiveDecoding
 
 
-Order = Request | Cancel | SetThreshold
+Order = Request | Cancel | SetLive
 """What an engine is sent; a request is one to run."""
 
 
@@ -31,8 +32,10 @@ class Ready:
 
     max_requests: int
     """That may wait or run at once."""
-    live_threshold: float
+    live: LiveDecoding
     status: EngineStatus
+    plan: Plan | None
+    """Of its autoscaling, where it takes part in one."""
 
 
 @dataclass(frozen=True)

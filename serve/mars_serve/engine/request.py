@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from mars_platform.errors import UserError
 from mars_platform.mode import Confidence, Mode
 
 if TYPE_CHECKING:
@@ -148,6 +149,31 @@ class DecodingOptions:
         return self.mode is Mode.EXACT
 
 
+@dataclass(frozen=True)
+class LiveDecoding:
+    """What requests in mode threshold that give no τ of their own are decoded with."""
+
+    threshold: float
+    """τ in (0, 1]."""
+    flex_threshold: float | None = None
+    """τ of those with a priority below 0; None for the same."""
+    is_exact: bool = False
+    """Whether mode exact stands in for τ = 1: the same tokens, from fewer and wider passes."""
+
+    def __post_init__(self) -> None:
+        for value in (self.threshold, self.threshold_of(-1)):
+            if not 0.0 < value <= 1.0:
+                raise UserError(
+                    f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
+                )
+
+    def threshold_of(self, priority: int) -> float:
+        """τ of a request."""
+        return (
+            self.threshold if priority >= 0 or self.flex_threshold is None else self.flex_threshold
+        )
+
+
 class Draft(NamedTuple):
     """A token proposed by a mask, to be checked."""
 
@@ -195,6 +221,8 @@ class Request:
     """When it came, by ``time.monotonic``; whoever takes it in says so."""
     queue_s: float | None = None
     """Seconds from then to its first step; None before."""
+    mode: Mode = field(init=False)
+    """Of the step at hand: the request's own, or exact where that stands in for τ = 1."""
     threshold: float = field(init=False)
     """τ of the step at hand; 1.0 outside mode threshold."""
     needs_masks: bool = field(init=False)
@@ -202,20 +230,25 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.follow(1.0)
+        self.mode = self.options.mode
+        self.follow(LiveDecoding(1.0))
 
-    def follow(self, live_threshold: float) -> None:
-        """Decode by the request's own τ from the next step on or, where it gives none, by the
-        engine's.
+    def follow(self, live: LiveDecoding) -> None:
+        """Decode by the request's own τ from the next step on or, where it gives none, by what the
+        engine has.
         """
-        options = self.options
-        if options.mode is not Mode.THRESHOLD:
-            self.threshold = 1.0
-        elif options.threshold is None:
-            self.threshold = max(live_threshold, options.min_threshold)
-        else:
+        options, mode = self.options, self.options.mode
+        self.threshold = 1.0
+        if mode is Mode.THRESHOLD and options.threshold is not None:
             self.threshold = options.threshold
-        several = options.mode is Mode.EXACT or self.threshold < 1.0
+        elif mode is Mode.THRESHOLD:
+            self.threshold = max(live.threshold_of(options.priority), options.min_threshold)
+            if live.is_exact and self.threshold >= 1.0:
+                mode = Mode.EXACT
+        if mode is not self.mode:
+            self.mode = mode
+            self.drafts, self.num_own_drafts = [], 0  # the other mode would take them for its own
+        several = mode is Mode.EXACT or self.threshold < 1.0
         self.needs_masks = several and options.window != 0
 
     @property
@@ -253,12 +286,12 @@ class Request:
     @property
     def checks_drafts(self) -> bool:
         """Whether a step may feed drafts, and masks for each outcome of checking them."""
-        return self.options.mode is Mode.EXACT or self.has_drafter
+        return self.mode is Mode.EXACT or self.has_drafter
 
     @property
     def takes_unchecked(self) -> bool:
         """Whether tokens are accepted from masks by their confidence."""
-        return self.options.mode is Mode.THRESHOLD
+        return self.mode is Mode.THRESHOLD
 
     def num_masks(self, window: int, outcome: int = 0) -> int:
         """Masks to feed for an outcome, at most ``window``: none where they could not be used.
@@ -269,7 +302,7 @@ class Request:
         if not self.needs_masks or (self.has_drafter and self._needs_checked):
             return 0
         pinned = window if self.options.window is None else self.options.window
-        given = outcome + (2 if self.options.mode is Mode.EXACT else 1)
+        given = outcome + (2 if self.mode is Mode.EXACT else 1)
         return max(0, min(pinned, window, self.num_left - given))
 
     @property
@@ -311,6 +344,9 @@ class EngineStatus:
     """Steps."""
     num_row_passes: int = 0
     """Passes of single requests that gave tokens, over all steps."""
+    compute_share: float | None = None
+    """Real over paced seconds of the steps of the last minute; None where steps are not paced, or
+    none was yet."""
 
 
 @dataclass(frozen=True)

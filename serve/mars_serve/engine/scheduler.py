@@ -167,7 +167,9 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
-            drafts = self.max_drafts if request.checks_drafts else 0
+            # one that follows what is live may have been in mode exact before
+            may_draft = request.checks_drafts or request.options.threshold is None
+            drafts = self.max_drafts if may_draft else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
             assert self.pool.pages_for(request.num_stored) <= len(request.pages) <= most
             keys = self._keys(request, 0, request.num_stored // self.pool.page_size)
@@ -307,7 +309,7 @@ class Scheduler:
 
         def share(request: Request, budget: int) -> Work | None:
             fed = masks[request]
-            if request.options.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
+            if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
                 fed = _shrunk(fed, max(0, budget - request.num_unstored))
             return _share(request, fed, budget)
 

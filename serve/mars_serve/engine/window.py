@@ -242,9 +242,9 @@ class Acceptance:
 
 def _kind(request: Request) -> tuple[str, int]:
     """Requests of a kind are taken to be accepted alike until more is known of them."""
-    if request.options.mode is Mode.EXACT:
+    if request.mode is Mode.EXACT:
         temperature = round(request.options.sampling.temperature * 5)
-        return f"{request.options.mode} {request.options.grammar is not None}", temperature
+        return f"{request.mode} {request.options.grammar is not None}", temperature
     return request.options.confidence, round(request.threshold * 20)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from mars_autoscale.control import Plan
 from mars_platform.errors import UserError
 from mars_serve.engine.channel import Channel, ChannelClosed
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.messages import Cancel, Ready, SetThreshold, StepReport
+from mars_serve.engine.messages import Cancel, Ready, SetLive, StepReport
 from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
 
 _NUM_COMPILERS = 4
@@ -25,7 +26,11 @@ class EngineWorker:
     """Takes orders from a channel and sends reports, until the other end is closed."""
 
     def __init__(
-        self, engine: Engine, channel: Channel, on_closed: Callable[[], None] | None = None
+        self,
+        engine: Engine,
+        channel: Channel,
+        on_closed: Callable[[], None] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Prepare; see `run`.
 
@@ -33,10 +38,12 @@ class EngineWorker:
             engine: warm, and the worker's own from now on.
             channel: where orders come from and reports go to.
             on_closed: called, in another thread than that of `run`, when the other end is closed.
+            plan: told to the other end.
         """
         self._engine = engine
         self._channel = channel
         self._on_closed = on_closed
+        self._plan = plan
         self._changed = threading.Condition()
         self._inbox: deque[Request | Cancel] = deque()
         self._compiling: set[str] = set()
@@ -49,10 +56,9 @@ class EngineWorker:
         """Step until the other end is closed; closes the channel however it ends."""
         threading.Thread(target=self._read, name="engine-orders", daemon=True).start()
         try:
+            engine = self._engine
             self._channel.send(
-                Ready(
-                    self._engine.settings.max_requests, self._engine.live_threshold, self._reported
-                )
+                Ready(engine.settings.max_requests, engine.live, self._reported, self._plan)
             )
             self._step()
         except ChannelClosed:
@@ -106,8 +112,8 @@ class EngineWorker:
             self._on_closed()
 
     def _take(self, order: object) -> None:
-        if isinstance(order, SetThreshold):
-            self._engine.live_threshold = order.value
+        if isinstance(order, SetLive):
+            self._engine.live = order.live
         elif isinstance(order, Cancel):
             self._cancel(order)
         else:

@@ -1,4 +1,5 @@
-"""``/admin/threshold``: the live τ of models, read and changed while they serve.
+"""``/admin/threshold``: the live τ of models, read and changed while they serve, and
+``/admin/autoscaler``: why it is what it is.
 
 Who may come here is decided before, by the keys.
 """
@@ -13,6 +14,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from mars_serve.errors import invalid_value
+from mars_serve.rest.autoscaler import Autoscalers, explanations
 from mars_serve.rest.information import find_model, live_state
 from mars_serve.schema import Shape, errors_described
 from mars_serve.served import ServedModel
@@ -25,8 +28,9 @@ class ThresholdChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    confidence_threshold: _Threshold
-    """In (0, 1]. Requests whose own floor, or whose key's or tier's, is higher keep that."""
+    confidence_threshold: _Threshold | None
+    """In (0, 1]. Requests whose own floor, or whose key's or tier's, is higher keep that. It stays
+    until the next change; null gives it back to the autoscaler."""
     model: str | None = None
     """Which model's; all of them if left out."""
 
@@ -42,6 +46,8 @@ class Live(Shape):
 class ModelLive(Live):
     """What was set last for a model, and what its replicas decode with."""
 
+    is_automatic: bool
+    """Whether the autoscaler moves it; then it is the mean over the replicas."""
     replicas: dict[str, Live]
 
 
@@ -68,12 +74,26 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
         The answer may come before every replica has the change: its version tells.
         """
         changed = models if body.model is None else {body.model: find_model(models, body.model)}
-        backends = [model.backend for model in changed.values()]
         threshold = body.confidence_threshold
+        if threshold is None:
+            _check_governed(changed)
+        backends = [model.backend for model in changed.values()]
         await asyncio.gather(*(each.set_live_threshold(threshold) for each in backends))
         return JSONResponse(await _states(changed))
 
+    @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}, **errors_described()})
+    async def explain_autoscaler() -> JSONResponse:
+        """The latest decisions, with their reasons and the numbers behind them."""
+        return JSONResponse(await explanations(models))
+
     return router
+
+
+def _check_governed(models: Mapping[str, ServedModel]) -> None:
+    for name, model in models.items():
+        if not model.settings.is_governed:
+            reason = f"model {name!r} has no autoscaler to give it back to; give a number"
+            raise invalid_value("confidence_threshold", f"null, but {reason}")
 
 
 async def _states(models: Mapping[str, ServedModel]) -> dict[str, Any]:
@@ -84,4 +104,5 @@ async def _states(models: Mapping[str, ServedModel]) -> dict[str, Any]:
 async def _state(model: ServedModel) -> dict[str, Any]:
     live, reports = await asyncio.gather(model.backend.live_threshold(), model.backend.replicas())
     replicas = {report.replica: live_state(report.live) for report in reports}
-    return {**live_state(live), "replicas": replicas}
+    is_automatic = model.settings.is_governed and not live.is_pinned
+    return {**live_state(live), "is_automatic": is_automatic, "replicas": replicas}

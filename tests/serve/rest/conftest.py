@@ -19,10 +19,10 @@ from local_loop import LocalLoop
 from mars_platform import reference
 from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.request import LiveDecoding, Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.rest.app import create_app
-from mars_serve.served import Backend, LiveThreshold, ReplicaReport, ServedModel
+from mars_serve.served import Backend, Explanation, LiveThreshold, ReplicaReport, ServedModel
 from mars_serve.settings import ModelSettings, ServeSettings
 
 CREATED = 1_700_000_000
@@ -50,10 +50,14 @@ class LoopBackend:
     async def live_threshold(self) -> LiveThreshold:
         return self.live
 
-    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
+    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+        assert threshold is not None, "these models are not autoscaled"
         self.live = LiveThreshold(self.live.version + 1, threshold)
-        self.loop.set_live_threshold(threshold)
+        self.loop.set_live(LiveDecoding(threshold))
         return self.live
+
+    async def autoscaler(self) -> Explanation | None:
+        return None
 
     async def metrics(self) -> list[str]:
         return []
@@ -80,8 +84,11 @@ class BrokenBackend:
     async def live_threshold(self) -> LiveThreshold:
         return LiveThreshold(0, 0.95)
 
-    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
+    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
         raise self.error
+
+    async def autoscaler(self) -> Explanation | None:
+        return None
 
     async def metrics(self) -> list[str]:
         return []

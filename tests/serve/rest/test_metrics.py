@@ -114,7 +114,7 @@ async def test_the_text_is_what_prometheus_reads(client: httpx2.AsyncClient) -> 
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
-    assert len(families) == 6 + 4 + 6 + 2
+    assert len(families) == 6 + 5 + 6 + 2
     check(families)
     for line in ("HELP", "TYPE"):
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1

@@ -6,6 +6,7 @@ import pytest
 
 from local_loop import LocalLoop
 from mars_platform.checkpoint import Checkpoint
+from mars_serve.engine.request import LiveDecoding
 from rest_requests import BODIES, COMPLETION, COMPLETIONS
 
 
@@ -131,11 +132,11 @@ async def test_a_threshold_that_moves_is_told(
         nonlocal steps
         steps += 1
         if steps == 6:
-            engine.live_threshold = 0.5  # sent to it, it might come a step later
+            engine.live = LiveDecoding(0.5)  # sent to it, it might come a step later
         return step()
 
     engine.begin_step = counting
-    governed.loop.set_live_threshold(1.0)
+    governed.loop.set_live(LiveDecoding(1.0))
     tiers = {"default_min_threshold": 0.01}
     async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
         if stream:

@@ -1,0 +1,313 @@
+"""One model's outer loop between its replicas' reports and its decisions. Knows no Ray.
+
+Reports come in whenever they come; a decision is taken on what is there. What has to outlive the
+process is one plain value, `ControlState`, that others may keep and hand back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from mars_autoscale.capacity import Capacity
+from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide
+from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
+
+NUM_RECORDS = 100
+"""Decisions that are kept to be looked at."""
+RATE_WINDOW_S = 10.0
+"""Over which arrivals are averaged."""
+
+_GONE_S = 60.0
+"""A replica that has not reported for so long is forgotten."""
+_ENDED_WEIGHT = 0.01
+"""Of one request that has ended in the mean number of output tokens."""
+
+_NUMBERS = (
+    "num_running",
+    "num_waiting",
+    "threshold",
+    "flex_threshold",
+    "gain",
+    "loss",
+    "is_lowest",
+)
+"""Of a `LoadReport`, beside its totals."""
+
+Answer = tuple[Decision, OuterState]
+Decide = Callable[[Snapshot, OuterState, Capacity, OuterSettings], Answer]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a replica has counted since it started."""
+
+    arrived: int = 0
+    """Requests."""
+    prompt_tokens: int = 0
+    """Of those, but for what was found stored."""
+    ended: int = 0
+    """Requests that have had output and are not there any more."""
+    output_tokens: int = 0
+    """Of those."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a replica tells twice a second."""
+
+    replica: str
+    """Name, unique among all replicas that ever ran."""
+    age_s: float
+    """Seconds for which its engine has shown nothing new although it has work."""
+    num_running: float
+    num_waiting: float
+    threshold: float
+    """τ of class default."""
+    flex_threshold: float
+    gain: float
+    """See `mars_autoscale.local.Stage`."""
+    loss: float
+    """Points of quality that a token of class default loses now."""
+    is_lowest: bool
+    totals: Totals
+
+    def stats(self, now_s: float) -> dict[str, float]:
+        """As numbers alone, which is what Ray Serve carries.
+
+        Args:
+            now_s: seconds since 1970, where replicas and whoever reads this agree on them.
+        """
+        content = {key: float(value) for key, value in asdict(self.totals).items()}
+        for name in _NUMBERS:
+            content[name] = float(getattr(self, name))
+        return {**content, "observed_s": now_s - self.age_s}
+
+    @classmethod
+    def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport:
+        """What `stats` was made of.
+
+        Raises:
+            KeyError: it is not whole.
+        """
+        totals = Totals(*(int(stats[each.name]) for each in fields(Totals)))
+        numbers: dict[str, Any] = {name: stats[name] for name in _NUMBERS}
+        numbers["is_lowest"] = bool(numbers["is_lowest"])
+        return cls(replica, max(now_s - stats["observed_s"], 0.0), **numbers, totals=totals)
+
+    def load(self, now_s: float) -> ReplicaLoad:
+        """As decisions see it."""
+        return ReplicaLoad(
+            now_s - self.age_s,
+            self.num_running,
+            self.num_waiting,
+            self.gain,
+            self.loss,
+            self.is_lowest,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model's decisions go by; all its replicas have the same."""
+
+    capacity: Capacity
+    settings: OuterSettings
+    refused: str | None = None
+    """Why the frontier is not used, where it is not: then there is τ = 1 alone."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the cluster says about a model's replicas."""
+
+    ready: frozenset[str]
+    """Names of those that serve."""
+    num_target: int
+    """That were asked for, those included that start."""
+
+
+@dataclass(frozen=True)
+class ControlState:
+    """What has to outlive a restart."""
+
+    outer: OuterState = field(default_factory=OuterState)
+    mean_output_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decision with the numbers behind it."""
+
+    time_s: float
+    """Since 1970."""
+    replicas_before: int
+    decision: Decision
+    num_ready: int
+    num_starting: int
+    num_running: float
+    num_waiting: float
+    threshold: float | None
+    """Mean τ of class default over the replicas that report; None where none does."""
+    flex_threshold: float | None
+    requests_per_s: float | None
+    """None where it is not known."""
+    prompt_tokens_per_s: float | None
+    mean_output_tokens: float | None
+    problem: str | None = None
+    """What went wrong, where something did."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, as JSON may have it."""
+        content = asdict(self)
+        decision: dict[str, Any] = content.pop("decision")
+        return decision | content
+
+
+@dataclass
+class _Heard:
+    """A replica's latest report, and its counts within the window."""
+
+    report: LoadReport
+    heard_s: float
+    counts: deque[tuple[float, Totals]] = field(default_factory=deque)
+
+
+class Control:
+    """One model's outer loop."""
+
+    def __init__(self, decide: Decide = decide) -> None:
+        self._decide = decide
+        self._replicas: dict[str, _Heard] = {}
+        self._cluster: Cluster | None = None
+        self.plan: Plan | None = None
+        """None until a replica has told it."""
+        self.state = ControlState()
+        self.records: deque[Record] = deque(maxlen=NUM_RECORDS)
+        """The oldest first."""
+        self.counts = Counter[Reason]()
+        """Of all decisions."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last one."""
+        return self.records[-1].decision if self.records else None
+
+    def hear(self, now_s: float, report: LoadReport, plan: Plan) -> None:
+        """Take a replica's report in."""
+        self.plan = plan
+        heard = self._replicas.setdefault(report.replica, _Heard(report, now_s))
+        before = heard.counts[-1][1] if heard.counts else report.totals
+        heard.report, heard.heard_s = report, now_s
+        heard.counts.append((now_s, report.totals))
+        while len(heard.counts) > 2 and heard.counts[1][0] < now_s - RATE_WINDOW_S:
+            heard.counts.popleft()
+        self._note_ended(before, report.totals)
+
+    def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
+        """Take in what a known replica told somebody else, if it has been silent here."""
+        heard = self._replicas.get(replica)
+        if heard is None or self.plan is None or not stats:
+            return
+        is_silent = now_s - heard.heard_s > 2 * self.plan.settings.period_s
+        if is_silent and stats["observed_s"] > heard.heard_s:
+            self.hear(now_s, LoadReport.of_stats(replica, stats, now_s), self.plan)
+
+    def see(self, cluster: Cluster) -> None:
+        """Take in what the cluster says."""
+        self._cluster = cluster
+
+    def restore(self, state: ControlState) -> None:
+        """Go on where another one was, unless this one has begun to decide."""
+        if not self.records:
+            self.state = state
+
+    def question(self, now_s: float) -> tuple[Snapshot, OuterState, Plan]:
+        """What `answer` needs; the model must have a plan. Changes nothing that others see."""
+        assert self.plan is not None, "a replica has reported"
+        self._forget_gone(now_s, self.plan.settings)
+        heard = list(self._replicas.values())
+        loads = [each.report.load(each.heard_s) for each in heard]
+        starting = 0
+        if self._cluster is not None:  # a replica reports before the cluster calls it ready
+            num_there = max(len(self._cluster.ready), len(heard))
+            starting = max(0, self._cluster.num_target - num_there)
+        arrivals = self._arrivals(now_s)
+        latest_s = max((each.heard_s for each in heard), default=now_s)
+        return Snapshot(now_s, loads, starting, arrivals, latest_s), self.state.outer, self.plan
+
+    def answer(self, snapshot: Snapshot, state: OuterState, plan: Plan) -> Answer:
+        """Decide. Pure, so that it may run beside everything else."""
+        return self._decide(snapshot, state, plan.capacity, plan.settings)
+
+    def commit(
+        self, snapshot: Snapshot, decision: Decision, state: OuterState, problem: str | None = None
+    ) -> Record:
+        """Write a decision down; it holds from now on."""
+        before = self.state.outer.num_replicas or len(snapshot.replicas) + snapshot.num_starting
+        self.state = replace(self.state, outer=state)
+        reports = [each.report for each in self._replicas.values()]
+        arrivals = snapshot.arrivals
+        record = Record(
+            snapshot.now_s,
+            before,
+            decision,
+            len(snapshot.replicas),
+            snapshot.num_starting,
+            sum(report.num_running for report in reports),
+            sum(report.num_waiting for report in reports),
+            _mean([report.threshold for report in reports]),
+            _mean([report.flex_threshold for report in reports]),
+            arrivals.requests_per_s if arrivals else None,
+            arrivals.prompt_tokens_per_s if arrivals else None,
+            arrivals.mean_output_tokens if arrivals else None,
+            problem,
+        )
+        self.records.append(record)
+        self.counts[decision.reason] += 1
+        return record
+
+    def hold(self, snapshot: Snapshot, problem: str) -> Record:
+        """Write down that nothing changes, and why: τ goes to the target."""
+        state = self.state.outer
+        number = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
+        held = Decision(number, 1.0, 1.0, 1.0, Reason.HELD, 0.0, float(number), state.debt)
+        return self.commit(snapshot, held, replace(state, num_replicas=number), problem)
+
+    def _forget_gone(self, now_s: float, settings: OuterSettings) -> None:
+        ready = self._cluster.ready if self._cluster is not None else frozenset(self._replicas)
+        for name, each in list(self._replicas.items()):
+            silent_s = now_s - each.heard_s
+            if silent_s > _GONE_S or (silent_s > 2 * settings.period_s and name not in ready):
+                del self._replicas[name]
+
+    def _arrivals(self, now_s: float) -> Arrivals | None:
+        """Rates of the window; None where no replica has been heard of for long enough."""
+        requests = prompts = span = 0.0
+        for each in self._replicas.values():
+            if each.heard_s < now_s - RATE_WINDOW_S:
+                continue
+            (first_s, first), (last_s, last) = each.counts[0], each.counts[-1]
+            requests += last.arrived - first.arrived
+            prompts += last.prompt_tokens - first.prompt_tokens
+            span = max(span, last_s - first_s)
+        if span < 1.0:
+            return None
+        # what is found stored is known later than what has arrived
+        return Arrivals(requests / span, max(prompts, 0) / span, self.state.mean_output_tokens)
+
+    def _note_ended(self, before: Totals, after: Totals) -> None:
+        ended = after.ended - before.ended
+        if ended <= 0:
+            return
+        mean = (after.output_tokens - before.output_tokens) / ended
+        known = self.state.mean_output_tokens
+        weight = 1 - (1 - _ENDED_WEIGHT) ** ended if known else 1.0
+        self.state = replace(self.state, mean_output_tokens=known + weight * (mean - known))
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
