@@ -293,7 +293,7 @@ def test_command_prints_a_table_and_repeats_itself(
         assert title in printed
     assert "│ 0 │ 30 │ 30 │ 100.0% │ 1.000 │" in printed
     assert "9 conversations, at most 12 output tokens, 60 cursors; float32 on cpu" in printed
-    assert printed.endswith(f"Written to {file}")
+    assert f"Written to {file} " in printed
     before = file.read_bytes()
     assert run(model_dir, *options, "--batch", 2) == 0
     assert file.read_bytes() == before
