@@ -1,4 +1,4 @@
-"""The command ``marsray bench``, a group: ``marsray bench decode``."""
+"""The command ``marsray bench``, a group: ``marsray bench decode`` and ``marsray bench load``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import typer
 from mars_platform.cli import show_help_without_command
 
 _FILE_WIDTH = 120  # of tables that go to a file or pipe, where rich assumes 80
+_LOAD_WIDTH = 160
+_INTERRUPTED = 130  # the shell's status for SIGINT
 
 bench = typer.Typer(rich_markup_mode=None)
 
 
 @bench.callback(invoke_without_command=True)
 def _bench(context: typer.Context) -> None:
-    """Side-by-side benchmarks."""
+    """Benchmarks: of decoding side by side, and of a server under load."""
     show_help_without_command(context)
 
 
@@ -137,3 +139,113 @@ def decode(
     print_comparison(comparison, output, as_json=as_json)
     if plot is not None:
         plot_comparison(comparison, plot)
+
+
+@bench.command()
+def load(
+    trace: Annotated[Path, typer.Option(help="Requests to replay; may end in .gz.")],
+    model: Annotated[str, typer.Option(help="Name of the served model.")],
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    speedup: Annotated[
+        float, typer.Option(help="Times that the trace is played faster than it was.")
+    ] = 1.0,
+    trace_format: Annotated[
+        str | None, typer.Option(help="azure, mooncake or csv; else guessed from the file.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Conversations to ask, JSONL; each request takes the next one. Else prompts of "
+            "the trace's lengths are made up."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Output tokens for a conversation at the most; else the trace's."),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="Draw each request's tier: priority=.1,default=.6,flex=.3. Else the trace's own."
+        ),
+    ] = None,
+    objective_ttft_s: Annotated[
+        float, typer.Option(help="Seconds in which the first token should come.")
+    ] = 1.0,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds of sending at the most; else the whole trace.")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(help="Requests at the most, the first ones.")
+    ] = 100_000,
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds after which a request is given up.")
+    ] = 600.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Of classes and made-up prompts. A server that has seen prompts has them stored: "
+            "take another one for a second test."
+        ),
+    ] = 0,
+    key_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the server's key.")
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="The server may be another machine.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write the figures to.")
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="File to write a row for each request to.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
+    ] = None,
+) -> None:
+    """Replay a request trace against a running server, and report what its clients saw.
+
+    Each request is sent at its time, whatever became of others. A request that was rejected or
+    failed never met the objective, and its times are infinite. Ctrl-C ends the test with what there
+    is. Rows of --data with an "answer" are checked, as marsray eval does it.
+    """
+    from functools import partial
+
+    from rich.console import Console
+
+    from mars_platform.config import build_settings
+    from mars_platform.progress import progress_display
+    from mars_serve.bench.load import LoadOptions, run_load
+    from mars_serve.bench.load_report import print_load, write_files
+
+    given = {
+        "trace": trace,
+        "trace_format": trace_format,
+        "speedup": speedup,
+        "url": url,
+        "allow_remote": allow_remote,
+        "model": model,
+        "data": data,
+        "max_tokens": max_tokens,
+        "classes": classes,
+        "objective_ttft_s": objective_ttft_s,
+        "duration_s": duration,
+        "max_requests": max_requests,
+        "timeout_s": timeout_s,
+        "seed": seed,
+        "key_env": key_env,
+        "json_file": json_file,
+        "csv_file": csv_file,
+        "plot_file": plot,
+    }
+    options = build_settings(given, LoadOptions, source="options")
+    with progress_display(Console(stderr=True)) as display:
+        test = run_load(options, partial(display.update, "bench load"))
+    output = Console()
+    if not output.is_terminal:
+        output.width = _LOAD_WIDTH
+    print_load(test, output)
+    write_files(test)
+    if test.replayed.was_interrupted:
+        raise typer.Exit(_INTERRUPTED)
