@@ -33,10 +33,11 @@ from mars_autoscale.control import (
     Record,
 )
 from mars_autoscale.decide import decide
-from mars_autoscale.metrics import exposition
+from mars_autoscale.metrics import AutoscalerMetrics, exposition
 from mars_autoscale.observe import Snapshot
 from mars_autoscale.ray_policy import NAMESPACE, governor_name
 from mars_serve.engine.loop import EngineDied
+from mars_serve.ray_metrics import RayMirror
 from mars_serve.served import Explanation, LiveThreshold, ThresholdRange
 from mars_serve.steering import PERIOD_S as STEERING_PERIOD_S
 from mars_serve.steering import Steering
@@ -49,6 +50,8 @@ _RETRY_S = (0.05, 2.0)
 """First and longest pause before an actor that does not answer is tried again."""
 _START_S = 10.0
 """Longest that a starting replica waits for its first value."""
+
+_LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
 
 _log = logging.getLogger(__name__)
 
@@ -220,6 +223,8 @@ class _GovernorActor(Governor):
 
     def __init__(self) -> None:
         super().__init__()
+        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)  # Ray sets none
+        RayMirror(AutoscalerMetrics(self._controls)).start()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def _end_when_idle(self) -> None:
