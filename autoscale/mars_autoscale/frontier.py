@@ -146,6 +146,8 @@ class Frontier(Settings):
     """What quality is: right answers, or answers that equal plain AR decoding's."""
     num_items: int = Field(ge=1)
     """Items that quality was measured on."""
+    items: str | None = None
+    """SHA-256 sum of those, hexadecimal: two models compare only on the same ones."""
     window: int = Field(ge=1)
     """Masks that a row feeds in mode threshold."""
     step_seconds: StepTable

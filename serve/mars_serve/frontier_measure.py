@@ -33,7 +33,7 @@ from mars_serve.evaluation import (
 )
 from mars_serve.frontier_likelihood import Text, log_likelihoods
 from mars_serve.frontier_points import contradiction, name_of, point_of, stored_tokens
-from mars_serve.frontier_working import Found, Speed, WorkingFile
+from mars_serve.frontier_working import Found, Speed, WorkingFile, items_sum
 
 _STORED_TOKENS = 512  # of a row, up to which steps are timed
 _STEPS, _SCORES = "step times", "log-likelihoods"
@@ -134,6 +134,7 @@ def measure_frontier(
         "dtype": options.dtype_name,
         "measure": "accuracy" if num_checkable else "agreement",
         "num_items": num_checkable or len(items),
+        "items": items_sum(items),
         "window": checkpoint.metadata.block_size,
         **found.speed.model_dump(),
         "points": points,

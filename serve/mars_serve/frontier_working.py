@@ -89,8 +89,14 @@ def run_key(weights: str, items: Sequence[EvalItem], options: Mapping[str, Any])
         items: all of them, in order.
         options: of the run, the machine among them; JSON values.
     """
-    parts = [weights, dict(options), [[item.prompt, item.answer] for item in items]]
+    parts = [weights, dict(options), items_sum(items)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def items_sum(items: Sequence[EvalItem]) -> str:
+    """SHA-256 sum, hexadecimal, of conversations as a tokenizer sees them."""
+    content = [[item.prompt, item.answer] for item in items]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _read(path: Path, key: str) -> Found | None:
