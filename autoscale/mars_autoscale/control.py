@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -200,6 +200,8 @@ class Control:
         """Take a replica's report in."""
         self.plan = plan
         heard = self._replicas.setdefault(report.replica, _Heard(report, now_s))
+        if heard.counts and _has_jumped(heard.counts[-1], now_s, report.totals):
+            heard.counts.clear()
         before = heard.counts[-1][1] if heard.counts else report.totals
         heard.report, heard.heard_s = report, now_s
         heard.counts.append((now_s, report.totals))
@@ -210,7 +212,7 @@ class Control:
     def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
         """Take in what a known replica told somebody else, if it has been silent here."""
         heard = self._replicas.get(replica)
-        if heard is None or self.plan is None or not stats:
+        if heard is None or self.plan is None or not _is_whole(stats):
             return
         is_silent = now_s - heard.heard_s > 2 * self.plan.settings.period_s
         if is_silent and stats["observed_s"] > heard.heard_s:
@@ -218,11 +220,17 @@ class Control:
 
     def see(self, cluster: Cluster) -> None:
         """Take in what the cluster says."""
+        if self._cluster is None:  # replicas that have not reported yet were asked for, too
+            outer = replace(self.state.outer, num_replicas=cluster.num_target)
+            self.state = replace(self.state, outer=outer)
         self._cluster = cluster
 
     def restore(self, state: ControlState) -> None:
-        """Go on where another one was, unless this one has begun to decide."""
-        if not self.records:
+        """Go on where another one was; without effect once this one has seen the cluster.
+
+        What was decided before that knew too little to keep.
+        """
+        if self._cluster is None:
             self.state = state
 
     def question(self, now_s: float) -> tuple[Snapshot, OuterState, Plan]:
@@ -251,16 +259,18 @@ class Control:
         self.state = replace(self.state, outer=state)
         reports = [each.report for each in self._replicas.values()]
         arrivals = snapshot.arrivals
+        if arrivals is not None and not arrivals.is_valid:
+            arrivals = None
         record = Record(
             snapshot.now_s,
             before,
             decision,
             len(snapshot.replicas),
             snapshot.num_starting,
-            sum(report.num_running for report in reports),
-            sum(report.num_waiting for report in reports),
-            _mean([report.threshold for report in reports]),
-            _mean([report.flex_threshold for report in reports]),
+            sum(_finite(report.num_running for report in reports)),
+            sum(_finite(report.num_waiting for report in reports)),
+            _mean(_finite(report.threshold for report in reports)),
+            _mean(_finite(report.flex_threshold for report in reports)),
             arrivals.requests_per_s if arrivals else None,
             arrivals.prompt_tokens_per_s if arrivals else None,
             arrivals.mean_output_tokens if arrivals else None,
@@ -272,15 +282,17 @@ class Control:
 
     def hold(self, snapshot: Snapshot, problem: str) -> Record:
         """Write down that nothing changes, and why: τ goes to the target."""
-        state = self.state.outer
+        assert self.plan is not None, "a replica has reported"
+        state, settings = self.state.outer, self.plan.settings
         number = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
+        number = min(max(number, settings.min_replicas), settings.max_replicas)
         held = Decision(number, 1.0, 1.0, 1.0, Reason.HELD, 0.0, float(number), state.debt)
         return self.commit(snapshot, held, replace(state, num_replicas=number), problem)
 
     def _forget_gone(self, now_s: float, settings: OuterSettings) -> None:
         ready = self._cluster.ready if self._cluster is not None else frozenset(self._replicas)
         for name, each in list(self._replicas.items()):
-            silent_s = now_s - each.heard_s
+            silent_s = abs(now_s - each.heard_s)  # the clock may have been put back
             if silent_s > _GONE_S or (silent_s > 2 * settings.period_s and name not in ready):
                 del self._replicas[name]
 
@@ -304,9 +316,26 @@ class Control:
         if ended <= 0:
             return
         mean = (after.output_tokens - before.output_tokens) / ended
+        if not 0 <= mean < math.inf:  # it would stay for good
+            return
         known = self.state.mean_output_tokens
         weight = 1 - (1 - _ENDED_WEIGHT) ** ended if known else 1.0
         self.state = replace(self.state, mean_output_tokens=known + weight * (mean - known))
+
+
+def _has_jumped(latest: tuple[float, Totals], now_s: float, totals: Totals) -> bool:
+    """Whether the clock was put back, or a replica counts from its start again."""
+    return now_s < latest[0] or totals.arrived < latest[1].arrived
+
+
+def _is_whole(stats: Mapping[str, float]) -> bool:
+    """Whether `LoadReport.of_stats` can be made of it."""
+    names = (*(each.name for each in fields(Totals)), *_NUMBERS, "observed_s")
+    return all(math.isfinite(stats.get(name, math.nan)) for name in names)
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _mean(values: list[float]) -> float | None:

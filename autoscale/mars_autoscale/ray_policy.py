@@ -29,7 +29,7 @@ _ANSWER_S = 5.0
 _FRESH_S = 12.0
 """For which an answer holds."""
 _UNUSED_S = 60.0
-"""A thread whose policy has not been called for so long ends: the policy has been replaced."""
+"""A thread whose policy has not been called for so long ends: it may have been replaced."""
 
 _log = logging.getLogger("ray.serve")
 
@@ -91,7 +91,7 @@ class _Questions:
         self._seen: _Seen | None = None
         self._answer: tuple[float, int] | None = None
         self._used_s = time.monotonic()
-        threading.Thread(target=self._ask_on, name="autoscaling", daemon=True).start()
+        self._thread = self._started()
 
     def answer(self, seen: _Seen) -> int | None:
         """The latest decision, at once; None where there is none that still holds.
@@ -100,9 +100,16 @@ class _Questions:
             seen: told to the governor.
         """
         self._seen, self._used_s = seen, time.monotonic()
+        if not self._thread.is_alive():
+            self._thread = self._started()
         if self._answer is None or time.monotonic() - self._answer[0] > _FRESH_S:
             return None
         return self._answer[1]
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._ask_on, name="autoscaling", daemon=True)
+        thread.start()
+        return thread
 
     def _ask_on(self) -> None:
         while time.monotonic() - self._used_s < _UNUSED_S:

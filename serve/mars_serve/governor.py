@@ -34,7 +34,6 @@ from mars_autoscale.control import (
 )
 from mars_autoscale.decide import decide
 from mars_autoscale.metrics import AutoscalerMetrics, exposition
-from mars_autoscale.observe import Snapshot
 from mars_autoscale.ray_policy import NAMESPACE, governor_name
 from mars_serve.engine.loop import EngineDied
 from mars_serve.ray_metrics import RayMirror
@@ -52,6 +51,8 @@ _START_S = 10.0
 """Longest that a starting replica waits for its first value."""
 
 _LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
+
+_LATE = "the decision takes longer than its period"
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class Governor:
             control.overhear(time.time(), replica, values)
         if not control.records:
             return control.state, None, math.inf
-        last = control.records[-1]
-        return control.state, last.decision.num_replicas, abs(time.time() - last.time_s)
+        age_s = abs(time.time() - control.records[-1].time_s)
+        return control.state, control.state.outer.num_replicas, age_s
 
     async def explain(self, model: str) -> Explanation | None:
         """The latest decisions; None where a model is not autoscaled."""
@@ -148,21 +149,15 @@ class Governor:
         return exposition({name: each for name, each in self._controls.items() if name == model})
 
     async def _go_on_deciding(self, model: str, control: Control) -> None:
+        assert control.plan is not None, "a replica has reported"
+        # those who know what was before, the τ set by hand included, come first
+        await asyncio.sleep(control.plan.settings.period_s)
         late: asyncio.Task[Answer] | None = None
-        while control.plan is not None:
-            now_s = time.time()
-            question = control.question(now_s)
-            if late is None or late.done():  # what comes too late is not of use any more
-                late = asyncio.create_task(asyncio.to_thread(control.answer, *question))
-            await asyncio.wait([late], timeout=control.plan.settings.period_s)
-            if late.done():
-                record = _commit(control, question[0], late)
-                late = None
-            else:  # it may hang: the thread is left to itself, and everything else goes on
-                record = control.hold(question[0], "the decision takes longer than its period")
+        while True:
+            period_s, began_s = control.plan.settings.period_s, time.monotonic()
+            record, late = await _decide_once(control, late)
             self._note(model, record)
-            left_s = control.plan.settings.period_s - (time.time() - now_s)
-            await asyncio.sleep(min(max(left_s, 0.0), control.plan.settings.period_s))
+            await asyncio.sleep(max(period_s - (time.monotonic() - began_s), 0.0))
 
     def _note(self, model: str, record: Record) -> None:
         """Tell the replicas, and the log where something changes."""
@@ -209,13 +204,33 @@ class Governor:
             self._changed.clear()
 
 
-def _commit(control: Control, snapshot: Snapshot, answer: asyncio.Task[Answer]) -> Record:
+async def _decide_once(
+    control: Control, late: asyncio.Task[Answer] | None
+) -> tuple[Record, asyncio.Task[Answer] | None]:
+    """Take a decision, or hold where it cannot be had within its period.
+
+    Args:
+        control: of the model.
+        late: an answer that an earlier decision still waits for; it is not used any more.
+
+    Returns:
+        The decision, and the answer that is late by now.
+    """
+    assert control.plan is not None, "a replica has reported"
+    question = control.question(time.time())
+    # it may hang: its thread is left to itself, and everything else goes on
+    answer = late or asyncio.create_task(asyncio.to_thread(control.answer, *question))
+    await asyncio.wait([answer], timeout=control.plan.settings.period_s)
+    if not answer.done():
+        return control.hold(question[0], _LATE), answer
     error = answer.exception()
     if error is not None:
         _log.error("the autoscaler cannot decide; nothing changes", exc_info=error)
-        return control.hold(snapshot, f"{type(error).__name__}: {error}")
+        return control.hold(question[0], f"{type(error).__name__}: {error}"), None
+    if late is not None:
+        return control.hold(question[0], _LATE), None
     decision, state = answer.result()
-    return control.commit(snapshot, decision, state)
+    return control.commit(question[0], decision, state), None
 
 
 class _GovernorActor(Governor):

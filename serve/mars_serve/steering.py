@@ -56,10 +56,15 @@ class Steering:
         self._apply(self._decoding())
 
     def take(self, live: LiveThreshold, now_s: float) -> None:
-        """Follow the governor: its range, or a τ that was set by hand."""
+        """Follow the governor: its range from the next step on, a τ that was set by hand at once.
+
+        Raises:
+            EngineDied: the engine has stopped.
+        """
         self._pinned = live.threshold if live.is_pinned else None
         if live.range is not None:
             self._range, self._range_s = live.range, now_s
+        self._apply(self._decoding())
 
     def step(self, now_s: float) -> LoadReport:
         """Look, choose, apply, and say so.

@@ -1,0 +1,373 @@
+"""Autoscaling on a real cluster: a burst, and the ends of everything that decides about it.
+
+The engine is paced: replicas that mostly wait add to each other, even on two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
+from rich.console import Console
+
+from mars_autoscale.frontier import Frontier, write_frontier
+from mars_autoscale.ray_policy import NAMESPACE, governor_name
+from mars_platform.calibration import weights_fingerprint
+from mars_platform.config import build_settings
+from mars_platform.processes import free_port
+from mars_serve.governor import _GovernorActor, end_governor
+from mars_serve.run import serving
+from mars_serve.settings import ServeSettings
+
+FLOOR = 0.9
+STEP_S = 0.04  # a replica decodes 100 tokens a second at τ = 1
+MANY, FEW = 12, 3  # requests at once: more than two replicas' slots, fewer than one's
+HANG_S = 20
+BODY = {"model": "mars", "max_tokens": 40, "min_tokens": 40}
+
+
+def point(mode, threshold, quality, tokens_per_forward, positions_per_row):
+    return {
+        "mode": mode,
+        "threshold": threshold,
+        "quality": quality,
+        "quality_low": quality - 2,
+        "quality_high": quality + 2,
+        "tokens_per_forward": tokens_per_forward,
+        "positions_per_row": positions_per_row,
+    }
+
+
+def frontier_of(path):
+    """Steps as slow as a large model's, whatever they hold."""
+    content = {
+        "weights": weights_fingerprint(path),
+        "hardware": "one H200",
+        "dtype": "bfloat16",
+        "measure": "accuracy",
+        "num_items": 500,
+        "window": 4,
+        "step_seconds": {
+            "positions": (0, 100),
+            "stored": (0, 1000),
+            "seconds": ((STEP_S, STEP_S), (STEP_S, STEP_S)),
+        },
+        "prefill_tokens_per_s": 10_000.0,
+        "points": (
+            point("ar", 1.0, 80.0, 1.0, 1.0),
+            point("threshold", 0.95, 79.0, 1.6, 4.6),
+            point("threshold", FLOOR, 78.0, 2.0, 5.0),
+        ),
+    }
+    return build_settings(content, Frontier, source="test")
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Other:
+    """Somebody else's application."""
+
+    async def __call__(self, request):
+        return "well"
+
+
+@pytest.fixture(scope="module")
+def server(trained, tmp_path_factory):
+    """The address of a server with one model, which shares its cluster with another application.
+
+    It runs in this process, which may so end its actors.
+    """
+    work = tmp_path_factory.mktemp("autoscaled")
+    path = shutil.copytree(trained.model, work / "model")
+    write_frontier(path, frontier_of(path))
+    model = {
+        "name": "mars",
+        "path": str(path),
+        "num_cpus": 0.25,
+        "num_threads": 1,
+        "engine": {"max_batch": 4},
+        "autoscaling": {
+            "min_replicas": 1,
+            "max_replicas": 2,
+            "cold_start_s": 5,
+            "period_s": 1,
+            "scale_in_window_s": 600,
+            "floor_threshold": FLOOR,
+            "objective_ttft_s": 60,
+        },
+        "rehearsal": {"cold_start_s": 5},
+    }
+    content = {"models": [model], "port": free_port(), "drain_s": 5, "proxy": {"kind": "python"}}
+    settings = build_settings(content, ServeSettings, source="test")
+    with (work / "log").open("w") as log, serving(settings, Console(file=log)):
+        serve.run(Other.bind(), name="other", route_prefix="/other")
+        yield f"http://127.0.0.1:{settings.port}"
+
+
+@pytest.fixture
+async def client(server):
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server, timeout=60, limits=limits) as client:
+        yield client
+
+
+async def until(find, what, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := await find():
+            return found
+        await asyncio.sleep(0.1)
+    return pytest.fail(f"{what} did not happen in time")
+
+
+@asynccontextmanager
+async def load(client, num_users):
+    """So many requests at once, for the length of the block; what they got, by status."""
+    statuses = Counter()
+
+    async def ask_on(user):
+        while True:
+            body = {**BODY, "prompt": f"{user} Totals {sum(statuses.values())}"}
+            response = await client.post("/v1/completions", json=body)
+            statuses[response.status_code] += 1
+            if response.status_code == 200:
+                assert response.json()["mars"]["confidence_threshold"] >= FLOOR
+
+    tasks = [asyncio.create_task(ask_on(user)) for user in range(num_users)]
+    try:
+        yield statuses
+        assert not any(task.done() for task in tasks), [task for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def served(statuses, number):
+    """Wait until so many further requests have been served."""
+    wanted = statuses[200] + number
+
+    async def enough():
+        return statuses[200] >= wanted
+
+    await until(enough, "requests")
+    assert set(statuses) == {200}
+
+
+async def thresholds(client):
+    """What each replica decodes with."""
+    live = (await client.get("/admin/threshold")).json()["models"]["mars"]
+    return [state["confidence_threshold"] for state in live["replicas"].values()]
+
+
+async def decisions(client, since_s=0.0):
+    response = await client.get("/admin/autoscaler")
+    assert response.status_code == 200, response.text
+    found = response.json()["models"]["mars"]["decisions"]
+    return [each for each in found if each["time_s"] > since_s]
+
+
+async def replicas(client):
+    return [state["replica"] for state in (await client.get("/ready")).json()["models"]["mars"]]
+
+
+async def lowered(client):
+    found = await thresholds(client)
+    assert all(FLOOR <= each <= 1 for each in found), found
+    return any(each < 1 for each in found)
+
+
+async def at_target(client):
+    return set(await thresholds(client)) == {1.0}
+
+
+@pytest.fixture
+async def two_replicas(client):
+    """Names of two replicas, which a burst brings where they are not there."""
+
+    async def are_two():
+        found = await replicas(client)
+        return found if len(found) == 2 else None
+
+    if found := await are_two():
+        return found
+    async with load(client, MANY):
+        return await until(are_two, "a second replica")
+
+
+def governor():
+    return ray.get_actor(governor_name("marsray"), namespace=NAMESPACE)
+
+
+def deployment():
+    return serve.status().applications["marsray"].deployments["model-0-mars"]
+
+
+# With nothing broken
+
+
+async def test_a_burst_lowers_the_threshold_and_brings_a_replica(client):
+    assert await replicas(client)
+    async with load(client, MANY) as statuses:
+        await until(lambda: lowered(client), "a lower threshold")
+
+        async def second():
+            return len(await replicas(client)) == 2
+
+        await until(second, "a second replica")
+        await served(statuses, 1)
+    taken = await decisions(client)
+    (grown,) = [each for each in taken if each["num_replicas"] > each["replicas_before"]]
+    assert grown["reason"] in ("load", "debt")
+    assert (grown["replicas_before"], grown["num_replicas"]) == (1, 2)
+    assert grown["requests_per_s"] > 0
+    assert grown["needed"] > 1 or grown["debt"] > 0
+    assert any(each["num_starting"] == 1 for each in taken)
+    assert {each["problem"] for each in taken} == {None}
+    plan = (await client.get("/admin/autoscaler")).json()["models"]["mars"]["plan"]
+    assert plan["frontier_refused"] is None
+    assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [1.0, 0.95, FLOOR]
+    await until(lambda: at_target(client), "the target threshold")
+
+
+# What decides ends
+
+
+async def state_of(actor, names):
+    """What a governor would hand to its successor."""
+    state, _, _ = await actor.tick.remote("mars", names, 2, {}, None)
+    return state
+
+
+async def test_a_new_governor_goes_on_where_the_old_one_was(client, two_replicas):
+    async with load(client, FEW) as statuses:
+        old = governor()
+
+        async def has_history():
+            known = await state_of(old, two_replicas)
+            return known if known.outer.loads else None
+
+        known = await until(has_history, "a decision")
+        begin_s = time.time()
+        ray.kill(old)
+        await served(statuses, FEW)
+
+        async def three_more():
+            found = await decisions(client, begin_s)
+            return found if len(found) >= 3 else None
+
+        taken = await until(three_more, "decisions of a new governor")
+        assert {each["num_replicas"] for each in taken} == {2}
+        assert taken[0]["replicas_before"] == 2
+        new = governor()
+        assert new._actor_id != old._actor_id
+        now = await state_of(new, two_replicas)
+        assert set(known.outer.loads) & set(now.outer.loads)  # it was handed on
+        await served(statuses, 1)
+    assert sorted(await replicas(client)) == sorted(two_replicas)
+    assert deployment().replica_states == {"RUNNING": 2}
+
+
+async def test_without_serves_controller_everything_goes_on(client, two_replicas):
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace=NAMESPACE)
+    before = await controller.get_pid.remote()
+    await until(lambda: at_target(client), "the target threshold")
+    ray.kill(controller, no_restart=False)
+    begin_s = time.time()
+    async with load(client, MANY) as statuses:
+        await until(lambda: lowered(client), "a lower threshold")
+        await served(statuses, MANY)
+        assert await decisions(client, begin_s)
+
+    async def restarted():
+        return await controller.get_pid.remote() != before
+
+    await until(restarted, "a new controller")
+
+    async def is_healthy():
+        status = await asyncio.to_thread(serve.status)
+        return {each.status for each in status.applications.values()} == {"RUNNING"}
+
+    await until(is_healthy, "a healthy application")
+    taken = await decisions(client, begin_s)
+    assert {each["num_replicas"] for each in taken} == {2}
+    assert sorted(await replicas(client)) == sorted(two_replicas)
+    assert deployment().replica_states == {"RUNNING": 2}
+
+
+# What decides is broken
+
+
+def broken_governor(kind):
+    """An actor's class; a local one travels with its code."""
+    hang_s = HANG_S
+
+    def raises(*_):
+        raise ZeroDivisionError("no tokens")
+
+    def hangs(*_):
+        time.sleep(hang_s)
+        raise AssertionError("nobody waits any more")
+
+    class Broken(_GovernorActor):
+        def __init__(self):
+            super().__init__()
+            self._decide = {"raises": raises, "hangs": hangs}[kind]
+
+    return ray.remote(Broken).options(
+        name=governor_name("marsray"), namespace=NAMESPACE, lifetime="detached", num_cpus=0
+    )
+
+
+def put_in_place(broken):
+    """Start a governor where one is; those who find none start their own, so try again."""
+    for _ in range(50):
+        end_governor("marsray")
+        try:
+            return broken.remote()
+        except ActorAlreadyExistsError:
+            time.sleep(0.2)
+    return pytest.fail("the governor's name is always taken")
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("raises", "ZeroDivisionError: no tokens"),
+        ("hangs", "the decision takes longer than its period"),
+    ],
+)
+async def test_decisions_that_fail_hold_what_there_is(client, two_replicas, kind, problem):
+    async with load(client, MANY) as statuses:
+        actor = await asyncio.to_thread(put_in_place, broken_governor(kind))
+        begin_s = time.time()
+
+        async def held():
+            found = await decisions(client, begin_s)
+            return found if len(found) >= 3 else None
+
+        taken = await until(held, "decisions")
+        assert governor()._actor_id == actor._actor_id
+        assert {each["problem"] for each in taken} == {problem}
+        assert {each["reason"] for each in taken} == {"held"}
+        assert {each["num_replicas"] for each in taken} == {2}
+        response = await client.get("/other")
+        assert (response.status_code, response.text) == (200, "well")
+        await served(statuses, MANY)
+        assert all(FLOOR <= each <= 1 for each in await thresholds(client))
+    assert sorted(await replicas(client)) == sorted(two_replicas)
+    end_governor("marsray")
+    begin_s = time.time()
+
+    async def well():
+        found = await decisions(client, begin_s)
+        return found and found[-1]["problem"] is None
+
+    await until(well, "decisions of a governor that is well")

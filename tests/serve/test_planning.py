@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars_autoscale.frontier import FRONTIER_FILE, Frontier, write_frontier
+from mars_platform.calibration import weights_fingerprint
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
+from mars_serve.engine.loop import EngineLoop
+from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.window import StepTimes
+from mars_serve.engine_process import start_engine
+from mars_serve.loading import load_engine
+from mars_serve.planning import plan_of
+from mars_serve.request_load import RequestLoad
+from mars_serve.served import LiveThreshold, ThresholdRange
+from mars_serve.settings import ModelSettings
+from mars_serve.steering import Steering
+
+TIMES = StepTimes((1, 4, 16), (0, 512), ((0.01, 0.02), (0.02, 0.03), (0.05, 0.06)))
+AR = {"mode": "ar", "threshold": 1.0, "tokens_per_forward": 1.0, "positions_per_row": 1.0}
+AR |= {"quality": 80.0, "quality_low": 78.0, "quality_high": 82.0}
+LOWER = {"mode": "threshold", "threshold": 0.9, "tokens_per_forward": 2.0, "positions_per_row": 4.0}
+LOWER |= {"quality": 77.0, "quality_low": 75.0, "quality_high": 79.0}
+
+
+def frontier_of(path: Path) -> Frontier:
+    """Steps of 20 ms, whatever they hold, and one rung below plain AR decoding."""
+    content = {
+        "weights": weights_fingerprint(path),
+        "hardware": "one H200",
+        "dtype": "bfloat16",
+        "measure": "accuracy",
+        "num_items": 500,
+        "window": 4,
+        "step_seconds": {
+            "positions": (0, 100),
+            "stored": (0, 1000),
+            "seconds": ((0.02, 0.02), (0.02, 0.02)),
+        },
+        "prefill_tokens_per_s": 10_000.0,
+        "points": (AR, LOWER),
+    }
+    return build_settings(content, Frontier, source="test")
+
+
+@pytest.fixture
+def model_dir(mars_dir: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint, with a frontier."""
+    path = Path(shutil.copytree(mars_dir, tmp_path / "model"))
+    write_frontier(path, frontier_of(path))
+    return path
+
+
+def settings_of(
+    path: Path, tiers: dict[str, float] | None = None, **autoscaling: Any
+) -> ModelSettings:
+    return ModelSettings(
+        name="mars",
+        path=str(path),
+        tiers=tiers or {},
+        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        autoscaling={"max_replicas": 3, **autoscaling},
+    )
+
+
+def test_the_plan_is_that_of_the_frontier_and_the_settings(model_dir: Path) -> None:
+    settings = settings_of(model_dir, cold_start_s=30)
+    plan = plan_of(settings, load_engine(settings), TIMES)
+    assert plan is not None
+    assert plan.refused is None
+    assert [rung.threshold for rung in plan.capacity.rungs] == [1.0, 0.9]
+    assert plan.capacity.num_slots == 4
+    assert plan.capacity.tokens_per_s(plan.capacity.rungs[0]) == pytest.approx(4 / 0.02)
+    assert plan.capacity.prefill_tokens_per_s == 10_000
+    assert (plan.settings.max_replicas, plan.settings.cold_start_s) == (3, 30)
+
+
+@pytest.mark.parametrize("autoscaling", [None, {"policy": "ongoing_requests", "max_replicas": 2}])
+def test_there_is_none_where_the_threshold_is_not_autoscaled(
+    model_dir: Path, autoscaling: dict[str, Any] | None
+) -> None:
+    settings = ModelSettings(
+        name="mars",
+        path=str(model_dir),
+        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        autoscaling=autoscaling,
+    )
+    assert plan_of(settings, load_engine(settings), TIMES) is None
+
+
+def corrupted(path: Path) -> None:
+    file = path / FRONTIER_FILE
+    file.write_text(file.read_text()[:-40])
+
+
+def changed(path: Path) -> None:
+    file = path / FRONTIER_FILE
+    content = json.loads(file.read_text())
+    content["points"][1]["tokens_per_forward"] = 3.0
+    file.write_text(json.dumps(content))
+
+
+def of_another_model(path: Path) -> None:
+    frontier = frontier_of(path)
+    write_frontier(path, frontier.model_copy(update={"weights": "0" * 64}))
+
+
+def missing(path: Path) -> None:
+    (path / FRONTIER_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (corrupted, "cannot be read as JSON"),
+        (changed, "checksum: it is not that of the other fields"),
+        (of_another_model, "weights: it was measured on another model's"),
+        (missing, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_frontier_that_is_refused_leaves_plain_decoding_alone(
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
+    damage(model_dir)
+    settings = settings_of(model_dir)
+    plan = plan_of(settings, load_engine(settings), TIMES)
+    assert plan is not None
+    assert plan.refused is not None
+    assert reason in plan.refused
+    assert str(model_dir / FRONTIER_FILE) in plan.refused
+    assert plan.refused.endswith("run marsray calibrate again")
+    assert [rung.threshold for rung in plan.capacity.rungs] == [1.0]
+    assert plan.capacity.exact is None
+    # by the engine's own times: four rows that read half of their context, 512 tokens together
+    assert plan.capacity.tokens_per_s(plan.capacity.rungs[0]) == pytest.approx(4 / 0.03)
+    assert plan.capacity.prefill_tokens_per_s == pytest.approx(16 / 0.05)
+    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
+    assert "goes by τ = 1 alone" in record.message
+
+
+def test_an_engine_that_has_timed_one_size_only_has_a_plan_too(model_dir: Path) -> None:
+    missing(model_dir)
+    settings = settings_of(model_dir)
+    plan = plan_of(settings, load_engine(settings), StepTimes((4,), (0,), ((0.02,),)))
+    assert plan is not None
+    assert plan.capacity.tokens_per_s(plan.capacity.rungs[0]) == pytest.approx(4 / 0.02)
+
+
+def test_a_target_that_was_not_measured_is_refused(model_dir: Path) -> None:
+    settings = settings_of(model_dir, target_threshold=0.95)
+    plan = plan_of(settings, load_engine(settings), TIMES)
+    assert plan is not None
+    assert plan.refused is not None
+    assert plan.refused.startswith("target_threshold: 0.95 is not among the measured ones (1, 0.9)")
+    assert [rung.threshold for rung in plan.capacity.rungs] == [1.0]
+    known = settings_of(model_dir, target_threshold=0.9)
+    plan = plan_of(known, load_engine(known), TIMES)
+    assert plan is not None
+    assert (plan.refused, plan.capacity.rungs[0].threshold) == (None, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "autoscaling", "floors"),
+    [
+        ({}, {}, (0.9, 0.7)),
+        ({"default_min_threshold": 0.95, "flex_min_threshold": 0.8}, {}, (0.95, 0.8)),
+        ({"default_min_threshold": 0.5, "flex_min_threshold": 0.5}, {}, (0.9, 0.7)),
+        (
+            {"default_min_threshold": 0.5, "flex_min_threshold": 0.6},
+            {"floor_threshold": 0.8, "flex_floor_threshold": 0.5},
+            (0.8, 0.6),
+        ),
+    ],
+)
+def test_the_higher_floor_of_tiers_and_autoscaling_holds(
+    model_dir: Path,
+    tiers: dict[str, float],
+    autoscaling: dict[str, float],
+    floors: tuple[float, float],
+) -> None:
+    settings = settings_of(model_dir, tiers, **autoscaling)
+    plan = plan_of(settings, load_engine(settings), TIMES)
+    assert plan is not None
+    assert (plan.settings.floor_threshold, plan.settings.flex_floor_threshold) == floors
+
+
+async def outputs_of(loop: EngineLoop, request: Request) -> list[StepOutput]:
+    return [output async for output in loop.stream(request)]
+
+
+async def test_a_replica_without_a_usable_frontier_serves_with_plain_decoding(
+    model_dir: Path,
+) -> None:
+    corrupted(model_dir)
+    settings = settings_of(model_dir)
+    loop = start_engine(settings, num_threads=1)
+    try:
+        assert loop.plan is not None
+        assert "cannot be read as JSON" in (loop.plan.refused or "")
+        assert settings.autoscaling is not None
+        steering = Steering("r1", loop.plan, settings.autoscaling, loop, RequestLoad())
+        steering.take(LiveThreshold(1, 0.9, ThresholdRange(0.9, 0.7, 9.0, False)), 100.0)
+        options = DecodingOptions(30, threshold=None)
+        running = asyncio.gather(
+            *(outputs_of(loop, Request(str(i), [5, 9, 12], options)) for i in range(16))
+        )
+        now_s = 100.0
+        while not running.done():
+            await asyncio.sleep(0.005)
+            now_s += 0.5
+            steering.step(now_s)
+        outputs = [output for each in await running for output in each]
+        assert {output.threshold for output in outputs} == {1.0}
+        assert {len(output.tokens) for output in outputs} == {1}
+        assert loop.live == LiveDecoding(1.0, 1.0)
+    finally:
+        loop.stop()
+
+
+def test_numbers_of_replicas_that_contradict_each_other_are_refused() -> None:
+    autoscaling = {"min_replicas": 3, "max_replicas": 2}
+    content = {"name": "m", "path": "p", "autoscaling": autoscaling}
+    with pytest.raises(
+        UserError, match=r"autoscaling: .*min_replicas is above max_replicas; lower one or raise"
+    ):
+        build_settings(content, ModelSettings, source="serve.yaml")
+    both = {"name": "m", "path": "p", "num_replicas": 2, "autoscaling": {"max_replicas": 2}}
+    with pytest.raises(UserError, match=r"num_replicas: autoscaling chooses it; leave it out"):
+        build_settings(both, ModelSettings, source="serve.yaml")
+    with pytest.raises(UserError, match=r"autoscaling\.max_replicas: "):
+        build_settings({**both, "autoscaling": {}}, ModelSettings, source="serve.yaml")
