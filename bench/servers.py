@@ -50,5 +50,10 @@ def marsray_command(models: Mapping[str, Path], port: int, options: list[str]) -
     return command + options
 
 
+def configured_command(config: Path) -> list[str]:
+    """``marsray serve`` of a settings file, which names the port, too."""
+    return [sys.executable, "-m", "mars_platform", "serve", str(config)]
+
+
 def _leave(number: int, _: object) -> None:
     sys.exit(128 + number)

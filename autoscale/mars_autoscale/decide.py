@@ -79,7 +79,7 @@ class OuterSettings(Settings):
     """Seconds of decoding at the ladder's lowest rung that buy a replica."""
     drain_s: float = Field(default=30.0, gt=0)
     """Seconds within which a queue should be worked off by replicas that are asked for."""
-    full: float = Field(default=0.95, gt=0, le=1)
+    full: float = Field(default=1.0, gt=0, le=1)
     """Share of the ready replicas' speed from which on τ is lowered before a queue forms."""
     floor_threshold: float = Field(default=0.9, gt=0, le=1)
     """The lowest τ for class default."""
@@ -138,8 +138,9 @@ class Decision:
     debt: float
     """See `OuterState`."""
     is_saturated: bool = False
-    """Whether there is nothing left to give: all replicas there may be are ready, all at their
-    lowest τ. What still comes too late should be refused."""
+    """Whether there is nothing left to give: as many replicas are asked for as there may be, and
+    those that serve are full and at their lowest τ. What still comes too late should be refused:
+    a replica that starts is no help to it."""
     is_overspent: bool = False
     """See `OuterState`."""
 
@@ -199,7 +200,7 @@ def decide(
         rate,
         needed,
         debt,
-        _is_saturated(loads, capacity, settings),
+        _is_saturated(number, loads, capacity, settings),
         is_overspent,
     )
     debt = 0.0 if bought else debt
@@ -290,11 +291,11 @@ def _debt(state: OuterState, loads: Sequence[ReplicaLoad], now: float, capacity:
 
 
 def _is_saturated(
-    loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings
+    number: int, loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings
 ) -> bool:
-    if len(loads) < settings.max_replicas or not _is_busy(loads, capacity, settings):
+    if not loads or number < settings.max_replicas:
         return False
-    return all(load.is_lowest for load in loads)
+    return _is_busy(loads, capacity, settings) and all(load.is_lowest for load in loads)
 
 
 def _number(

@@ -27,8 +27,13 @@ class LocalSettings(Settings):
     full: float = Field(default=0.8, ge=0)
     """(running + waiting) / slots from which on more speed is asked for. Below 1: a batch that is
     full already makes the next request wait."""
-    proportional: float = Field(default=1.5, ge=0)
+    proportional: float = Field(default=1.1, ge=0)
     """Gain in speed over the target τ asked for a whole batch more of load than `full`."""
+    confirm_s: float = Field(default=1.0, ge=0)
+    """Seconds for which more speed must have been asked for before τ leaves the target: a batch
+    that fills up for a moment empties by itself."""
+    urgent: float = Field(default=1.3, ge=0)
+    """(running + waiting) / slots from which on that is not waited for."""
     climb_s: float = Field(default=1.0, ge=0)
     """Seconds on a rung before τ may climb: a request's speed should not flap."""
     min_gain: float = Field(default=1.05, ge=1)
@@ -65,6 +70,8 @@ class LocalState:
     """Rungs in use by class default and flex; 0 is the target τ."""
     is_exact: bool = False
     changed_s: float = -math.inf
+    asked_s: float | None = None
+    """Since when more speed is asked for; None while it is not."""
 
 
 class LocalController:
@@ -84,17 +91,27 @@ class LocalController:
         load = look.load if math.isfinite(look.load) else 0.0
         path = self._path(look)
         gains = self._gains(path, look)
-        excess = load / self._capacity.num_slots - self._settings.full
-        asked = 1.0
-        if excess > 0.0:
-            asked += self._settings.proportional * excess
-            # what arrives says little of a replica whose own slots are free
-            asked = max(asked, look.feed_forward if look.feed_forward < math.inf else 1.0)
+        asked = self._asked(load / self._capacity.num_slots, look)
         lowest = self._lowest(gains, look)
         at = self._move(look.now_s, path, gains, asked, lowest)
         self._choose_exact(load)
         default, flex = (self._rungs[index] for index in path[at])
         return Stage(default, flex, self.state.is_exact, gains[at], at >= lowest)
+
+    def _asked(self, filled: float, look: Look) -> float:
+        """Gain in speed that is needed, for slots that are filled so many times."""
+        state, settings = self.state, self._settings
+        if filled <= settings.full:
+            state.asked_s = None
+            return 1.0
+        if state.asked_s is None:
+            state.asked_s = look.now_s
+        is_confirmed = not 0 <= look.now_s - state.asked_s < settings.confirm_s
+        if state.place == (0, 0) and filled < settings.urgent and not is_confirmed:
+            return 1.0
+        asked = 1.0 + settings.proportional * (filled - settings.full)
+        # what arrives says little of a replica whose own slots are free
+        return max(asked, look.feed_forward if look.feed_forward < math.inf else 1.0)
 
     def _path(self, look: Look) -> list[tuple[int, int]]:
         """Places of class default and flex that the floors allow, the best first."""

@@ -169,15 +169,20 @@ def test_saturated_at_all_replicas_and_the_lowest_stage_alone(
     snapshot = replace(snapshot_of(0, 8), replicas=loads)
     decision, _ = decide(snapshot, OuterState(), CAPACITY, bounds)
     mean = sum(load for load, _ in replicas) / len(replicas)
-    nothing_left = len(replicas) >= most and all(is_lowest for _, is_lowest in replicas)
+    nothing_left = decision.num_replicas == most and all(lowest for _, lowest in replicas)
     assert decision.is_saturated == (nothing_left and mean >= bounds.busy * CAPACITY.num_slots)
+
+
+HOURS_PERIOD = 10.0
 
 
 class Hours:
     """Replicas, their inner loops and the outer one, as time goes by."""
 
     def __init__(self, num_replicas: int, budget: float) -> None:
-        self.settings = SETTINGS.model_copy(update={"loss_budget": budget})
+        self.settings = SETTINGS.model_copy(
+            update={"loss_budget": budget, "period_s": HOURS_PERIOD}
+        )
         self.locals = [LocalController(CAPACITY, LocalSettings()) for _ in range(num_replicas)]
         self.state = OuterState()
         self.stages = [each.update(Look(0.0, 0.0)) for each in self.locals]
@@ -190,7 +195,7 @@ class Hours:
         """The same requests at each replica for some time."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
-            self.now_s += PERIOD
+            self.now_s += HOURS_PERIOD
             reports = [
                 ReplicaLoad(
                     self.now_s,
@@ -208,7 +213,7 @@ class Hours:
             self.decisions.append(decision)
             tokens = [each.num_running * each.gain for each in reports]
             points = sum(n * each.loss for n, each in zip(tokens, reports, strict=True))
-            self.lost.append((points / max(sum(tokens), 1e-9), PERIOD))
+            self.lost.append((points / max(sum(tokens), 1e-9), HOURS_PERIOD))
             self.stages = [
                 each.update(
                     Look(
@@ -225,7 +230,7 @@ class Hours:
     def worst_hour(self) -> float:
         """Points that the average token lost on average over the hour in which it lost most."""
         points = [points * seconds for points, seconds in self.lost]
-        size = int(3600 / PERIOD)
+        size = int(3600 / HOURS_PERIOD)
         return max(sum(points[i : i + size]) for i in range(max(len(points) - size, 0) + 1)) / 3600
 
 
@@ -245,7 +250,7 @@ def test_no_hour_loses_more_than_the_budget(
     for loads, seconds in spans:
         hours.serve(loads, seconds)
     # a period is over before its loss is known
-    assert hours.worst_hour() <= budget + LADDER[2].loss * 3 * PERIOD / 3600
+    assert hours.worst_hour() <= budget + LADDER[2].loss * 3 * HOURS_PERIOD / 3600
 
 
 # By example
@@ -255,11 +260,11 @@ def test_a_spent_budget_pins_class_default_until_some_is_back() -> None:
     hours = Hours(2, 1.0)
     hours.serve([40, 40], 5000)
     first = next(i for i, each in enumerate(hours.decisions) if each.is_overspent)
-    assert PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=4 * PERIOD)
+    assert HOURS_PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=3 * HOURS_PERIOD)
     assert hours.decisions[first].floor_threshold == 1.0
     assert hours.decisions[first].flex_floor_threshold == SETTINGS.flex_floor_threshold
     again = next(i for i, each in enumerate(hours.decisions) if i > first and not each.is_overspent)
-    assert 3600 <= PERIOD * again <= 3600 + 180, "an hour after the first of it was lost"
+    assert 3600 <= HOURS_PERIOD * again <= 3600 + 180, "an hour after the first of it was lost"
     assert hours.decisions[again].floor_threshold == SETTINGS.floor_threshold
     pinned = [loss for loss, _ in hours.lost[first + 2 : again]]
     assert max(pinned) == 0.0
@@ -269,7 +274,7 @@ def test_what_idle_replicas_do_does_not_thin_the_loss() -> None:
     hours = Hours(2, 1.0)
     hours.serve([40, 0], 5000)
     first = next(i for i, each in enumerate(hours.decisions) if each.is_overspent)
-    assert PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=4 * PERIOD)
+    assert HOURS_PERIOD * first == pytest.approx(3600 / LADDER[2].loss, abs=3 * HOURS_PERIOD)
 
 
 def test_a_constant_loss_within_the_budget_is_never_stopped() -> None:
@@ -287,8 +292,14 @@ def test_without_a_budget_nothing_is_lost() -> None:
 def test_nothing_is_left_to_give() -> None:
     (decision,), _ = run([snapshot_of(0, 30, ready=16, running=16, waiting=9, is_lowest=True)])
     assert decision.is_saturated
-    (fewer,), _ = run([snapshot_of(0, 30, ready=15, running=16, waiting=9, is_lowest=True)])
+    (late,), _ = run([snapshot_of(0, 30, ready=9, running=16, waiting=9, is_lowest=True)])
+    assert late.is_saturated, "those that start are no help to what comes now"
+    assert late.num_replicas == SETTINGS.max_replicas
+    (fewer,), _ = run([snapshot_of(0, 7, ready=9, running=16, is_lowest=True)])
     assert not fewer.is_saturated
+    assert fewer.num_replicas < SETTINGS.max_replicas
+    (higher,), _ = run([snapshot_of(0, 30, ready=16, running=16, waiting=9)])
+    assert not higher.is_saturated
 
 
 def test_class_flex_must_not_pay_less() -> None:

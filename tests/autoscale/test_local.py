@@ -44,8 +44,19 @@ def test_it_drops_at_once_and_climbs_a_rung_at_a_time(controller: LocalControlle
 
 
 def test_what_arrives_counts_where_slots_are_taken(controller: LocalController) -> None:
-    assert controller.update(Look(0.0, 14, feed_forward=1.25)).default.threshold == 0.9
-    assert controller.update(Look(1.0, 14, feed_forward=math.inf)).default.threshold == 0.95
+    controller.update(Look(0.0, 14, feed_forward=1.25))
+    assert controller.update(Look(1.0, 14, feed_forward=1.25)).default.threshold == 0.9
+    assert controller.update(Look(2.0, 14, feed_forward=math.inf)).default.threshold == 0.95
+
+
+def test_a_batch_that_fills_up_for_a_moment_is_waited_out(controller: LocalController) -> None:
+    seen = [controller.update(Look(now, 16)).default.threshold for now in (0.0, 0.5, 1.0)]
+    assert seen == [1.0, 1.0, 0.95]
+    again = LocalController(CAPACITY, LocalSettings())
+    loads = [16, 10, 16, 16, 10, 16]
+    looks = [Look(0.6 * step, load) for step, load in enumerate(loads)]
+    assert {again.update(look).default.threshold for look in looks} == {1.0}
+    assert again.update(Look(3.6, 21)).default.threshold < 1.0  # a queue is not waited out
 
 
 def test_the_floor_holds_at_once(controller: LocalController) -> None:
@@ -83,7 +94,9 @@ def flex_look(now: float, load: float, *, flex: float = 0.5, **more: float) -> L
 def test_class_flex_goes_down_first_and_comes_back_last(controller: LocalController) -> None:
     seen = []
     for load in (10, 14, 15, 16, 17, 18, 20, 40):
-        stage = LocalController(CAPACITY, LocalSettings()).update(flex_look(0.0, load))
+        fresh = LocalController(CAPACITY, LocalSettings())
+        fresh.update(flex_look(0.0, load))
+        stage = fresh.update(flex_look(1.0, load))
         seen.append((stage.default.threshold, stage.flex.threshold))
     assert seen[0] == (1.0, 1.0)
     assert seen[-1] == (0.7, 0.7)
@@ -130,9 +143,9 @@ def test_no_quality_is_paid_for_hardly_any_speed(controller: LocalController) ->
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_a_replica_at_the_target_says_a_gain_of_one(flex: float, pinned: float) -> None:
-    controller = LocalController(CAPACITY, LocalSettings())
+    capacity = Capacity(CAPACITY.step_time, LADDER[1:], SLOTS, 20_000)
     look = Look(0.0, 2, flex_share=flex, pinned_share=pinned)
-    assert controller.update(look).gain == 1.0
+    assert LocalController(capacity, LocalSettings()).update(look).gain == 1.0
 
 
 # Mode exact

@@ -213,6 +213,26 @@ def test_the_joint_policy_keeps_classes_apart() -> None:
     assert flex.rejected >= default.rejected >= priority.rejected == 0
 
 
+class Stages(Fixed):
+    """Another stage at each look."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        super().__init__(1, stages[0])
+        self.rest = list(stages)
+
+    def update(self, look: Any, /) -> Stage:
+        return self.rest.pop(0) if len(self.rest) > 1 else self.rest[0]
+
+
+def test_changes_of_either_class_are_counted_and_those_of_exact_are_not() -> None:
+    both = Stage(LIGHT, DEEP)
+    stages = [Stage(AR, AR), Stage(AR, AR, is_exact=True), Stage(AR, DEEP), both, Stage(AR, AR)]
+    trace = [TraceRequest(float(i), 0, 1) for i in range(6)]
+    policy = Stages(stages)
+    result = Simulation(trace, ONE_SLOT, ClusterSettings(), policy).run()
+    assert result.num_threshold_changes == 3
+
+
 class Steps:
     """Wants other numbers of replicas from given times on."""
 
