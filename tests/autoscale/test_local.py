@@ -51,7 +51,7 @@ def test_what_arrives_counts_where_slots_are_taken(controller: LocalController) 
 
 def test_a_batch_that_fills_up_for_a_moment_is_waited_out(controller: LocalController) -> None:
     seen = [controller.update(Look(now, 16)).default.threshold for now in (0.0, 0.5, 1.0)]
-    assert seen == [1.0, 1.0, 0.95]
+    assert seen == [1.0, 1.0, 0.9]
     again = LocalController(CAPACITY, LocalSettings())
     loads = [16, 10, 16, 16, 10, 16]
     looks = [Look(0.6 * step, load) for step, load in enumerate(loads)]
