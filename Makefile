@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-full test-clients lint format clean
+.PHONY: demo test test-full test-clients lint format wheel constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
@@ -27,6 +27,20 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The wheel and the source archive in dist/, byte for byte the same from the same tree, by a builder
+# whose packages are checked by hash.
+wheel:
+	set -e; builder=$$(mktemp -d); trap 'rm -rf "$$builder"' EXIT; \
+	$(PYTHON) -m venv "$$builder"; \
+	"$$builder/bin/python" -m pip install --quiet --no-deps --require-hashes \
+		--requirement k8s/image/constraints-build.txt; \
+	"$$builder/bin/python" -m hatchling build --directory dist
+
+# The image's packages with their hashes; see k8s/image/lock.py.
+constraints: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet 'uv>=0.9'
+	$(BIN)/python k8s/image/lock.py $(LOCK_ARGS)
 
 # torch goes first and pinned, so that the project's version range is met already and pip does
 # not fetch another build. Users who want a CUDA build install torch themselves beforehand.

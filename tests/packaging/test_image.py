@@ -1,0 +1,97 @@
+"""The image's recipe: everything is pinned, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = ROOT / "k8s" / "image"
+DOCKERFILE = (IMAGE / "Dockerfile").read_text().replace("\\\n", "")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "extra": ""}
+
+
+def pins(name):
+    """Each package of a constraints file, its version, and the hashes of its files."""
+    text = (IMAGE / f"constraints-{name}.txt").read_text().replace("\\\n", "")
+    found = {}
+    for line in text.splitlines():
+        if line.startswith(("#", "-", " ")) or not line.strip():
+            continue
+        requirement, *hashes = line.split(" --hash=")
+        package, version = requirement.strip().split("==")
+        found[canonicalize_name(package)] = (version, [each.strip() for each in hashes])
+    return found
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "build"])
+def test_every_package_has_hashes(name):
+    for package, (_, hashes) in pins(name).items():
+        assert hashes, package
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes), package
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("cpu", PROJECT["project"]["dependencies"]),
+        ("gpu", PROJECT["project"]["dependencies"]),
+        ("cpu", PROJECT["project"]["optional-dependencies"]["tracing"]),
+        ("gpu", (IMAGE / "requirements.in").read_text().splitlines()[1:]),
+        ("build", PROJECT["build-system"]["requires"]),
+    ],
+)
+def test_what_the_project_needs_is_pinned_to_a_version_it_allows(name, wanted):
+    found = pins(name)
+    for requirement in map(Requirement, wanted):
+        assert requirement.marker is None or requirement.marker.evaluate(LINUX)
+        version, _ = found[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), requirement
+
+
+def test_the_variants_differ_in_torch_alone():
+    cpu, gpu = ({key: found[0] for key, found in pins(name).items()} for name in ("cpu", "gpu"))
+    assert cpu.pop("torch") == gpu.pop("torch") + "+cpu"
+    assert cpu.items() <= gpu.items()
+    assert all(re.match("nvidia-|cuda-|triton$", key) for key in gpu.keys() - cpu.keys())
+    assert "nvidia-cuda-runtime" in gpu
+
+
+def test_torch_is_the_one_that_the_tests_run_with():
+    (tested,) = re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())
+    assert pins("gpu")["torch"][0] == tested
+
+
+def test_the_base_image_has_the_ray_of_the_constraints():
+    (version,) = re.findall(r"^ARG RAY_VERSION=(.+)$", DOCKERFILE, re.MULTILINE)
+    assert {pins(name)["ray"][0] for name in ("cpu", "gpu")} == {version}
+
+
+def test_it_runs_as_a_user_by_number_and_nothing_is_installed_unpinned():
+    users = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1])
+    installs = re.findall(r"pip install (.+)$", DOCKERFILE, re.MULTILINE)
+    assert len(installs) == 3
+    assert all("--no-deps" in each for each in installs)
+    assert all("--require-hashes" in each or each.endswith(" /dist/*.whl") for each in installs)
+    assert ":latest" not in DOCKERFILE
+
+
+def test_the_build_context_holds_what_is_copied_and_no_more():
+    copied = {
+        source
+        for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    copied.remove("k8s/image/constraints-build.txt")
+    copied.add("k8s/image/constraints-*.txt")  # those of the variants are mounted
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignore[1] == "*"
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied
+    assert all(list(ROOT.glob(source)) for source in copied)

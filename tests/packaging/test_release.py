@@ -1,0 +1,143 @@
+"""Workflows call what exists and hold no more rights than they need; versions agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = {path.stem: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def load(name):
+    return yaml.safe_load(WORKFLOWS[name].read_text())
+
+
+def steps(name):
+    return [step for job in load(name)["jobs"].values() for step in job.get("steps", [])]
+
+
+@pytest.fixture(scope="module")
+def release_notes():
+    spec = importlib.util.spec_from_file_location("release", ROOT / ".github" / "release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.release_notes
+
+
+def test_the_workflows_call_make_targets_that_exist():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {
+        target
+        for name in WORKFLOWS
+        for step in steps(name)
+        for target in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))
+    }
+    assert called == {"lint", "test", "wheel"}
+    assert called <= targets
+
+
+def test_they_name_files_of_the_checkout():
+    for name in WORKFLOWS:
+        text = WORKFLOWS[name].read_text()
+        for file in re.findall(r"(?:python3 |file: |uses: \./)(\S+)", text):
+            assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_actions_are_pinned_by_commit_with_their_version(name):
+    uses = re.findall(r"uses: (.+)$", WORKFLOWS[name].read_text(), re.MULTILINE)
+    assert uses
+    for each in uses:
+        assert each.startswith("./") or re.fullmatch(
+            r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each
+        ), each
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_no_text_of_others_becomes_part_of_a_script(name):
+    assert [step["run"] for step in steps(name) if "${{" in step.get("run", "")] == []
+
+
+def test_rights_are_given_job_by_job():
+    for name in WORKFLOWS:
+        workflow = load(name)
+        assert workflow["permissions"] == {}
+        assert all("permissions" in job for job in workflow["jobs"].values())
+        assert all("timeout-minutes" in job or "uses" in job for job in workflow["jobs"].values())
+    assert all(job["permissions"] == {"contents": "read"} for job in load("ci")["jobs"].values())
+    assert "secrets." not in WORKFLOWS["ci"].read_text()
+    assert "pull_request_target" not in WORKFLOWS["ci"].read_text()
+
+
+def test_only_a_release_pushes_images_and_both_variants_come_with_their_origin():
+    (tried,) = [step["with"] for step in steps("ci") if "build-push" in step.get("uses", "")]
+    assert tried["push"] is False
+    jobs = load("release")["jobs"]
+    assert jobs["image"]["strategy"]["matrix"]["variant"] == ["cpu", "gpu"]
+    assert {"check", "ci"} <= set(jobs["image"]["needs"])
+    assert "image" in jobs["release"]["needs"]
+    (pushed,) = [step["with"] for step in steps("release") if "build-push" in step.get("uses", "")]
+    assert (pushed["push"], pushed["sbom"], pushed["provenance"]) == (True, True, "mode=max")
+    assert "provenance" not in tried
+
+
+def test_the_changelog_has_a_section_for_the_version(release_notes):
+    notes = release_notes(f"v{VERSION}")
+    assert notes.strip()
+    assert "\n## " not in notes
+    newest = re.search(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest[1] == VERSION
+
+
+def test_the_manifests_name_the_image_of_the_version():
+    files = list((ROOT / "k8s").rglob("kustomization.yaml"))
+    tags = [
+        str(image["newTag"])
+        for file in files
+        for image in yaml.safe_load(file.read_text()).get("images", [])
+        if image["name"] == "marsray"
+    ]
+    assert tags
+    assert set(tags) <= {VERSION, f"{VERSION}-cpu", f"{VERSION}-gpu"}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project of version 1.2.0, by the text of its changelog."""
+
+    def write(changelog):
+        (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.0"\n')
+        (tmp_path / "CHANGELOG.md").write_text(changelog)
+        return tmp_path
+
+    return write
+
+
+def test_the_notes_are_the_section_of_the_version_alone(release_notes, project):
+    text = (
+        "# Changelog\n\n## [Unreleased]\n- later\n\n## [1.2.0] - 2026-01-02\n### Added\n- this\n\n"
+        "## [1.1.0] - 2026-01-01\n- before\n\n[1.2.0]: https://example.org\n"
+    )
+    assert release_notes("v1.2.0", project(text)) == "### Added\n- this\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "message"),
+    [
+        ("v1.3.0", "## [1.2.0] - 2026-01-02\n- this\n", "has version 1.2.0"),
+        ("1.2.0", "## [1.2.0] - 2026-01-02\n- this\n", "tag v1.2.0"),
+        ("v1.2.0", "## [1.1.0] - 2026-01-02\n- this\n", "no section"),
+        ("v1.2.0", "## [1.2.0]\n- this\n", "no section"),
+        ("v1.2.0", "## [1.2.0] - 2026-01-02\n\n## [1.1.0] - 2026-01-01\n- old\n", "with content"),
+    ],
+)
+def test_a_release_that_does_not_agree_is_refused(release_notes, project, tag, changelog, message):
+    with pytest.raises(ValueError, match=message):
+        release_notes(tag, project(changelog))

@@ -1,0 +1,147 @@
+"""The wheel as it is published: what it holds, and that it works without the checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mars_platform.processes import end_process, free_port, wait_until_ready
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = {
+    "mars_platform": ROOT / "platform",
+    "mars_train": ROOT / "train",
+    "mars_serve": ROOT / "serve",
+    "mars_autoscale": ROOT / "autoscale",
+}
+SECRET = re.compile(
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bghp_\w{36}|\bhf_[A-Za-z]{34}\b"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    subprocess.run([*command, "--directory", directory], cwd=ROOT, check=True)
+    (built,) = directory.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def content(wheel):
+    """Each file in the wheel and its bytes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The directory of programs of an environment with the wheel.
+
+    It sees the packages of this environment, but not the editable install among them: of a
+    directory that a .pth file adds, Python does not read the .pth files.
+    """
+    directory = tmp_path_factory.mktemp("installed")
+    venv.create(directory, with_pip=False, symlinks=True)
+    python = directory / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-cache-dir", wheel], check=True)
+    (site,) = directory.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+@pytest.fixture
+def run(installed, tmp_path):
+    """Runs a program of that environment outside the checkout; what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(name, *arguments):
+        command = [installed / name, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    return run
+
+
+def test_the_four_packages_are_in_it_whole_and_nothing_else(content):
+    modules = {name for name in content if name.endswith(".py")}
+    assert modules == {
+        str(path.relative_to(root))
+        for package, root in PACKAGES.items()
+        for path in (root / package).rglob("*.py")
+    }
+    tops = {name.partition("/")[0] for name in content}
+    assert tops == {*PACKAGES, f"marsray-{PROJECT['version']}.dist-info"}
+    others = {Path(name).suffix for name in content if ".dist-info/" not in name}
+    assert others == {".py", ".typed", ".yaml", ".json"}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= content.keys()
+
+
+def test_no_secret_is_in_it(content):
+    assert [name for name, data in content.items() if SECRET.search(data)] == []
+
+
+def test_it_is_small(wheel):
+    assert wheel.stat().st_size < 1_000_000
+
+
+def test_its_metadata(content):
+    directory = f"marsray-{PROJECT['version']}.dist-info"
+    metadata = message_from_bytes(content[f"{directory}/METADATA"])
+    assert metadata["Name"] == "marsray"
+    assert metadata["Version"] == PROJECT["version"]
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert len(metadata.get_all("Requires-Dist")) >= len(PROJECT["dependencies"])
+    assert f"{directory}/licenses/LICENSE" in content
+
+
+def test_it_is_imported_from_where_it_was_installed(installed, run):
+    code = f"import {', '.join(PACKAGES)}; print({', '.join(f'{p}.__file__' for p in PACKAGES)})"
+    for file in run("python", "-c", code).split():
+        assert Path(file).is_relative_to(installed.parent)
+
+
+def test_the_command_has_its_version_and_all_commands(run):
+    assert run("marsray", "--version") == f"marsray {PROJECT['version']}\n"
+    printed = run("marsray", "--help")
+    listed = {line.split()[0] for line in printed.splitlines() if line.startswith("  ")}
+    assert PROJECT["entry-points"]["marsray.commands"].keys() <= listed
+
+
+def test_it_serves_a_model(installed, trained, tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    command = [installed / "marsray", "serve", "--model", f"tiny={trained.model}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            cwd=tmp_path,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        name = f"marsray serve, see {log},"
+        wait_until_ready(process, f"{address}/ready", name=name, timeout_s=120)
+        body = {"model": "tiny", "prompt": "Totals: 4", "max_tokens": 8}
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+    finally:
+        end_process(process)
+    assert process.returncode == 0, log.read_text()
+    assert answer["usage"]["completion_tokens"] > 0
+    assert answer["mars"]["forward_passes"] > 0
