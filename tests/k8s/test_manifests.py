@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+
+from mars_platform import __version__
+
+K8S = Path(__file__).parents[2] / "k8s"
+README = (K8S / "README.md").read_text(encoding="utf-8")
+VERSION = "1.32"
+OTHERS_KINDS = {"ray.io/v1", "monitoring.coreos.com/v1"}
+USER_MADE = set(re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", README, re.MULTILINE))
+MADE_BY_OTHERS = {("ConfigMap", "kube-root-ca.crt")}
+VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+SECRET = re.compile(r"(PASSWORD|TOKEN|SECRET|_KEY)S?$")
+
+Document = dict[str, Any]
+
+
+@cache
+def validate(document: str) -> None:
+    kubernetes_validate.validate(json.loads(document), VERSION, strict=True)
+
+
+def test_kubernetes_own_kinds_fit_their_schemas(manifests: Any) -> None:
+    for document in manifests.documents:
+        if document["apiVersion"] not in OTHERS_KINDS:
+            validate(json.dumps(document))
+
+
+def test_every_pod_template_fits_the_schema_of_pods(manifests: Any) -> None:
+    for pod in manifests.pods():
+        document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod.spec}
+        validate(json.dumps(document))
+
+
+def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(
+    manifests: Any, render: Callable[[str], Any]
+) -> None:
+    (namespace,) = render("setup/shared").of_kind("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for document in manifests.documents:
+        if document["kind"] != "Namespace":
+            assert document["metadata"]["namespace"] == namespace["metadata"]["name"]
+
+
+def test_every_pod_fits_the_restricted_profile(manifests: Any) -> None:
+    for pod in manifests.pods():
+        context = pod.spec["securityContext"]
+        assert context["runAsNonRoot"] is True, pod.where
+        assert context["runAsUser"] != 0, pod.where
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, pod.where
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec), pod.where
+        for volume in pod.spec.get("volumes", []):
+            assert set(volume) - {"name"} <= VOLUMES, (pod.where, volume)
+
+
+def test_every_container_is_without_privileges(manifests: Any) -> None:
+    for pod in manifests.pods():
+        for container in pod.containers:
+            where = f"{pod.where}: {container['name']}"
+            assert_restricted(container["securityContext"], where)
+            assert not any("hostPort" in port for port in container.get("ports", [])), where
+
+
+def assert_restricted(context: Document, where: str) -> None:
+    assert context == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }, where
+
+
+def test_the_autoscaler_that_kuberay_adds_is_without_privileges_too(service: Any) -> None:
+    options = service.cluster["autoscalerOptions"]
+    assert_restricted(options["securityContext"], "autoscaler")
+    assert {"requests", "limits"} <= set(options["resources"])
+
+
+def test_every_container_has_requests_and_limits(manifests: Any) -> None:
+    for pod in manifests.pods():
+        for container in pod.containers:
+            for part in ("requests", "limits"):
+                assert {"cpu", "memory"} <= set(container["resources"][part]), pod.where
+
+
+def test_what_runs_long_has_probes(manifests: Any) -> None:
+    for pod in manifests.pods():
+        for container in pod.spec["containers"] if pod.is_long_running else []:
+            assert {"readinessProbe", "livenessProbe"} <= set(container), pod.where
+
+
+def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifests: Any) -> None:
+    for pod in manifests.pods():
+        memory = sum(
+            quantity(each["resources"]["limits"]["memory"]) for each in pod.spec["containers"]
+        )
+        for volume in pod.spec.get("volumes", []):
+            if "emptyDir" in volume:
+                limit = quantity(volume["emptyDir"]["sizeLimit"])
+                assert volume["emptyDir"].get("medium") != "Memory" or limit <= memory / 2, (
+                    pod.where
+                )
+
+
+def test_the_object_store_fits_into_shared_memory(manifests: Any) -> None:
+    for document in [*manifests.of_kind("RayService"), *manifests.of_kind("RayJob")]:
+        spec = document["spec"]
+        cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            volumes = group["template"]["spec"]["volumes"]
+            (shared,) = (each for each in volumes if each["name"] == "shm")
+            limit = quantity(shared["emptyDir"]["sizeLimit"])
+            assert int(group["rayStartParams"]["object-store-memory"]) <= limit
+
+
+def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests: Any) -> None:
+    for pod in manifests.pods():
+        mounted = {m["name"] for each in pod.containers for m in each.get("volumeMounts", [])}
+        volumes = {each["name"] for each in pod.spec.get("volumes", [])}
+        # the autoscaler's mount is an option, the StatefulSet's claim is beside the template
+        assert volumes - mounted <= {"api-token"}, pod.where
+        assert mounted - volumes <= {"state"}, pod.where
+
+
+def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests: Any) -> None:
+    for pod in manifests.pods():
+        assert pod.spec["automountServiceAccountToken"] is False, pod.where
+        for container in pod.containers:
+            names = {each["name"] for each in container.get("volumeMounts", [])}
+            assert "api-token" not in names, pod.where
+
+
+def test_no_secret_is_written_down(manifests: Any) -> None:
+    assert not manifests.of_kind("Secret")
+    for pod in manifests.pods():
+        for container in pod.containers:
+            for variable in container.get("env", []):
+                if SECRET.search(variable["name"]):
+                    assert "value" not in variable, (pod.where, variable["name"])
+
+
+def test_images_are_pinned_to_the_version(manifests: Any) -> None:
+    for pod in manifests.pods():
+        for container in pod.containers:
+            name, _, tag = container["image"].partition(":")
+            assert tag == __version__ if name.endswith("/marsray") else tag[0].isdigit(), pod.where
+
+
+def test_ray_is_the_installed_version(manifests: Any) -> None:
+    for document in [*manifests.of_kind("RayService"), *manifests.of_kind("RayJob")]:
+        spec = document["spec"]
+        cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+        assert cluster["rayVersion"] == importlib.metadata.version("ray")
+        assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_what_is_named_is_there_or_the_readme_says_who_makes_it(
+    manifests: Any, render: Callable[[str], Any]
+) -> None:
+    there = {
+        (each["kind"], each["metadata"]["name"])
+        for each in [*manifests.documents, *render("setup/shared").documents]
+    }
+    for reference in named(manifests.documents):
+        assert reference in there | USER_MADE | MADE_BY_OTHERS, reference
+
+
+def test_services_of_others_are_in_the_readme(service: Any) -> None:
+    own = {each["metadata"]["name"] for each in service.of_kind("Service")}
+    for ingress in service.of_kind("Ingress"):
+        for path in ingress["spec"]["rules"][0]["http"]["paths"]:
+            name = path["backend"]["service"]["name"]
+            assert name in own or f"Service `{name}`" in README
+
+
+def test_the_readme_lists_nothing_that_is_not_used(render: Callable[[str], Any]) -> None:
+    used = set(named((K8S / "components").glob("object-store/*.yaml")))
+    for name in ("overlays/ha", "jobs/promote"):
+        used |= set(named(render(name).documents))
+    assert used >= USER_MADE
+
+
+def named(value: Any) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every object that something refers to, whatever the way."""
+    if isinstance(value, Path):
+        found = re.findall(r"(configMap|secret)Ref: \{name: ([\w-]+)", value.read_text("utf-8"))
+        yield from (({"secret": "Secret"}.get(kind, "ConfigMap"), name) for kind, name in found)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_by(key, item)
+            yield from named(item)
+    elif not isinstance(value, str) and hasattr(value, "__iter__"):
+        for item in value:
+            yield from named(item)
+
+
+def _named_by(key: str, item: Any) -> Iterator[tuple[str, str]]:
+    kinds = {"configMap": "ConfigMap", "configMapRef": "ConfigMap", "configMapKeyRef": "ConfigMap",
+             "secretRef": "Secret", "secretKeyRef": "Secret", "credentials": "Secret"}  # fmt: skip
+    if key in kinds and isinstance(item, dict):
+        yield kinds[key], item["name"]
+    elif key in ("secretName", "claimName", "serviceAccountName"):
+        kind = {"secretName": "Secret", "claimName": "PersistentVolumeClaim"}
+        yield kind.get(key, "ServiceAccount"), item
+
+
+def quantity(text: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)([KMG]i)?", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mars_autoscale.metrics import AutoscalerMetrics
+from mars_serve import telemetry
+from mars_serve.settings import AutoscalingSettings
+
+EXPORTED = re.compile(r"\bray_(marsray_\w+)")
+RECORDED = re.compile(r"\bmarsray:[\w:]+")
+HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
+
+
+@pytest.fixture
+def rules(render: Any) -> list[dict[str, Any]]:
+    (found,) = render("overlays/ha").of_kind("PrometheusRule")
+    return [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+
+
+@pytest.fixture
+def panels(render: Any) -> list[dict[str, Any]]:
+    (configmap,) = render("overlays/ha").of_kind("ConfigMap")
+    assert configmap["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    found: list[dict[str, Any]] = json.loads(configmap["data"]["dashboard.json"])["panels"]
+    return found
+
+
+def metric_names() -> set[str]:
+    """Every metric that the code has, as Ray's exporter calls it, without the prefix."""
+    definitions = [
+        each for each in vars(telemetry).values() if isinstance(each, telemetry._Definition)
+    ]
+    names = {each.name for each in definitions}
+    names |= {
+        f"{each.name}{part}"
+        for each in definitions
+        if isinstance(each, telemetry._HistogramDefinition)
+        for part in HISTOGRAM_PARTS
+    }
+    for family in AutoscalerMetrics({}).collect():
+        names.add(f"{family.name}_total" if family.type == "counter" else family.name)
+    return names
+
+
+def expressions(rules: list[dict[str, Any]], panels: list[dict[str, Any]]) -> Iterator[str]:
+    yield from (rule["expr"] for rule in rules)
+    yield from (target["expr"] for panel in panels for target in panel["targets"])
+
+
+def test_every_metric_that_is_asked_for_exists(
+    rules: list[dict[str, Any]], panels: list[dict[str, Any]]
+) -> None:
+    known = metric_names()
+    assert len(known) > 30
+    for expression in expressions(rules, panels):
+        used = set(EXPORTED.findall(expression))
+        assert used <= known, expression
+        assert used or RECORDED.search(expression), expression
+
+
+def test_alerts_use_what_is_recorded(rules: list[dict[str, Any]]) -> None:
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    asked = {name for rule in rules if "alert" in rule for name in RECORDED.findall(rule["expr"])}
+    assert asked == recorded
+
+
+def test_alerts_cover_what_may_go_wrong_and_name_the_remedy(
+    rules: list[dict[str, Any]], readme: str
+) -> None:
+    alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
+    assert set(alerts) == {
+        "MarsrayTtftBudgetBurnsFast",
+        "MarsrayTtftBudgetBurns",
+        "MarsrayThresholdAtFloor",
+        "MarsrayNoReplica",
+        "MarsrayFrontierRefused",
+        "MarsrayRejections",
+    }
+    assert alerts["MarsrayThresholdAtFloor"]["for"] == "10m"
+    for alert in alerts.values():
+        assert alert["labels"]["severity"] in ("page", "ticket")
+        for heading in re.findall(r'"([^"]+)"', alert["annotations"]["runbook"]):
+            assert f"**{heading}" in readme
+
+
+def test_the_objective_is_that_of_the_service(rules: list[dict[str, Any]]) -> None:
+    bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
+    assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}
+    # a bound that the histogram does not have would match nothing
+    assert set(bounds) <= set(telemetry._TIME_TO_FIRST_TOKEN.buckets)
+
+
+def test_labels_that_are_grouped_by_are_the_metrics(rules: list[dict[str, Any]]) -> None:
+    collector = telemetry.IngressTelemetry(["a"])
+    collector.count_rejection("a", 503, "queue_full")
+    labels = {
+        key for family in collector.collect() for sample in family.samples for key in sample.labels
+    }
+    for rule in rules:
+        for group in re.findall(r"by \(([\w, ]+)\)", rule["expr"]):
+            assert set(group.split(", ")) <= labels
+
+
+def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places) > 10
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_what_is_scraped_is_a_port_of_the_pods(render: Any) -> None:
+    service = render("overlays/ha")
+    head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    for monitor in service.of_kind("PodMonitor"):
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            for container in (head, service.worker_container):
+                assert endpoint["port"] in {each["name"] for each in container["ports"]}
+
+
+def test_the_key_for_scraping_is_referred_to(render: Any) -> None:
+    monitors = render("overlays/ha").of_kind("PodMonitor")
+    (own,) = (m for m in monitors if m["metadata"]["name"] == "marsray-metrics")
+    (endpoint,) = own["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    assert set(endpoint["authorization"]["credentials"]) == {"name", "key"}

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from mars_platform.config import build_settings
+from mars_serve.app import application
+from mars_serve.proxies import _launcher, proxy_environment
+from mars_serve.settings import ServeSettings
+
+K8S = Path(__file__).parents[2] / "k8s"
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - of a pod
+STOP_S = 30
+"""Beyond a drain, for a pod to end in."""
+
+
+def config_of(service: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(service.ray["spec"]["serveConfigV2"])
+    return found
+
+
+def settings_of(service: Any) -> ServeSettings:
+    (found,) = config_of(service)["applications"]
+    return build_settings({"host": EVERYWHERE, **found["args"]}, ServeSettings, source=service.name)
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container["env"]}
+
+
+def test_what_is_generated_is_up_to_date(script: Any, capsys: Any) -> None:
+    assert script("generate").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_serve_takes_the_configuration(service: Any) -> None:
+    config = config_of(service)
+    ServeDeploySchema.model_validate(config)
+    assert config["http_options"] == {"host": EVERYWHERE, "port": 8000}
+    source = yaml.safe_load((K8S / service.name / "serve.yaml").read_text(encoding="utf-8"))
+    assert config["applications"][0]["args"] == source
+
+
+def test_the_application_is_built_and_has_the_deployment_that_is_changed(service: Any) -> None:
+    (found,) = config_of(service)["applications"]
+    module, _, name = found["import_path"].partition(":")
+    assert (module, name) == (application.__module__, application.__name__)
+    built = application(found["args"])
+    assert [each["name"] for each in found["deployments"]] == [built._bound_deployment.name]
+
+
+def test_arguments_that_a_cluster_of_kuberays_decides_are_refused(
+    script: Any, tmp_path: Path
+) -> None:
+    source = tmp_path / "serve.yaml"
+    source.write_text("models: [{name: a, path: b}]\nport: 9000\n")
+    with pytest.raises(ValueError, match=r"port: no effect here"):
+        script("generate").serve_config(source)
+
+
+def test_workers_come_and_go_with_the_replicas(service: Any) -> None:
+    settings = settings_of(service)
+    (model,) = settings.models
+    assert model.autoscaling is not None
+    limits = service.worker_container["resources"]["limits"]
+    assert int(limits.get("nvidia.com/gpu", 0)) == math.ceil(model.num_gpus)
+    # one replica and one ingress on a worker, so that workers are replicas
+    assert model.num_cpus + 1 <= int(limits["cpu"]) < 2 * model.num_cpus + 1
+    bounds = (service.workers["minReplicas"], service.workers["maxReplicas"])
+    assert bounds == (model.autoscaling.min_replicas, model.autoscaling.max_replicas)
+    assert service.workers["replicas"] == bounds[0]
+    assert settings.proxy.num_replicas <= bounds[0]
+
+
+def test_nothing_runs_on_the_head(service: Any) -> None:
+    assert service.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    (found,) = config_of(service)["applications"][0]["deployments"]
+    assert found["ray_actor_options"]["num_cpus"] > 0
+
+
+def test_ray_ends_nodes_later_than_the_policy_ends_replicas(service: Any) -> None:
+    (model,) = settings_of(service).models
+    assert model.autoscaling is not None
+    options = service.cluster["autoscalerOptions"]
+    assert options["version"] == "v2"
+    assert options["idleTimeoutSeconds"] > model.autoscaling.scale_in_window_s
+    # what the autoscaler of version 2 demands
+    for pod in service.pods():
+        if pod.where.startswith("RayService"):
+            assert "restartPolicy" not in pod.spec
+
+
+def test_everything_waits_for_the_longest_generation(service: Any) -> None:
+    drain_s = settings_of(service).drain_s
+    spec = service.workers["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] >= drain_s + STOP_S
+    assert service.ray["spec"]["rayClusterDeletionDelaySeconds"] >= drain_s + STOP_S
+    command = shlex.split(service.worker_container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert float(command[command.index("--deadline-remaining-seconds") + 1]) == drain_s
+    assert float(command[-1]) == drain_s
+    for ingress in service.of_kind("Ingress"):
+        annotations = ingress["metadata"]["annotations"]
+        assert float(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= drain_s
+        assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+
+
+def test_proxies_are_set_up_as_marsray_serve_does(service: Any) -> None:
+    with proxy_environment(settings_of(service)) as expected:
+        expected = dict(expected)
+    for port in ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",):  # a pod's ports are its own
+        expected.pop(port)
+    head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    for container in (head, service.worker_container):
+        given = {k: v for k, v in variables(container).items() if k.startswith("RAY_SERVE_")}
+        assert set(given) == set(expected)
+        for name in ("HARD_STOP_AFTER_S", "ENABLE_HA_PROXY", "THROUGHPUT_OPTIMIZED"):
+            (full,) = (key for key in expected if key.endswith(name))
+            assert given[full] == expected[full]
+        directory = next(m for m in container["volumeMounts"] if m["name"] == "haproxy")
+        assert given["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] == directory["mountPath"]
+
+
+def test_the_program_that_is_started_as_haproxy_is_marsrays(
+    service: Any, script: Any, tmp_path: Path
+) -> None:
+    path = variables(service.worker_container)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    for group in (service.cluster["headGroupSpec"], service.workers):
+        launchers = [
+            each["command"]
+            for each in group["template"]["spec"]["initContainers"]
+            if each["command"][1].endswith("haproxy_launcher.py")
+        ]
+        assert [each[-1] for each in launchers] == [path]
+    program = shlex.split(script("haproxy_launcher").launcher(), comments=False)
+    assert program == shlex.split(_launcher(tmp_path).read_text())
+
+
+def test_keys_and_weights_are_mounted_where_they_are_read(service: Any) -> None:
+    settings = settings_of(service)
+    mounts = {m["mountPath"]: m["name"] for m in service.worker_container["volumeMounts"]}
+    assert settings.keys.file is not None
+    assert mounts[str(settings.keys.file.parent)] == "keys"
+    assert mounts[str(Path(settings.models[0].path).parent)] == "models"
+    check = service.workers["template"]["spec"]["initContainers"][0]
+    assert check["command"][-2:] == ["verify", settings.models[0].path]
+
+
+def test_disruptions_leave_replicas(service: Any) -> None:
+    for budget in service.of_kind("PodDisruptionBudget"):
+        # RayCluster has no scale subresource, so that a share or maxUnavailable would be refused
+        assert set(budget["spec"]) == {"minAvailable", "selector"}
+        if budget["metadata"]["name"] == "marsray-workers":
+            assert 0 < budget["spec"]["minAvailable"] < service.workers["minReplicas"]
+
+
+def test_ha_survives_a_head_and_a_zone(render: Any) -> None:
+    service = render("overlays/ha")
+    options = service.cluster["gcsFaultToleranceOptions"]
+    assert "valueFrom" in options["redisPassword"]
+    names = {each["metadata"]["name"] for each in service.of_kind("PodDisruptionBudget")}
+    assert names == {"marsray-workers"}
+    spread = service.workers["template"]["spec"]["topologySpreadConstraints"]
+    keys = [each["topologyKey"] for each in spread]
+    assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    strategy = service.ray["spec"]["upgradeStrategy"]
+    assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
+    assert service.cluster["enableInTreeAutoscaling"] is True
+
+
+def test_the_readme_rolls_out_by_an_annotation_that_is_there(service: Any) -> None:
+    annotations = service.workers["template"]["metadata"]["annotations"]
+    assert "marsray.dev/rollout" in annotations
+    readme = (K8S / "README.md").read_text(encoding="utf-8")
+    assert "workerGroupSpecs/0/template/metadata/annotations/marsray.dev~1rollout" in readme
+
+
+def test_ingress_routes_only_what_is_for_outside(render: Any) -> None:
+    for name in ("overlays/gpu", "overlays/ha"):
+        (ingress,) = render(name).of_kind("Ingress")
+        assert ingress["spec"]["tls"][0]["hosts"] == [ingress["spec"]["rules"][0]["host"]]
+        paths = [each["path"] for each in ingress["spec"]["rules"][0]["http"]["paths"]]
+        assert not {"/", "/metrics", "/admin"} & set(paths)
+        text = json.dumps(ingress["spec"]["rules"])
+        assert ("marsray-gateway-istio" in text) == (name == "overlays/ha")
+        assert ("marsray-serve-svc" in text) == (name == "overlays/gpu")

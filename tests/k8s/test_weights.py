@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars_train.storage import MANIFEST
+
+
+@pytest.fixture
+def weights(script: Any) -> Any:
+    return script("weights")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    (path / "sub").mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "sub" / "weights.bin").write_bytes(b"\0" * 100)
+    return path
+
+
+def test_what_was_stored_is_verified_through_a_link(
+    weights: Any, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "models" / "candidates" / "a"
+    assert weights.main(["store", str(source), str(place)]) == 0
+    assert (place / MANIFEST).is_file()
+    assert not (source / MANIFEST).exists()
+    link = tmp_path / "models" / "current"
+    link.symlink_to(place)
+    assert weights.main(["verify", str(link)]) == 0
+    assert str(place) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").write_text("[]"), "config.json does not match"),
+        (lambda path: (path / "sub" / "weights.bin").unlink(), "weights.bin is missing"),
+        (lambda path: (path / MANIFEST).unlink(), "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_stops_the_worker(
+    weights: Any,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+    message: str,
+) -> None:
+    place = tmp_path / "models" / "a"
+    weights.main(["store", str(source), str(place)])
+    damage(place)
+    assert weights.main(["verify", str(place)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_calibration_adds_are_no_damage(
+    weights: Any, source: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "models" / "a"
+    weights.main(["store", str(source), str(place)])
+    (place / "frontier.json").write_text("{}")
+    assert weights.main(["verify", str(place)]) == 0
+
+
+def test_a_store_is_fetched_whole_and_once(
+    weights: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights.tempfile, "tempdir", None)
+    url = "memory://bucket/models/a"
+    target = tmp_path / "models" / "current"
+    assert weights.main(["store", str(source), url]) == 0
+    assert weights.main(["fetch", url, str(target)]) == 0
+    assert (target / "sub" / "weights.bin").read_bytes() == b"\0" * 100
+    (source / "config.json").write_text("[1]")
+    assert weights.main(["fetch", url, str(target)]) == 0  # a container that is started again
+    assert (target / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "missing"], "is no directory"),
+        (["store", "missing", "place"], "is no directory"),
+        (["store", "source", "source"], "exists already"),
+        (["fetch", "source", "target"], "give a URL"),
+        (["fetch", "memory://bucket/missing", "target"], "store it again"),
+        (["nothing"], "verify DIRECTORY"),
+        ([], "verify DIRECTORY"),
+    ],
+)
+def test_mistakes_are_named(
+    weights: Any,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weights.tempfile, "tempdir", None)
+    assert weights.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_object_store_takes_the_place_of_the_disk(render: Any, tmp_path: Path) -> None:
+    """As an overlay of a user's that adds the component."""
+    service = render("../tests/k8s/object-store")
+    spec = service.workers["template"]["spec"]
+    check = spec["initContainers"][0]
+    assert check["command"][2:] == ["fetch", "$(WEIGHTS_URL)", "/models/current"]
+    (volume,) = (each for each in spec["volumes"] if each["name"] == "models")
+    assert "emptyDir" in volume
+    for container in [*spec["containers"], check]:
+        (mount,) = (each for each in container["volumeMounts"] if each["name"] == "models")
+        assert mount.get("readOnly", False) == (container is not check)
