@@ -53,7 +53,7 @@ from mars_autoscale.frontier import Frontier
 from mars_autoscale.synthetic import Lengths, Spike, SyntheticTrace, generate
 from mars_autoscale.traces import TraceRequest
 
-_BURST, _BURST_TRACE_S = Spike(at_s=40, for_s=60, times=5), 200.0
+_BURST = Spike(at_s=40, for_s=60, times=5)
 _JOINT = Contender("joint", "joint", 1.0)
 _CONTENDERS = (
     _JOINT,
@@ -129,14 +129,14 @@ def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage
 def burst(arguments: argparse.Namespace, stage: Stage) -> Table:
     """Each policy in each round."""
     figures, runs = defaultdict[str, list[Figures]](list), list[dict[str, Any]]()
-    for number in range(arguments.rounds):
+    for number in _numbers(arguments):
         start = number % len(_CONTENDERS)
         for contender in _CONTENDERS[start:] + _CONTENDERS[:start]:
-            done, found = stage.run(contender, number, [_BURST], _BURST_TRACE_S)
+            done, found = stage.run(contender, number, [_BURST], arguments.seconds)
             figures[contender.name].append(found)
             runs.append(json_of(done, found))
             stage.write(arguments.json, {"runs": runs})
-            if arguments.plot is not None and contender is _JOINT and number == 0:
+            if arguments.plot is not None and contender is _JOINT and not figures[_JOINT.name][1:]:
                 draw_burst(done, _window(_BURST), arguments.plot)
     shown = {each.name: figures[each.name] for each in _CONTENDERS}
     return table_of(shown, f"{arguments.rounds} rounds: median (least-most)")
@@ -147,7 +147,7 @@ def check(arguments: argparse.Namespace, stage: Stage) -> Table:
     sides, runs = list[tuple[Side, Side]](), list[dict[str, Any]]()
     duration_s = 60.0 * arguments.minutes
     spikes = _bursts(duration_s)
-    for number in range(arguments.rounds):
+    for number in _numbers(arguments):
         done, found = stage.run(_JOINT, number, spikes, duration_s)
         simulated = simulate(done, stage.bench, _JOINT, stage.frontier)
         window = _window(spikes[-1])
@@ -157,7 +157,7 @@ def check(arguments: argparse.Namespace, stage: Stage) -> Table:
         seen = [asdict(each) for each in simulated.result.samples]
         runs.append(json_of(done, found) | told | {"simulated_samples": seen})
         stage.write(arguments.json, {"runs": runs})
-        if arguments.plot is not None and number == 0:
+        if arguments.plot is not None and number == arguments.first_round - 1:
             draw_check(done, simulated, arguments.plot)
     return _check_table(sides)
 
@@ -185,12 +185,19 @@ def _check_table(sides: Sequence[tuple[Side, Side]]) -> Table:
     return table
 
 
+def _numbers(arguments: argparse.Namespace) -> range:
+    """Of the rounds, from 0."""
+    first: int = arguments.first_round - 1
+    return range(first, first + arguments.rounds)
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     add = common.add_argument
     add("model", type=Path, help="checkpoint directory with frontier.json")
     add("--data", type=Path, required=True, help="conversations, JSONL, with answers to check")
     add("--rounds", type=int, default=3)
+    add("--first-round", type=int, default=1, help="its number, which is its seed")
     add("--no-exact", action="store_true", help="leave mode exact out of the frontier")
     add("--t0-s", type=float, default=0.05, help="seconds of a step without positions")
     add("--positions-to-double", type=float, default=128, help="that take as long again")
@@ -209,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("burst", parents=[common], formatter_class=style)
+    one.add_argument("--seconds", type=float, default=330, help="of a run")
     one.set_defaults(command=burst)
     other = commands.add_parser("check", parents=[common], formatter_class=style)
     other.add_argument("--minutes", type=float, default=10)

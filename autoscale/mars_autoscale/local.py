@@ -36,6 +36,9 @@ class LocalSettings(Settings):
     """(running + waiting) / slots from which on that is not waited for."""
     climb_s: float = Field(default=1.0, ge=0)
     """Seconds on a rung before τ may climb: a request's speed should not flap."""
+    climb_full: float = Field(default=1.1, ge=0)
+    """(running + waiting) / slots up to which the slots may be filled, as far as can be told, by
+    the lower speed after a climb: what would only be undone is not done."""
     min_gain: float = Field(default=1.05, ge=1)
     """Times that a rung must be faster than the target τ to be worth any loss."""
     max_prompt_share: float = Field(default=0.35, gt=0, le=1)
@@ -93,7 +96,7 @@ class LocalController:
         gains = self._gains(path, look)
         asked = self._asked(load / self._capacity.num_slots, look)
         lowest = self._lowest(gains, look)
-        at = self._move(look.now_s, path, gains, asked, lowest)
+        at = self._move(look.now_s, path, gains, asked, lowest, load)
         self._choose_exact(load)
         default, flex = (self._rungs[index] for index in path[at])
         return Stage(default, flex, self.state.is_exact, gains[at], at >= lowest)
@@ -160,6 +163,7 @@ class LocalController:
         gains: Sequence[float],
         asked: float,
         lowest: int,
+        load: float,
     ) -> int:
         """The place in the path from now on."""
         state = self.state
@@ -169,7 +173,9 @@ class LocalController:
         if at > lowest or wanted > at:
             at, state.changed_s = wanted, now_s
         elif wanted < at and not 0 <= now_s - state.changed_s < self._settings.climb_s:
-            at, state.changed_s = at - 1, now_s
+            after = load / self._capacity.num_slots * gains[at] / gains[at - 1]
+            if after <= self._settings.climb_full:
+                at, state.changed_s = at - 1, now_s
         state.place = path[at]
         return at
 
