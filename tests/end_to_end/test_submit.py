@@ -183,6 +183,7 @@ def stopped(address, work):
     )
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_the_job_running(stopped, address):
     status, error = stopped.left
     command = f"marsray submit stop {stopped.job['id']} --address {address}"
@@ -191,12 +192,14 @@ def test_ctrl_c_leaves_the_job_running(stopped, address):
     assert "works in" in stopped.again[2]
 
 
+@pytest.mark.full
 def test_a_run_that_is_at_work_is_not_started_again(stopped):
     status, out, error = stopped.again
     assert (status, out) == (2, "")
     assert f"output: job {stopped.job['id']} works in {stopped.job['output']} now" in error
 
 
+@pytest.mark.full
 def test_a_stopped_job_saves_a_checkpoint_first(stopped):
     status, out, _ = stopped.stopped
     assert (status, json.loads(out)["status"]) == (0, "STOPPED")
@@ -218,6 +221,7 @@ def followed(address, work, stopped):
     return process.returncode, printed.read_text(), error
 
 
+@pytest.mark.full
 def test_a_run_of_the_same_name_is_resumed(followed, work):
     status, printed, error = followed
     assert status == 0, printed + error
@@ -227,6 +231,7 @@ def test_a_run_of_the_same_name_is_resumed(followed, work):
     assert not (work / "runs" / "unnamed").exists()
 
 
+@pytest.mark.full
 def test_nothing_is_lost_or_repeated_where_the_connection_breaks(followed, address, work):
     _, printed, error = followed
     job = re.search(r"job (mine-\d{8}-\d{6}) succeeded", error)[1]
@@ -236,6 +241,7 @@ def test_nothing_is_lost_or_repeated_where_the_connection_breaks(followed, addre
     assert printed.count("Running entrypoint for job") == 1
 
 
+@pytest.mark.full
 def test_jobs_are_listed_the_newest_first(followed, stopped, address, work):
     jobs = json.loads(submit(work, "list", "--json", "--address", address)[1])
     mine = [job for job in jobs if job["run"] == "mine"]

@@ -124,6 +124,7 @@ def test_the_command_has_its_version_and_all_commands(run):
     assert PROJECT["entry-points"]["marsray.commands"].keys() <= listed
 
 
+@pytest.mark.full
 def test_it_serves_a_model(installed, trained, tmp_path):
     port, log = free_port(), tmp_path / "log"
     command = [installed / "marsray", "serve", "--model", f"tiny={trained.model}"]
