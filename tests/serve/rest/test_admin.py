@@ -123,6 +123,7 @@ async def governed(
     backend = Governed(loops["mars"])
     autoscaled = served("mars", mars, backend, autoscaling={"max_replicas": 3})
     app = app_of(autoscaled, served("plain", mars, loop_backend(loops["mars"])))
+    before = loops["mars"].live
     async with client_of(app) as client:
 
         def make(explanation: Explanation | None = None) -> Any:
@@ -130,6 +131,7 @@ async def governed(
             return client
 
         yield make
+    loops["mars"].set_live(before)
 
 
 async def autoscalers(client: Any) -> dict[str, Any]:

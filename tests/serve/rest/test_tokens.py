@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ async def test_names_are_given_only_where_asked_for(client: httpx2.AsyncClient) 
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(max_size=40))
+@given(text=st.text(max_size=40).map(lambda text: unicodedata.normalize("NFC", text)))
 async def test_any_text_comes_back(client: httpx2.AsyncClient, text: str) -> None:
     body = {"model": "mars", "tokens": await ids_of(client, prompt=text)}
     assert (await client.post("/detokenize", json=body)).json() == {"prompt": text}
