@@ -121,7 +121,7 @@ class _Questions:
             time.sleep(_PERIOD_S)
 
     def _ask(self) -> None:
-        if self._seen is None:
+        if self._seen is None or not ray.is_initialized():  # asking would start a Ray of its own
             return
         if self._actor is None:
             self._actor = ray.get_actor(self._name, namespace=NAMESPACE)

@@ -61,6 +61,9 @@ class FakeRay:
         self.asked: list[tuple[Any, ...]] = []
         self.names: list[tuple[str, str]] = []
 
+    def is_initialized(self) -> bool:
+        return True
+
     def get_actor(self, name: str, namespace: str) -> Any:
         self.names.append((name, namespace))
         if self.governor is None:
