@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mars_autoscale.frontier import Frontier, write_frontier
+from frontiers import frontier_of, point
+from mars_autoscale.frontier import write_frontier
 from mars_autoscale.promote import Gate, promote
 from mars_platform.calibration import weights_fingerprint
 from mars_platform.cli import run
-from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 
 Content = dict[str, Any]
@@ -22,36 +22,14 @@ def checkpoint(path: Path, quality: float = 80.0, tokens: float = 1.5, **more: A
     path.mkdir()
     weights = {"weight": torch.tensor([quality, tokens, float(len(path.name))])}
     save_file(weights, path / "model.safetensors")
-    points = [
-        {
-            "mode": mode,
-            "threshold": threshold,
-            "quality": quality - loss,
-            "quality_low": quality - loss - 2,
-            "quality_high": quality - loss + 2,
-            "tokens_per_forward": passes,
-            "positions_per_row": 2.0,
-        }
-        for mode, threshold, loss, passes in (("ar", 1.0, 0, 1.0), ("threshold", 0.9, 1, tokens))
-    ]
-    content = {
-        "weights": weights_fingerprint(path),
-        "hardware": "a CPU",
-        "dtype": "float32",
-        "measure": "accuracy",
-        "num_items": 500,
-        "items": "the same",
-        "window": 4,
-        "step_seconds": {
-            "positions": [1, 100],
-            "stored": [0, 1000],
-            "seconds": [[0.01, 0.01], [0.02, 0.02]],
-        },
-        "prefill_tokens_per_s": 1e4,
-        "points": points,
-        **more,
-    }
-    write_frontier(path, build_settings(content, Frontier, source="test"))
+    frontier = frontier_of(
+        point("ar", 1.0, quality, 1.0, 1.0),
+        point("threshold", 0.9, quality - 1, tokens, 2.0),
+        weights=weights_fingerprint(path),
+        seconds=0.01,
+        **{"items": "the same", **more},
+    )
+    write_frontier(path, frontier)
     return path
 
 

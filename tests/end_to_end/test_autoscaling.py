@@ -18,7 +18,8 @@ from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from rich.console import Console
 
-from mars_autoscale.frontier import Frontier, write_frontier
+from frontiers import AR, frontier_of, point
+from mars_autoscale.frontier import write_frontier
 from mars_autoscale.ray_policy import NAMESPACE, governor_name
 from mars_platform.calibration import weights_fingerprint
 from mars_platform.config import build_settings
@@ -34,40 +35,15 @@ HANG_S = 20
 BODY = {"model": "mars", "max_tokens": 40, "min_tokens": 40}
 
 
-def point(mode, threshold, quality, tokens_per_forward, positions_per_row):
-    return {
-        "mode": mode,
-        "threshold": threshold,
-        "quality": quality,
-        "quality_low": quality - 2,
-        "quality_high": quality + 2,
-        "tokens_per_forward": tokens_per_forward,
-        "positions_per_row": positions_per_row,
-    }
-
-
-def frontier_of(path):
+def slow_frontier(path):
     """Steps as slow as a large model's, whatever they hold."""
-    content = {
-        "weights": weights_fingerprint(path),
-        "hardware": "one H200",
-        "dtype": "bfloat16",
-        "measure": "accuracy",
-        "num_items": 500,
-        "window": 4,
-        "step_seconds": {
-            "positions": (0, 100),
-            "stored": (0, 1000),
-            "seconds": ((STEP_S, STEP_S), (STEP_S, STEP_S)),
-        },
-        "prefill_tokens_per_s": 10_000.0,
-        "points": (
-            point("ar", 1.0, 80.0, 1.0, 1.0),
-            point("threshold", 0.95, 79.0, 1.6, 4.6),
-            point("threshold", FLOOR, 78.0, 2.0, 5.0),
-        ),
-    }
-    return build_settings(content, Frontier, source="test")
+    return frontier_of(
+        AR,
+        point("threshold", 0.95, 79.0, 1.6, 4.6),
+        point("threshold", FLOOR, 78.0, 2.0, 5.0),
+        weights=weights_fingerprint(path),
+        seconds=STEP_S,
+    )
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})
@@ -86,7 +62,7 @@ def server(trained, tmp_path_factory):
     """
     work = tmp_path_factory.mktemp("autoscaled")
     path = shutil.copytree(trained.model, work / "model")
-    write_frontier(path, frontier_of(path))
+    write_frontier(path, slow_frontier(path))
     model = {
         "name": "mars",
         "path": str(path),

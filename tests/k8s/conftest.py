@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 K8S = Path(__file__).parents[2] / "k8s"
-SHARED = "setup/shared"
+COMMON = "setup/common"
 SERVING = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
 TRAINING = ["overlays/cpu-dev-train", "overlays/gpu-multi-node-train"]
 JOBS = [
@@ -27,7 +27,7 @@ JOBS = [
     "jobs/gpu/calibrate",
     "jobs/gpu/evaluate",
 ]
-OTHERS = [SHARED, "setup/single-node", "files"]
+OTHERS = [COMMON, "setup/single-node", "files"]
 
 Document = dict[str, Any]
 
@@ -153,7 +153,7 @@ def readme() -> str:
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], Any]]:
     """Imports a program below k8s/ by its path."""
-    folders = [K8S, K8S / "setup" / "shared" / "scripts"]
+    folders = [K8S, K8S / "setup" / "common" / "scripts"]
     sys.path[:0] = map(str, folders)
     yield importlib.import_module
     for folder in folders:

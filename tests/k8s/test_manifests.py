@@ -44,7 +44,7 @@ def test_every_pod_template_fits_the_schema_of_pods(manifests: Any) -> None:
 def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(
     manifests: Any, render: Callable[[str], Any]
 ) -> None:
-    (namespace,) = render("setup/shared").of_kind("Namespace")
+    (namespace,) = render("setup/common").of_kind("Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for document in manifests.documents:
         if document["kind"] != "Namespace":
@@ -167,7 +167,7 @@ def test_what_is_named_is_there_or_the_readme_says_who_makes_it(
 ) -> None:
     there = {
         (each["kind"], each["metadata"]["name"])
-        for each in [*manifests.documents, *render("setup/shared").documents]
+        for each in [*manifests.documents, *render("setup/common").documents]
     }
     for reference in named(manifests.documents):
         assert reference in there | USER_MADE | MADE_BY_OTHERS, reference

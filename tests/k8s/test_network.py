@@ -83,7 +83,7 @@ def selects(selector: Policy, labels: dict[str, str]) -> bool:
 @pytest.fixture
 def policies(render: Callable[[str], Any]) -> Callable[[str], list[Policy]]:
     def of(name: str) -> list[Policy]:
-        shared = render("setup/shared").of_kind("NetworkPolicy")
+        shared = render("setup/common").of_kind("NetworkPolicy")
         return [*shared, *render(name).of_kind("NetworkPolicy")]
 
     return of

@@ -41,7 +41,7 @@ from mars_serve.engine.loop import EngineDied
 from mars_serve.engine.request import FinishReason, Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.rest.app import create_app
-from mars_serve.served import Backend, LiveThreshold, ReplicaReport, ServedModel
+from mars_serve.served import Backend, Explanation, LiveThreshold, ReplicaReport, ServedModel
 from mars_serve.settings import ModelSettings, ServeSettings
 
 ENGINE = EngineSettings(page_size=8, num_pages=256, max_batch=4, max_positions=65)
@@ -70,8 +70,11 @@ class LoopBackend:
     async def live_threshold(self) -> LiveThreshold:
         return LiveThreshold(0, 0.5)
 
-    async def set_live_threshold(self, threshold: float) -> LiveThreshold:
-        raise NotImplementedError
+    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+        raise AssertionError("a load test changes nothing")
+
+    async def autoscaler(self) -> Explanation | None:
+        return None
 
     async def metrics(self) -> list[str]:
         return []

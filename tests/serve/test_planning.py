@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from frontiers import AR, frontier_of, point
 from mars_autoscale.frontier import FRONTIER_FILE, Frontier, write_frontier
 from mars_platform.calibration import weights_fingerprint
 from mars_platform.config import build_settings
@@ -27,37 +28,19 @@ from mars_serve.settings import ModelSettings
 from mars_serve.steering import Steering
 
 TIMES = StepTimes((1, 4, 16), (0, 512), ((0.01, 0.02), (0.02, 0.03), (0.05, 0.06)))
-AR = {"mode": "ar", "threshold": 1.0, "tokens_per_forward": 1.0, "positions_per_row": 1.0}
-AR |= {"quality": 80.0, "quality_low": 78.0, "quality_high": 82.0}
-LOWER = {"mode": "threshold", "threshold": 0.9, "tokens_per_forward": 2.0, "positions_per_row": 4.0}
-LOWER |= {"quality": 77.0, "quality_low": 75.0, "quality_high": 79.0}
 
 
-def frontier_of(path: Path) -> Frontier:
+def some_frontier(path: Path) -> Frontier:
     """Steps of 20 ms, whatever they hold, and one rung below plain AR decoding."""
-    content = {
-        "weights": weights_fingerprint(path),
-        "hardware": "one H200",
-        "dtype": "bfloat16",
-        "measure": "accuracy",
-        "num_items": 500,
-        "window": 4,
-        "step_seconds": {
-            "positions": (0, 100),
-            "stored": (0, 1000),
-            "seconds": ((0.02, 0.02), (0.02, 0.02)),
-        },
-        "prefill_tokens_per_s": 10_000.0,
-        "points": (AR, LOWER),
-    }
-    return build_settings(content, Frontier, source="test")
+    lower = point("threshold", 0.9, 77.0, 2.0, 4.0)
+    return frontier_of(AR, lower, weights=weights_fingerprint(path), seconds=0.02)
 
 
 @pytest.fixture
 def model_dir(mars_dir: Path, tmp_path: Path) -> Path:
     """A copy of a checkpoint, with a frontier."""
     path = Path(shutil.copytree(mars_dir, tmp_path / "model"))
-    write_frontier(path, frontier_of(path))
+    write_frontier(path, some_frontier(path))
     return path
 
 
@@ -111,7 +94,7 @@ def changed(path: Path) -> None:
 
 
 def of_another_model(path: Path) -> None:
-    frontier = frontier_of(path)
+    frontier = some_frontier(path)
     write_frontier(path, frontier.model_copy(update={"weights": "0" * 64}))
 
 

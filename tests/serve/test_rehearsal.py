@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from frontiers import AR, Corners, frontier_of
 from local_loop import LocalLoop
 from mars_autoscale.frontier import Frontier, StepTable, write_frontier
 from mars_platform.calibration import weights_fingerprint
 from mars_platform.checkpoint import SpecialTokens
-from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.mode import Mode
 from mars_serve.engine.engine import Engine
@@ -38,34 +38,11 @@ PREFILL = 10_000.0  # tokens a second
 SLOPED = ((0.01, 0.02), (0.02, 0.03))  # over (0, 100) positions and (0, 1000) stored tokens
 
 
-def frontier_of(
-    seconds: tuple[tuple[float, float], ...] | float, *, weights: str = "any"
-) -> Frontier:
-    """Times at the corners of (0, 100) positions and (0, 1000) stored tokens, or one for all."""
-    if isinstance(seconds, float):
-        seconds = ((seconds, seconds), (seconds, seconds))
-    content = {
-        "weights": weights,
-        "hardware": "one H200",
-        "dtype": "bfloat16",
-        "measure": "accuracy",
-        "num_items": 500,
-        "window": WINDOW,
-        "step_seconds": {"positions": (0, 100), "stored": (0, 1000), "seconds": seconds},
-        "prefill_tokens_per_s": PREFILL,
-        "points": (
-            {
-                "mode": "ar",
-                "threshold": 1.0,
-                "quality": 80.0,
-                "quality_low": 79.0,
-                "quality_high": 81.0,
-                "tokens_per_forward": 1.0,
-                "positions_per_row": 1.0,
-            },
-        ),
-    }
-    return build_settings(content, Frontier, source="test")
+def paced_by(seconds: float | Corners, *, weights: str = "any") -> Frontier:
+    """Plain AR decoding alone, in steps of so many seconds."""
+    return frontier_of(
+        AR, weights=weights, seconds=seconds, window=WINDOW, prefill_tokens_per_s=PREFILL
+    )
 
 
 class FakeTime:
@@ -158,7 +135,7 @@ def engine_of(
     ],
 )
 def test_a_step_takes_what_its_rows_cost(works: list[Work], load: StepLoad, seconds: float) -> None:
-    pacer = FakeTime().pacer(frontier_of(SLOPED))
+    pacer = FakeTime().pacer(paced_by(SLOPED))
     assert step_load(works, WINDOW) == pacer.load(works) == load
     assert pacer.seconds(load) == pytest.approx(seconds, rel=1e-12)
 
@@ -181,7 +158,7 @@ def test_times_are_the_tables_own_past_either_of_its_ends(positions: float, stor
 
 def test_steps_that_follow_each_other_are_not_slowed_by_late_wake_ups() -> None:
     fake = FakeTime(late_s=0.004)
-    pacer, begin = fake.pacer(frontier_of(0.02)), fake.now
+    pacer, begin = fake.pacer(paced_by(0.02)), fake.now
     for i in range(10):
         pacer.begin(follows=i > 0)
         pacer.finish([decoding_row()])
@@ -193,7 +170,7 @@ def test_steps_that_follow_each_other_are_not_slowed_by_late_wake_ups() -> None:
 
 def test_a_step_that_computes_for_too_long_moves_the_next() -> None:
     fake = FakeTime()
-    pacer, begin = fake.pacer(frontier_of(0.02)), fake.now
+    pacer, begin = fake.pacer(paced_by(0.02)), fake.now
     pacer.begin(follows=False)
     fake.now += 0.05
     pacer.finish([decoding_row()])
@@ -209,7 +186,7 @@ def test_an_engine_waits_in_each_step_and_not_for_idle_times(
     engine_of: Callable[..., Engine],
 ) -> None:
     fake = FakeTime()
-    engine = engine_of(fake.pacer(frontier_of(0.02)))
+    engine = engine_of(fake.pacer(paced_by(0.02)))
     for name in ("a", "b"):
         begin = fake.now
         run(engine, request(name, max_tokens=6))
@@ -237,7 +214,7 @@ def test_tokens_are_those_of_an_engine_that_does_not_wait(
     engine_of: Callable[..., Engine], options: dict[str, object]
 ) -> None:
     expected = run(engine_of(), request("a", **options))  # type: ignore[arg-type]
-    paced = engine_of(Pacer(frontier_of(0.02), WINDOW))
+    paced = engine_of(Pacer(paced_by(0.02), WINDOW))
     begin = time.perf_counter()
     outputs = run(paced, request("a", **options))  # type: ignore[arg-type]
     assert time.perf_counter() - begin >= 0.02 * len(outputs["a"])
@@ -256,7 +233,7 @@ def test_tokens_are_those_of_an_engine_that_does_not_wait(
 def test_windows_follow_the_paced_times(
     engine_of: Callable[..., Engine], seconds: tuple[tuple[float, float], ...], num_masks: int
 ) -> None:
-    engine = engine_of(FakeTime().pacer(frontier_of(seconds)))
+    engine = engine_of(FakeTime().pacer(paced_by(seconds)))
     engine.warm_up()
     (first, *_) = run(engine, request("a", Mode.THRESHOLD, 20, threshold=0.9))["a"]
     assert first.num_masks == num_masks
@@ -274,7 +251,7 @@ def take_steps(fake: FakeTime, pacer: Pacer, real_s: float, number: int) -> None
 
 def test_the_share_is_that_of_the_last_minute() -> None:
     fake = FakeTime()
-    pacer = fake.pacer(frontier_of(1.0))
+    pacer = fake.pacer(paced_by(1.0))
     assert pacer.compute_share is None
     take_steps(fake, pacer, 0.25, 4)
     assert pacer.compute_share == pytest.approx(0.25)
@@ -286,7 +263,7 @@ def test_the_share_is_that_of_the_last_minute() -> None:
 
 def test_too_slow_a_machine_is_warned_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeTime()
-    pacer = fake.pacer(frontier_of(1.0))
+    pacer = fake.pacer(paced_by(1.0))
     take_steps(fake, pacer, 0.5, 100)
     assert not caplog.records
     take_steps(fake, pacer, 0.75, 1)
@@ -302,7 +279,7 @@ def test_too_slow_a_machine_is_warned_of_once_a_minute(caplog: pytest.LogCapture
 
 def test_a_few_slow_steps_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeTime()
-    pacer = fake.pacer(frontier_of(1.0))
+    pacer = fake.pacer(paced_by(1.0))
     take_steps(fake, pacer, 0.9, 4)
     assert not caplog.records
     take_steps(fake, pacer, 0.9, 1)
@@ -313,7 +290,7 @@ def test_a_few_slow_steps_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture
 async def test_the_share_is_a_metric_of_paced_replicas(
     engine_of: Callable[..., Engine], is_paced: bool
 ) -> None:
-    loop = LocalLoop(engine_of(FakeTime().pacer(frontier_of(0.02)) if is_paced else None))
+    loop = LocalLoop(engine_of(FakeTime().pacer(paced_by(0.02)) if is_paced else None))
     try:
         _ = [output async for output in loop.stream(request("a"))]
         text = ReplicaTelemetry("mars", "r1", loop).exposition()
@@ -345,7 +322,7 @@ def model_dir(mars_dir: Path, tmp_path: Path) -> Path:
 def test_a_rehearsal_needs_a_frontier(model_dir: Path) -> None:
     with pytest.raises(UserError, match=r"^rehearsal: .*frontier\.json: cannot be .*calibrate"):
         load_engine(settings_of(model_dir))
-    write_frontier(model_dir, frontier_of(0.02, weights="0" * 64))
+    write_frontier(model_dir, paced_by(0.02, weights="0" * 64))
     with pytest.raises(UserError, match=r"^rehearsal: .*: weights: it was measured on another"):
         load_engine(settings_of(model_dir))
 
@@ -360,7 +337,7 @@ def test_a_draft_model_cannot_be_rehearsed_with() -> None:
 def test_a_loaded_engine_is_paced_and_says_so(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_frontier(model_dir, frontier_of(0.02, weights=weights_fingerprint(model_dir)))
+    write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
     engine = load_engine(settings_of(model_dir))
     (record,) = (record for record in caplog.records if "rehearsal" in record.message)
     assert record.levelno == logging.WARNING
@@ -385,7 +362,7 @@ def test_a_cold_start_waits_for_the_rest_of_its_time(caplog: pytest.LogCaptureFi
 
 
 async def test_a_replicas_engine_is_ready_no_sooner_than_its_cold_start(model_dir: Path) -> None:
-    write_frontier(model_dir, frontier_of(0.02, weights=weights_fingerprint(model_dir)))
+    write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
     begin = time.monotonic()
     loop = start_engine(settings_of(model_dir, cold_start_s=8), num_threads=1)
     try:
