@@ -70,6 +70,22 @@ def validate_conversation(row: Any) -> Conversation:
     return conversation
 
 
+def read_answer(conversation: Conversation) -> str | None:
+    """The answer that a row expects, in its column ``answer``; None where there is none.
+
+    Raises:
+        UserError: it is neither a text nor a number, or empty.
+    """
+    answer = (conversation.model_extra or {}).get("answer")
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise UserError("answer: must be a text or a number; leave it out where there is none")
+    if not str(answer).strip():
+        raise UserError("answer: must not be empty; leave it out where there is none")
+    return str(answer)
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],

@@ -5,8 +5,6 @@ Takes up what an earlier run of the same kind has left unfinished. Prints nothin
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from mars_platform.calibration import check_writable, weights_fingerprint, write
 from mars_platform.checkpoint import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.progress import progress_display
-from mars_serve.bench.report import check_plot_file
+from mars_serve.bench.report import check_plot_file, cpu_name
 from mars_serve.calibration import Measured, OnProgress, check_halves, measure_calibration
 from mars_serve.calibration_plot import plot_calibration
 from mars_serve.engine.warm_up import REPEATS
@@ -233,7 +231,4 @@ def _hardware(device: str) -> str:
     """The device in words."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
-    name = found[1] if found else f"{platform.machine()} CPU"
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"

@@ -23,6 +23,7 @@ from mars_platform.checkpoint import Checkpoint
 from mars_platform.conversations import (
     Conversation,
     parse_conversation,
+    read_answer,
     render_prompt,
     validate_conversation,
 )
@@ -337,20 +338,10 @@ def _item(
             f"messages: the prompt has {len(ids)} tokens and leaves no room for an output in the "
             f"model's context of {max_length}; shorten it or leave the row out"
         )
-    answer = _answer((conversation.model_extra or {}).get("answer"))
+    answer = read_answer(conversation)
     return EvalItem(
         source, tuple(ids), answer, answer is not None and is_correct(final.content, answer)
     )
-
-
-def _answer(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UserError("answer: must be a text or a number; leave it out where there is none")
-    if not str(value).strip():
-        raise UserError("answer: must not be empty; leave it out where there is none")
-    return str(value)
 
 
 def _options(item: EvalItem, setting: Setting, max_tokens: int) -> DecodingOptions:

@@ -251,10 +251,11 @@ class ServeSettings(Settings):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is this machine and reachable from nowhere else."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -104,7 +104,9 @@ def change(storage, name, file, content):
 
 
 def content_of(directory):
-    files = [path for path in directory.rglob("*") if path.is_file()]
+    """Without the manifest."""
+    manifest = directory / MANIFEST
+    files = [path for path in directory.rglob("*") if path.is_file() and path != manifest]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
@@ -331,11 +333,27 @@ def test_removed_directory_is_gone(storage):
 # --- fetching -------------------------------------------------------------------------------------
 
 
-def test_fetched_directory_has_the_files(storage):
+def test_fetched_directory_has_the_files_and_their_manifest(storage):
     storage.save("x", writer(), Alone())
-    found = content_of(storage.fetch("x"))
-    found.pop(MANIFEST, None)
-    assert found == CONTENT
+    found = storage.fetch("x")
+    assert content_of(found) == CONTENT
+    Storage(str(found.parent)).verify(found.name)
+    (found / "a.bin").write_bytes(b"x")
+    with pytest.raises(Damaged, match=r"^a\.bin "):
+        Storage(str(found.parent)).verify(found.name)
+
+
+def test_a_copy_of_a_stored_directory_gets_a_manifest_of_its_own(storage, tmp_path):
+    other = Storage(str(tmp_path / "other"))
+    other.save("x", writer({"old": b"1"}), Alone())
+
+    def copied(directory):
+        copy_into(directory, other.fetch("x"))
+        writer({"new": b"2"})(directory)
+
+    storage.save("y", copied, Alone())
+    storage.verify("y")
+    assert content_of(storage.fetch("y")) == {"old": b"1", "new": b"2"}
 
 
 def test_directory_is_downloaded_once():

@@ -233,7 +233,7 @@ class Storage:
         """Make the directory count; returns what went wrong."""
         if group.rank != 0:
             return None
-        text = manifest.model_dump_json(indent=1).encode()
+        text = _encoded(manifest)
         try:
             if not self.is_local:
                 self._fs.pipe_file(f"{partial}/{MANIFEST}", text)
@@ -260,7 +260,9 @@ class Storage:
                 self._fs.get_file(self._path(name, file), str(path))
                 if _describe(path) != entry:
                     raise Damaged(f"{file} does not match its checksum")
-            (Path(temporary) / "content").rename(target)
+            content = Path(temporary) / "content"
+            (content / MANIFEST).write_bytes(_encoded(manifest))
+            content.rename(target)
 
 
 def share(storage: Storage, name: str, source: Path) -> str:
@@ -288,9 +290,17 @@ def copy_into(directory: Path, source: Path) -> None:
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
+def _encoded(manifest: Manifest) -> bytes:
+    return manifest.model_dump_json(indent=1).encode()
+
+
 def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEntry]:
-    """Run ``write``, flush what it wrote to disk, and describe it."""
+    """Run ``write``, flush what it wrote to disk, and describe it.
+
+    A manifest among it, of a directory that was copied, makes room for the new one.
+    """
     write(directory)
+    (directory / MANIFEST).unlink(missing_ok=True)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
         sync(path)

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from mars_autoscale.traces import ServiceClass, TraceRequest
-from mars_platform.conversations import parse_conversation
+from mars_platform.conversations import parse_conversation, read_answer
 from mars_platform.errors import UserError
 
 
@@ -94,17 +94,11 @@ def read_questions(path: Path, most: int) -> list[Question]:
 def _question(source: str, text: str) -> Question:
     try:
         row = parse_conversation(text)
+        answer = read_answer(row)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    answer = (row.model_extra or {}).get("answer")
-    is_plain = isinstance(answer, str | int | float) and not isinstance(answer, bool)
-    if answer is not None and not (is_plain and str(answer).strip()):
-        raise UserError(
-            f"{source}: answer: must be a text or a number and not empty; leave it out where there "
-            "is none"
-        )
     messages = [message.model_dump() for message in row.messages[:-1]]
-    return Question(source, messages, None if answer is None else str(answer))
+    return Question(source, messages, answer)
 
 
 def made_up_requests(

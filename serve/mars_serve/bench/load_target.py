@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from mars_platform.errors import UserError
+from mars_serve.settings import is_loopback
 
 _TIMEOUT_S = 30.0
 """Of a question before the test."""
@@ -35,19 +35,12 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
         raise UserError(f"--url: {url} is no address ({error}); give http://HOST:PORT") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UserError(f"--url: {url} is not http or https; give http://HOST:PORT")
-    if not (allow_remote or _is_loopback(parsed.host)):
+    if not (allow_remote or is_loopback(parsed.host)):
         raise UserError(
             f"--url: {parsed.host} is not this machine, and a load test may take a server down; "
             "add --allow-remote if it is yours to test"
         )
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:

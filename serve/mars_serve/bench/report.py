@@ -297,7 +297,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _machine(device: str) -> dict[str, Any]:
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
@@ -305,7 +305,8 @@ def _machine(device: str) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor in words: its model where the system says it, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():

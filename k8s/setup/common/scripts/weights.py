@@ -56,7 +56,7 @@ def store(directory: str, place: str) -> str:
     if storage.is_local:
         Path(storage.root).mkdir(parents=True, exist_ok=True)
     try:
-        storage.save(name, lambda target: _copy(source, target), Alone())
+        storage.save(name, lambda target: copy_into(target, source), Alone())
     except SaveFailed as error:
         raise UserError(f"{error}; make room, or check the rights to write there") from error
     return f"{place} is stored, with its manifest"
@@ -90,11 +90,6 @@ def _place(path_or_url: str) -> tuple[Storage, str]:
         return Storage(str(path.parent)), path.name
     root, _, name = path_or_url.rstrip("/").rpartition("/")
     return Storage(root), name
-
-
-def _copy(source: Path, target: Path) -> None:
-    copy_into(target, source)
-    (target / "manifest.json").unlink(missing_ok=True)  # the old one; a new one is written
 
 
 def main(arguments: list[str]) -> int:
