@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,13 +26,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from mars_platform.calibration import Calibration, read_calibration
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
+
+if TYPE_CHECKING:  # it takes seconds to import, and servers' ingresses load no model
+    from transformers import PreTrainedModel
 
 METADATA_FILE = "mars.json"
 MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of a vocabulary, no secret
@@ -184,8 +186,8 @@ def load_model(
             f"model: weights of {path} are incomplete: {len(loading['missing_keys'])} tensors are "
             f"missing ({missing}); copy all of its files"
         )
-    assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    loaded: PreTrainedModel = model
+    return loaded.eval()
 
 
 def save_checkpoint(

@@ -140,6 +140,7 @@ def result(output):
     return read_history(model / "history.json"), (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.full
 def test_two_nodes_give_what_one_gives(cluster, second_node, recipe_file, tmp_path):
     nodes = [cluster.head_node, second_node]
     with started(recipe_file, tmp_path / "two", "scaling.placement=STRICT_SPREAD") as run:

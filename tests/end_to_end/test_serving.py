@@ -16,7 +16,7 @@ import pytest
 PROMPT = [{"role": "user", "content": "Start at 48. Steps: -4 +5 +2 +1"}]
 
 
-@pytest.fixture(scope="module", params=["haproxy", "python"])
+@pytest.fixture(scope="module", params=["haproxy", pytest.param("python", marks=pytest.mark.full)])
 def server(request, serve, trained, tmp_path_factory):
     """The address of a server behind each of Serve's proxies."""
     models = {

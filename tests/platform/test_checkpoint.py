@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -430,3 +432,15 @@ def test_rescaled_logits(plain_copy, trait, value):
     message = refusal(read_checkpoint, plain_copy)
     assert "'qwen2'" in message
     assert trait in message
+
+
+def test_reading_a_checkpoint_imports_no_models(mars_path):
+    """A server's command and its ingress read checkpoints, and start seconds earlier without."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from mars_platform.checkpoint import read_checkpoint\n"
+        "read_checkpoint(Path(sys.argv[1]))\n"
+        "print(*sorted({'transformers.modeling_utils', 'torch._dynamo'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(mars_path)]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == "\n"

@@ -267,6 +267,17 @@ def _termination() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _interrupt_kept() -> Iterator[None]:
+    """Put SIGINT's handler back: Ray Train leaves its own, which speaks to a run that has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # signals are the main one's
+            signal.signal(signal.SIGINT, before)
+
+
 # --- preparation ----------------------------------------------------------------------------------
 
 
@@ -395,7 +406,8 @@ def _fitted(trainer: TorchTrainer, stage: Stage) -> Result:
         RuntimeError: the workers failed for good, with the first one's reason.
     """
     try:
-        result: Result = trainer.fit()
+        with _interrupt_kept():
+            result: Result = trainer.fit()
     except TrainingFailedError as error:
         reason: Exception = error
         if isinstance(error, WorkerGroupError) and error.worker_failures:
