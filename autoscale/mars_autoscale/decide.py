@@ -1,7 +1,8 @@
 """The outer loop: how many replicas, and how far τ may go, from what arrives.
 
 Replicas follow the token rate at the target τ, never concurrency: a lower τ empties the queue, and
-whoever counts concurrency would end replicas just while quality is being paid. `decide` is pure and
+whoever counts concurrency would end replicas just while quality is being paid. For bursts that come
+again, beyond what τ carries, they stay: no replica starts in time for those. `decide` is pure and
 total: any snapshot gives a decision within bounds, whatever is missing, stale or not a number.
 """
 
@@ -15,19 +16,13 @@ from typing import TypeVar
 
 from pydantic import Field, model_validator
 
-from mars_autoscale import budget
+from mars_autoscale import budget, demand
 from mars_autoscale.capacity import Capacity
 from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_platform.config import Settings
 
 _ROUNDING = 1e-9
 """Of a replica: a load that is worth a whole number of them needs no further one."""
-
-_LEAST_FOR_TREND = 4
-"""Decisions without which a slope says nothing."""
-
-_LEAST_ROOM = 0.1
-"""Share of the ready replicas' time that prompts must leave for a lower τ to be of use."""
 
 _Value = TypeVar("_Value", int, float)
 
@@ -41,6 +36,8 @@ class Reason(StrEnum):
     """What arrives, or waits, needs more replicas."""
     DEBT = "debt"
     """τ has been low for long: quality is being paid for what replicas should do."""
+    BURSTS = "bursts"
+    """What arrives needs fewer, and bursts that have come several times all of them."""
     IDLE = "idle"
     """Fewer are needed, and have been for a while."""
     WAITING = "waiting"
@@ -75,6 +72,10 @@ class OuterSettings(Settings):
     scale_in_window_s: float = Field(default=90.0, ge=0)
     """Seconds for which fewer replicas must have been enough; longer than a start and a drain, so
     that no replica is ended and missed at once."""
+    burst_memory_s: float = Field(default=1200.0, ge=0)
+    """Seconds for which bursts are remembered that the lowest τ did not carry. As many replicas as
+    the second highest needs stay: one shorter than a start, and that comes again, finds no others.
+    """
     debt_s: float = Field(default=20.0, gt=0)
     """Seconds of decoding at the ladder's lowest rung that buy a replica."""
     drain_s: float = Field(default=30.0, gt=0)
@@ -117,6 +118,8 @@ class OuterState:
     """What class default has lost within the budget's hour."""
     is_overspent: bool = False
     """Whether it has reached the budget, and not enough has come back."""
+    bursts: tuple[tuple[float, float], ...] = ()
+    """(begin, replicas that it keeps busy at the lowest τ) of each that is remembered."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Decision:
     decode_tokens_per_s: float
     """That arrive; 0 where it is not known."""
     needed: float
-    """Replicas for what arrives, before rounding."""
+    """Replicas for what arrives, or for bursts like those of late, before rounding."""
     debt: float
     """See `OuterState`."""
     is_saturated: bool = False
@@ -162,49 +165,52 @@ def decide(
     current = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
     current = _clipped(current, settings)
     now = snapshot.now_s
-    arrivals = snapshot.arrivals
-    loads = _usable(snapshot, settings)
-    if arrivals is None or not _is_fresh(now, snapshot.arrivals_observed_s, settings):
-        return _held(current, state)
-    if not arrivals.is_valid or not math.isfinite(now) or (snapshot.replicas and not loads):
+    age_s = 6 * settings.period_s
+    loads, arrivals = snapshot.known_loads(age_s), snapshot.known_arrivals(age_s)
+    if arrivals is None or (snapshot.replicas and not loads):
         return _held(current, state)
     state = _restarted(state, now, settings)
-    rate = arrivals.requests_per_s * arrivals.mean_output_tokens
-    load = rate / capacity.tokens_per_s(capacity.rungs[0]) + _prefill(arrivals, capacity)
-    history = (*_within(state.loads, now - settings.sizing_window_s), (now, load))
-    needed = (
-        _sized(history, _is_busy(loads, capacity, settings), settings)
-        * _trend(history, settings)
-        / settings.utilization
-    )
-    needed += _for_queue(loads, arrivals, capacity, settings)
-    debt = _debt(state, loads, now, capacity)
-    if not math.isfinite(needed + debt):
-        return _held(current, state)
     elapsed = 0.0 if state.decided_s is None else max(0.0, now - state.decided_s)
     losses = budget.added(state.losses, loads, elapsed_s=elapsed, now_s=now)
     is_overspent = budget.is_spent(losses, settings.loss_budget, was_spent=state.is_overspent)
+    floor = 1.0 if is_overspent else settings.floor_threshold
+    load = demand.load_of(arrivals, capacity)
+    history = (*_within(state.loads, now - settings.sizing_window_s), (now, load))
+    bursts = demand.remembered(
+        state.bursts,
+        demand.load_of(arrivals, capacity, demand.lowest_gain(capacity, floor)),
+        demand.mean(history) / settings.utilization,  # what replicas for the mean carry
+        now_s=now,
+        apart_s=settings.sizing_window_s,  # a step is a burst for no longer
+        memory_s=settings.burst_memory_s,
+    )
+    arriving = _needed(history, loads, arrivals, capacity, settings)
+    needed = max(arriving, demand.recurring(bursts))
+    debt = _debt(state, loads, elapsed, capacity)
+    if not math.isfinite(needed + debt):
+        return _held(current, state)
     bought = debt >= settings.debt_s
-    want = _clipped(math.ceil(needed - _ROUNDING), settings)
+    want = _whole(needed, settings)
     wants = (*_within(state.wants, now - settings.scale_in_window_s), (now, want))
     number, reason = _number(current, want, wants, loads, bought, settings)
     if number < current and len(loads) < len(snapshot.replicas):
         number, reason = current, Reason.WAITING  # a replica that says nothing may be the busy one
-    feed_forward = _feed_forward(rate, arrivals, len(loads), capacity, settings)
+    if reason is Reason.STEADY and _whole(arriving, settings) < want:
+        reason = Reason.BURSTS
     decision = Decision(
         number,
-        1.0 if is_overspent else settings.floor_threshold,
+        floor,
         settings.flex_floor_threshold,
-        feed_forward,
+        max(demand.gain_needed(arrivals, capacity, len(loads)) / settings.full, 1.0),
         reason,
-        rate,
+        arrivals.requests_per_s * arrivals.mean_output_tokens,
         needed,
         debt,
         _is_saturated(number, loads, capacity, settings),
         is_overspent,
     )
     debt = 0.0 if bought else debt
-    return decision, OuterState(number, history, wants, debt, now, losses, is_overspent)
+    return decision, OuterState(number, history, wants, debt, now, losses, is_overspent, bursts)
 
 
 def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple[float, _Value]]:
@@ -220,16 +226,8 @@ def _clipped(number: int, settings: OuterSettings) -> int:
     return min(max(number, settings.min_replicas), settings.max_replicas)
 
 
-def _is_fresh(now: float, observed: float, settings: OuterSettings) -> bool:
-    return abs(now - observed) <= 6 * settings.period_s
-
-
-def _usable(snapshot: Snapshot, settings: OuterSettings) -> list[ReplicaLoad]:
-    return [
-        load
-        for load in snapshot.replicas
-        if load.is_valid and _is_fresh(snapshot.now_s, load.observed_s, settings)
-    ]
+def _whole(needed: float, settings: OuterSettings) -> int:
+    return _clipped(math.ceil(needed - _ROUNDING), settings)
 
 
 def _restarted(state: OuterState, now: float, settings: OuterSettings) -> OuterState:
@@ -239,24 +237,18 @@ def _restarted(state: OuterState, now: float, settings: OuterSettings) -> OuterS
     return replace(state, loads=(), wants=(), decided_s=None)
 
 
-def _trend(loads: Sequence[tuple[float, float]], settings: OuterSettings) -> float:
-    """Times that the load will have grown once a replica asked for now is there; at least 1."""
-    latest = loads[-1][1]
-    span = loads[-1][0] - loads[0][0]
-    if len(loads) < _LEAST_FOR_TREND or latest <= 0 or span <= 0:
-        return 1.0
-    half = len(loads) // 2
-    early = sum(load for _, load in loads[:half]) / half
-    late = sum(load for _, load in loads[half:]) / (len(loads) - half)
-    growth = (late - early) / (span / 2) * settings.cold_start_s
-    return min(max(1.0 + growth / latest, 1.0), settings.max_trend)
-
-
-def _sized(history: Sequence[tuple[float, float]], is_busy: bool, settings: OuterSettings) -> float:
-    """The load to size by: the mean of the window, or the latest where that is a burst."""
-    mean = sum(load for _, load in history) / len(history)
-    latest = history[-1][1]
-    return latest if is_busy and latest > settings.burst * mean else mean
+def _needed(
+    history: demand.Loads,
+    loads: Sequence[ReplicaLoad],
+    arrivals: Arrivals,
+    capacity: Capacity,
+    settings: OuterSettings,
+) -> float:
+    """Replicas for what arrives and waits."""
+    load = demand.sized(history, _is_busy(loads, capacity, settings), settings.burst)
+    load *= demand.trend(history, settings.cold_start_s, settings.max_trend)
+    queue = demand.queue_load(loads, arrivals, capacity, settings.drain_s)
+    return load / settings.utilization + queue
 
 
 def _is_busy(loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings) -> bool:
@@ -264,29 +256,14 @@ def _is_busy(loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSe
     return requests >= settings.busy * capacity.num_slots * len(loads)
 
 
-def _prefill(arrivals: Arrivals, capacity: Capacity) -> float:
-    return arrivals.prompt_tokens_per_s / capacity.prefill_tokens_per_s
-
-
-def _for_queue(
-    loads: Sequence[ReplicaLoad], arrivals: Arrivals, capacity: Capacity, settings: OuterSettings
+def _debt(
+    state: OuterState, loads: Sequence[ReplicaLoad], elapsed: float, capacity: Capacity
 ) -> float:
-    """Replicas that work off what waits within `drain_s`, if it is like what arrives."""
-    waiting = sum(load.num_waiting for load in loads)
-    decode_s = arrivals.mean_output_tokens / capacity.tokens_per_s(capacity.rungs[0])
-    prompt_s = 0.0
-    if arrivals.requests_per_s:
-        prompt_s = _prefill(arrivals, capacity) / arrivals.requests_per_s
-    return waiting * (decode_s + prompt_s) / settings.drain_s
-
-
-def _debt(state: OuterState, loads: Sequence[ReplicaLoad], now: float, capacity: Capacity) -> float:
-    if not loads or state.decided_s is None:
+    if not loads:
         return state.debt
     lowest = capacity.gain(capacity.rungs[-1]) - 1.0
     used = [max(load.gain - 1.0, 0.0) for load in loads]
     share = sum(used) / len(used) / lowest if lowest > 0 else 0.0
-    elapsed = max(0.0, now - state.decided_s)
     return state.debt + share * elapsed if share > 0 else max(0.0, state.debt - elapsed)
 
 
@@ -319,20 +296,3 @@ def _number(
     if enough < current and is_long and is_paid and is_empty:
         return enough, Reason.IDLE
     return current, Reason.WAITING
-
-
-def _feed_forward(
-    rate: float,
-    arrivals: Arrivals,
-    num_ready: int,
-    capacity: Capacity,
-    settings: OuterSettings,
-) -> float:
-    """Gain that decoding needs so that the ready replicas carry what arrives; 1 where prompts
-    alone take them: no τ makes those faster.
-    """
-    room = num_ready - _prefill(arrivals, capacity)
-    if room <= _LEAST_ROOM * max(num_ready, 1):
-        return 1.0
-    load = rate / (room * capacity.tokens_per_s(capacity.rungs[0]))
-    return max(load / settings.full, 1.0)

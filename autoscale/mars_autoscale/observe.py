@@ -86,3 +86,20 @@ class Snapshot:
     """None where it is not known."""
     arrivals_observed_s: float = 0.0
     """When that was."""
+
+    def known_loads(self, age_s: float) -> list[ReplicaLoad]:
+        """Of `replicas`, those that are valid and at most ``age_s`` seconds old."""
+        return [
+            load
+            for load in self.replicas
+            if load.is_valid and self._is_within(load.observed_s, age_s)
+        ]
+
+    def known_arrivals(self, age_s: float) -> Arrivals | None:
+        """`arrivals`, where they are valid and at most ``age_s`` seconds old."""
+        if self.arrivals is None or not self.arrivals.is_valid:
+            return None
+        return self.arrivals if self._is_within(self.arrivals_observed_s, age_s) else None
+
+    def _is_within(self, observed_s: float, age_s: float) -> bool:
+        return abs(self.now_s - observed_s) <= age_s  # false where either is no number

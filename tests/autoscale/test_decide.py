@@ -76,6 +76,22 @@ def steady(replicas: float, seconds: float, start: float = 0.0, **more: float) -
     return [snapshot_of(start + PERIOD * i, replicas, **more) for i in times]  # type: ignore[arg-type]
 
 
+BURSTS_S = 240.0
+
+
+def bursts(*peaks: tuple[float, float]) -> list[Snapshot]:
+    """Of decoding and prompts, 20 s each, with nothing for 60 s before and 160 s after."""
+    return [
+        each
+        for i, (load, prompts) in enumerate(peaks)
+        for each in (
+            *steady(0.0, 60, start=BURSTS_S * i),
+            *steady(load, 20, start=BURSTS_S * i + 60, prompts=prompts),
+            *steady(0.0, 160, start=BURSTS_S * i + 80),
+        )
+    ]
+
+
 # Whatever comes
 
 
@@ -135,6 +151,32 @@ def test_a_step_in_load_overshoots_by_one_at_the_most(load: float, times: float)
         math.ceil(settled * SETTINGS.max_trend),
         run(steady(load, 300))[0][-1].num_replicas,
     )
+
+
+@MANY
+@given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 16)), min_size=2, max_size=4))
+def test_bursts_find_the_replicas_that_the_second_highest_needs(
+    peaks: list[tuple[float, float]],
+) -> None:
+    decisions, _ = run(bursts(*peaks))
+    lowest = sorted(load / CAPACITY.gain(LADDER[2]) + prompts for load, prompts in peaks)
+    kept = min(math.ceil(lowest[-2] - 1e-9), SETTINGS.max_replicas)
+    assert decisions[-1].num_replicas == max(kept, SETTINGS.min_replicas)
+
+
+@MANY
+@given(
+    st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=1, max_size=4),
+    st.floats(0, 20),
+    st.floats(0, 20),
+)
+def test_more_load_after_bursts_never_lowers_replicas(
+    peaks: list[tuple[float, float]], load: float, more: float
+) -> None:
+    _, state = run(bursts(*peaks))
+    now = BURSTS_S * len(peaks)
+    low, high = (run([snapshot_of(now, each)], state)[0][0] for each in (load, load + more))
+    assert high.num_replicas >= low.num_replicas
 
 
 @MANY
@@ -350,6 +392,47 @@ def test_fewer_replicas_after_a_window() -> None:
     assert PERIOD * first >= SETTINGS.scale_in_window_s / 2
     assert after[-1].num_replicas == 5
     assert set(reasons[:first]) <= {Reason.WAITING, Reason.STEADY}
+
+
+def test_one_burst_is_no_pattern() -> None:
+    decisions, _ = run(bursts((0.0, 10.0)))
+    assert max(each.num_replicas for each in decisions) > SETTINGS.min_replicas
+    assert decisions[-1].num_replicas == SETTINGS.min_replicas
+
+
+def test_bursts_of_prompts_that_come_again_find_replicas() -> None:
+    decisions, _ = run(bursts(*[(2.0, 8.0)] * 4))
+    lowest = 2.0 / CAPACITY.gain(LADDER[2]) + 8.0
+    for num in (2, 3, 4):
+        each = decisions[int(num * BURSTS_S / PERIOD) - 1]
+        assert (each.num_replicas, each.reason) == (math.ceil(lowest), Reason.BURSTS)
+        assert each.needed == pytest.approx(lowest)
+        assert each.decode_tokens_per_s == 0.0
+
+
+def test_bursts_that_do_not_come_again_are_forgotten() -> None:
+    _, state = run(bursts(*[(2.0, 8.0)] * 2))
+    length_s = SETTINGS.burst_memory_s + SETTINGS.scale_in_window_s
+    decisions, state = run(steady(0.0, length_s, start=2 * BURSTS_S), state)
+    assert decisions[-1].num_replicas == SETTINGS.min_replicas
+    assert state.bursts == ()
+
+
+def test_what_a_lower_threshold_carries_needs_fewer() -> None:
+    prompts, _ = run(bursts(*[(0.0, 10.0)] * 2))
+    decoding, _ = run(bursts(*[(10.0, 0.0)] * 2))
+    assert decoding[-1].needed == pytest.approx(prompts[-1].needed / CAPACITY.gain(LADDER[2]))
+    spent = OuterState(losses=((0.0, 3600 * SETTINGS.loss_budget),))
+    pinned, _ = run(bursts(*[(10.0, 0.0)] * 2), spent)
+    assert pinned[-1].is_overspent
+    assert pinned[-1].needed == pytest.approx(prompts[-1].needed), "τ must not be lowered"
+
+
+def test_a_load_that_lasts_leaves_nothing_behind() -> None:
+    _, state = run([*steady(2, 300), *steady(10, 600, start=300)])
+    assert len(state.bursts) == 1
+    decisions, _ = run(steady(2, 400, start=900), state)
+    assert decisions[-1].num_replicas == 3
 
 
 def test_a_lasting_low_threshold_buys_a_replica() -> None:

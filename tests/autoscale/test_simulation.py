@@ -16,7 +16,7 @@ from mars_autoscale.frontier import Frontier, write_frontier
 from mars_autoscale.local import Stage
 from mars_autoscale.simulation.bound import Bound, clairvoyant
 from mars_autoscale.simulation.compare import compare
-from mars_autoscale.simulation.config import SimulationConfig
+from mars_autoscale.simulation.config import SimulationConfig, families
 from mars_autoscale.simulation.figures import Figures, figures_of
 from mars_autoscale.simulation.policies import StaticReplicas, Target
 from mars_autoscale.simulation.run import ClusterSettings, Result, Simulation
@@ -307,6 +307,31 @@ def test_prompt_bound_load_spends_no_quality() -> None:
     )
     config = SimulationConfig.model_validate(CONFIG)
     joint = compare(config, trace, lambda *_: None).policies[0].figures
+    assert joint.quality_loss_mean <= 0.1
+
+
+BURSTS = SyntheticTrace(
+    duration_s=1800,
+    mean_rate_per_s=0.4,
+    spikes=tuple(Spike(at_s=at, for_s=15, times=80) for at in range(100, 1800, 200)),
+    prompt=Lengths(mean=2000, sigma=0.3, max=4000),
+    output=Lengths(mean=25, max=100),
+)
+"""A prompt-bound load of four or five replicas for 15 s, again and again; a start takes 60 s."""
+
+
+def test_bursts_of_prompts_that_come_again_find_replicas() -> None:
+    trace = generate(BURSTS, seed=0)
+    found = dict[float, Figures]()
+    for memory_s in (0.0, 1200.0):
+        outer = {"burst_memory_s": memory_s}
+        config = SimulationConfig.model_validate({**CONFIG, "outer": outer})
+        (_, [(_, joint_policy)]), *_ = families(config)
+        cluster = config.cluster(trace)
+        result = Simulation(trace, config.capacity, cluster, joint_policy()).run()
+        found[memory_s] = figures_of(result, measured_from_s=0, objective_ttft_s=1.0)
+    forgetful, joint = found.values()
+    assert joint.slo_attainment > forgetful.slo_attainment + 0.2
     assert joint.quality_loss_mean <= 0.1
 
 
