@@ -52,9 +52,10 @@ def serve_config(source: Path) -> dict[str, Any]:
                     {
                         "name": "ingress",
                         # Without a CPU of its own it might be put on the head, which takes no
-                        # requests; two on a node would fail together.
+                        # requests. All on a node would fail together; an update, though, starts a
+                        # new one before it ends an old one, for which there may be no other node.
                         "ray_actor_options": {"num_cpus": 1},
-                        "max_replicas_per_node": 1,
+                        "max_replicas_per_node": 2,
                     }
                 ],
             }

@@ -3,95 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
-import psutil
 import pytest
 import yaml
 
 from mars_platform.checkpoint import read_checkpoint
-from mars_platform.processes import free_port
 from mars_train.demo_data import write_demo_data
+from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
 
 RECIPE = Path(__file__).parents[1] / "recipe.yaml"
-TOKEN = secrets.token_hex()
 pytestmark = pytest.mark.timeout(600)  # of which an idle machine needs a tenth
-BIN = Path(sys.executable).parent
-SHELL = {
-    "PATH": f"{BIN}:/usr/bin:/bin",
-    "COLUMNS": "200",
-    **{name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ},
-}
-WITH_TOKEN = {**SHELL, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-_START_TIMEOUT_S, _WAIT_S = 60, 240
+WITH_TOKEN = {**SHELL, **new_token()}
+TOKEN = WITH_TOKEN["RAY_AUTH_TOKEN"]
+_WAIT_S = 240
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The dashboard of a head of its own, on free ports."""
-    port, files = free_port(), tempfile.mkdtemp(prefix="ray-")  # short: it holds sockets' paths
-    options = {
-        "port": free_port(),
-        "dashboard-host": "127.0.0.1",
-        "dashboard-port": port,
-        "dashboard-agent-listen-port": free_port(),
-        "ray-client-server-port": free_port(),
-        "node-ip-address": "127.0.0.1",
-        "num-cpus": 4,
-        "object-store-memory": 100_000_000,
-        "temp-dir": files,
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [BIN / "ray", "start", "--head", "--block", "--disable-usage-stats", *arguments]
-    with Path(files, "printed").open("wb") as printed:
-        head = subprocess.Popen(command, env=WITH_TOKEN, stdout=printed, stderr=printed)
-    try:
-        wait_until(lambda: is_up(port), _START_TIMEOUT_S, Path(files, "printed").read_text)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        end(head)
-        shutil.rmtree(files, ignore_errors=True)
-
-
-def is_up(port: int) -> bool:
-    with suppress(httpx.TransportError):
-        authorization = {"Authorization": f"Bearer {TOKEN}"}
-        url = f"http://127.0.0.1:{port}/api/jobs/"
-        return httpx.get(url, headers=authorization).status_code == httpx.codes.OK
-    return False
-
-
-def end(head: subprocess.Popen[bytes]) -> None:
-    """End the head and every process that it has started, and no other."""
-    started = psutil.Process(head.pid).children(recursive=True)
-    head.kill()
-    head.wait()
-    for process in started:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(started, timeout=10)
-
-
-def wait_until(holds, timeout_s, describe):
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.3)
+    """The dashboard of a head of its own."""
+    with ray_head(WITH_TOKEN, num_cpus=4) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

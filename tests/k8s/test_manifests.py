@@ -148,10 +148,19 @@ def test_no_secret_is_written_down(manifests: Any) -> None:
 
 
 def test_images_are_pinned_to_the_version(manifests: Any) -> None:
-    for pod in manifests.pods():
-        for container in pod.containers:
-            name, _, tag = container["image"].partition(":")
-            assert tag == __version__ if name.endswith("/marsray") else tag[0].isdigit(), pod.where
+    """The tag without CUDA, but where there is a GPU."""
+    containers = [each for pod in manifests.pods() for each in pod.containers]
+    has_gpus = any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers)
+    expected = __version__ if has_gpus else f"{__version__}-cpu"
+    for container in containers:
+        name, _, tag = container["image"].partition(":")
+        assert tag == expected if name.endswith("/marsray") else tag[0].isdigit(), container
+
+
+def test_the_readme_builds_the_images_that_are_named(render: Callable[[str], Any]) -> None:
+    built = dict(re.findall(r"VARIANT=(\w+) --tag REGISTRY/marsray:(\S+)", README))
+    assert built == {"cpu": f"{__version__}-cpu", "gpu": __version__}
+    assert set(re.findall(r"docker push REGISTRY/marsray:(\S+)", README)) == set(built.values())
 
 
 def test_ray_is_the_installed_version(manifests: Any) -> None:
