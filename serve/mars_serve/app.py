@@ -114,7 +114,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 2,
     }
-    if model.most_replicas > 1 and model.engine.reuse_prefixes:
+    if model.most_replicas > 1:
         options["request_router_config"] = _router_config(model)
     return serve.deployment(ModelReplica, **options).bind(model, num_threads)
 
@@ -142,15 +142,17 @@ def _common_options(settings: ServeSettings) -> dict[str, Any]:
         "max_ongoing_requests": _MAX_ONGOING,
         "graceful_shutdown_timeout_s": settings.drain_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+        "max_surge_percent": settings.surge_percent,
     }
 
 
 def _router_config(model: ModelSettings) -> RequestRouterConfig:
     # Rows up to a fraction of the batch cost little; a computed prefix is worth that much.
+    page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
     return RequestRouterConfig(
         request_router_class="mars_serve.router.PrefixRouter",
         request_router_kwargs={
-            "page_size": model.engine.page_size_on("cuda" if model.num_gpus else "cpu"),
+            "page_size": page_size if model.engine.reuse_prefixes else None,
             "slack": max(1, model.engine.max_batch // 4),
         },
     )

@@ -18,6 +18,10 @@ from mars_serve.settings import ModelSettings
 from mars_serve.steering import Steering
 from mars_serve.telemetry import ReplicaTelemetry
 
+_BEAT_S = 2.0
+"""Seconds without an output after which a request's caller is shown that it still runs; several of
+them fit into what `mars_serve.backend` takes for the replica's end."""
+
 
 class ModelReplica:
     """Ray Serve's deployment class. Its construction ends when the engine is warm."""
@@ -35,12 +39,23 @@ class ModelReplica:
             context.app_name, settings.name, initial, self._apply, self._steering
         )
 
-    async def complete(self, request: Request) -> list[StepOutput]:
-        """Run a request to its end; a cancelled call cancels it."""
-        return [output async for output in self.stream(request)]
+    async def complete(self, request: Request) -> AsyncGenerator[list[StepOutput] | None]:
+        """Run a request to its end: one item, and None every few seconds before; a cancelled call
+        cancels it.
+        """
+        outputs, shown_s = list[StepOutput](), time.monotonic()
+        async with aclosing(self.stream(request)) as items:
+            async for item in items:
+                if item is not None:
+                    outputs.append(item)
+                if time.monotonic() - shown_s >= _BEAT_S:
+                    shown_s = time.monotonic()
+                    yield None
+        yield outputs
 
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Run a request, one item a forward pass; a cancelled call cancels it.
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput | None]:
+        """Run a request, one item a forward pass, and None where that takes seconds; a cancelled
+        call cancels it.
 
         Raises:
             QueueFull: there is no room, or it would come too late.
@@ -48,8 +63,9 @@ class ModelReplica:
         """
         if self._steering is not None:
             self._steering.refuse_late(request)
-        async with aclosing(self._telemetry.watch(self._loop.stream(request), request)) as outputs:
-            async for output in outputs:
+        outputs = self._loop.stream(request, _BEAT_S)
+        async with aclosing(self._telemetry.watch(outputs, request)) as watched:
+            async for output in watched:
                 yield output
 
     async def exposition(self) -> str:

@@ -86,8 +86,10 @@ class PrefixMap:
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ray Serve's request router over a `PrefixMap`."""
 
-    def initialize_state(self, *, page_size: int, slack: int) -> None:
-        """Called once by Ray Serve with the deployment's ``request_router_kwargs``."""
+    def initialize_state(self, *, page_size: int | None, slack: int) -> None:
+        """Called once by Ray Serve with the deployment's ``request_router_kwargs``; there is no
+        ``page_size`` where replicas keep no prefixes.
+        """
         self._page_size = page_size
         self._map = PrefixMap(slack)
         self._sent = Counter[ReplicaID]()
@@ -101,9 +103,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica first; the others, should it not answer."""
+        request = _request_of(pending_request)
+        if request is not None and request.num_silent:
+            # One of them is gone, and nobody knows which: Ray Serve asks those first whose load it
+            # does not know, and takes one that answers.
+            for each in candidate_replicas:
+                self.on_replica_actor_unavailable(each.replica_id)
+            return [candidate_replicas]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = {name: self._load(each.replica_id) for name, each in by_name.items()}
-        chosen = by_name.pop(self._map.choose(self._keys(pending_request), loads))
+        chosen = by_name.pop(self._map.choose(self._keys(request), loads))
         if pending_request is not None:
             self._chosen[chosen.replica_id] += 1
             weakref.finalize(pending_request, self._chosen.subtract, [chosen.replica_id])
@@ -138,9 +147,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def _load(self, replica_id: ReplicaID) -> int:
         return self._sent[replica_id] + self._chosen[replica_id]
 
-    def _keys(self, pending_request: PendingRequest | None) -> list[bytes]:
-        arguments: Sequence[Any] = pending_request.args if pending_request else ()
-        if not arguments or not isinstance(arguments[0], Request):
-            return []  # a question about the replica itself
-        request = arguments[0]
+    def _keys(self, request: Request | None) -> list[bytes]:
+        if request is None or self._page_size is None:
+            return []
         return prompt_keys(request.tenant, request.tokens, self._page_size)
+
+
+def _request_of(pending_request: PendingRequest | None) -> Request | None:
+    """What is to be decoded; None of a question about the replica itself."""
+    arguments: Sequence[Any] = pending_request.args if pending_request else ()
+    return arguments[0] if arguments and isinstance(arguments[0], Request) else None

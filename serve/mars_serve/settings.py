@@ -233,6 +233,9 @@ class ServeSettings(Settings):
     drain_s: float = Field(default=600, gt=0)
     """Seconds that running requests get to end in when a replica is taken down; choose more than
     the longest generation takes."""
+    surge_percent: int = Field(default=25, ge=0, le=100)
+    """Percent of a deployment's replicas, rounded up, that an update starts before it ends old
+    ones; 0 ends old ones first, for clusters without room for one more."""
     cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")

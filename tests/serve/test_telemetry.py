@@ -67,7 +67,7 @@ async def run(
     return outputs
 
 
-async def script(outputs: list[StepOutput]) -> AsyncGenerator[StepOutput]:
+async def script(outputs: list[StepOutput | None]) -> AsyncGenerator[StepOutput | None]:
     for output in outputs:
         yield output
 
@@ -144,8 +144,10 @@ async def test_times_of_a_request(
     clock = iter([10.0, 10.5, 11.1, 11.3, 14.0])  # arrival, three passes with tokens, the end
     monkeypatch.setattr(telemetry, "perf_counter", lambda: next(clock))
     outputs = [
+        None,  # nothing yet
         StepOutput("a", [], None, queue_s=0.25),  # a part of a prompt
         StepOutput("a", [7, 8], None, threshold=0.5),
+        None,
         StepOutput("a", [9, 10, 11], None, threshold=0.75),
         StepOutput("a", [12], None, threshold=1.0),
     ]

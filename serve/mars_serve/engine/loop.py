@@ -126,10 +126,16 @@ class EngineLoop:
         """Seconds since the last report of an engine that has work; 0 without work."""
         return time.monotonic() - self._status_s if self._outputs else 0.0
 
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def stream(
+        self, request: Request, beat_s: float | None = None
+    ) -> AsyncGenerator[StepOutput | None]:
         """Run one request; yields what each forward pass gave, until it has finished.
 
         Leaving the iteration early, by an error or a cancelled task, cancels the request.
+
+        Args:
+            request: in no other engine.
+            beat_s: seconds; None is yielded whenever there was nothing for so long.
 
         Raises:
             UserError: the request can never run.
@@ -143,7 +149,12 @@ class EngineLoop:
         finished = False
         try:
             while not finished:
-                output = await outputs.get()
+                try:
+                    async with asyncio.timeout(beat_s):
+                        output = await outputs.get()
+                except TimeoutError:
+                    yield None
+                    continue
                 if isinstance(output, EngineDied):
                     finished = True
                     raise output

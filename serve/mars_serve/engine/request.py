@@ -221,6 +221,8 @@ class Request:
     """When it came, by ``time.monotonic``; whoever takes it in says so."""
     queue_s: float | None = None
     """Seconds from then to its first step; None before."""
+    num_silent: int = 0
+    """Replicas that it was sent to before, and that showed no sign of life."""
     mode: Mode = field(init=False)
     """Of the step at hand: the request's own, or exact where that stands in for τ = 1."""
     threshold: float = field(init=False)
