@@ -28,7 +28,7 @@ from traffic import NUM_CLIENTS, Ask, Traffic, running
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NUM_PROMPTS, NUM_TOKENS, NUM_LONG = 4, 24, 500
-NUM_EARLY = 6
+NUM_EARLY = 12
 """Characters within which the versions' answers differ."""
 OLD, NEW = 0, 1
 """Versions."""
