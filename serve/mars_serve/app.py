@@ -109,7 +109,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
     model = settings.models[index]
     options = {
         **_common_options(settings),
-        "name": f"model-{index}-{re.sub(r'[^A-Za-z0-9._-]', '-', model.name)}",
+        "name": _deployment_name(settings.models, index),
         **_replicas(model),
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 2,
@@ -117,6 +117,12 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
     if model.most_replicas > 1:
         options["request_router_config"] = _router_config(model)
     return serve.deployment(ModelReplica, **options).bind(model, num_threads)
+
+
+def _deployment_name(models: list[ModelSettings], index: int) -> str:
+    """The same whatever other models come or go: an update ends at once what has lost its name."""
+    names = [re.sub(r"[^A-Za-z0-9._-]", "-", model.name) for model in models]
+    return f"model-{names[:index].count(names[index])}-{names[index]}"
 
 
 def _replicas(model: ModelSettings) -> dict[str, Any]:

@@ -20,14 +20,22 @@ def test_an_ingress_and_a_deployment_for_each_model() -> None:
     models = [*ARGS["models"], {"name": "other", "path": "p", "num_replicas": 3, "num_gpus": 1}]
     proxy = {"num_replicas": 2}
     deployments = deployments_of({**ARGS, "models": models, "proxy": proxy, "drain_s": 90})
-    assert deployments.keys() == {"model-0-some-model", "model-1-other", "ingress"}
+    assert deployments.keys() == {"model-0-some-model", "model-0-other", "ingress"}
     numbers = {name: each._deployment_config.num_replicas for name, each in deployments.items()}
-    assert numbers == {"model-0-some-model": 1, "model-1-other": 3, "ingress": 2}
+    assert numbers == {"model-0-some-model": 1, "model-0-other": 3, "ingress": 2}
     assert all(
         each._deployment_config.graceful_shutdown_timeout_s == 90 for each in deployments.values()
     )
-    assert deployments["model-1-other"].ray_actor_options["num_gpus"] == 1
+    assert deployments["model-0-other"].ray_actor_options["num_gpus"] == 1
     assert deployments["model-0-some-model"].ray_actor_options["num_gpus"] == 0
+
+
+def test_a_models_deployment_keeps_its_name_when_others_come() -> None:
+    """An update ends a deployment whose name is gone, whoever still sends requests to it."""
+    before = deployments_of(ARGS).keys()
+    models = [{"name": "first", "path": "p"}, *ARGS["models"], {"name": "some-model", "path": "p"}]
+    added = {"model-0-first", "model-1-some-model"}
+    assert deployments_of({**ARGS, "models": models}).keys() - before == added
 
 
 @pytest.mark.parametrize(("given", "percent"), [({}, 25), ({"surge_percent": 0}, 0)])
@@ -49,9 +57,9 @@ def test_several_replicas_are_routed_by_prefix() -> None:
         for name, each in deployments_of({**ARGS, "models": models}).items()
     }
     assert "mars_serve" not in configs["model-0-one"].request_router_class
-    assert configs["model-1-two"].request_router_class == "mars_serve.router.PrefixRouter"
-    assert configs["model-1-two"].request_router_kwargs == {"page_size": 16, "slack": 2}
-    assert configs["model-2-three"].request_router_kwargs["page_size"] is None
+    assert configs["model-0-two"].request_router_class == "mars_serve.router.PrefixRouter"
+    assert configs["model-0-two"].request_router_kwargs == {"page_size": 16, "slack": 2}
+    assert configs["model-0-three"].request_router_kwargs["page_size"] is None
 
 
 @pytest.mark.parametrize(
