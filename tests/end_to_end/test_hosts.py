@@ -26,12 +26,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 K8S = Path(__file__).parents[2] / "k8s"
 RECIPE = Path(__file__).parents[1] / "recipe.yaml"
-NOTICE = {
-    "RAY_health_check_period_ms": "2000",
-    "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "4",
-}
-"""How the head finds out that a host is gone: in 20 seconds, where Ray itself takes a minute."""
 NUM_STEPS, EVERY_STEPS = 240, 20
 _WAIT_S = 120
 
@@ -58,26 +52,31 @@ def cluster_of(net: Network, environment: Callable[[Host], Mapping[str, str]]) -
     return cluster
 
 
-def behind_haproxy(host: Host) -> Mapping[str, str]:
+def of_manifests(host: Host) -> dict[str, str]:
     """What the manifests give Ray's containers; HAProxy's files are among the host's."""
     manifest = yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())
     head = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     (container,) = head["containers"]
-    values = {
+    return {
         each["name"]: each["value"].replace("/run/haproxy", str(host.files))
         for each in container["env"]
         if each["name"].startswith("RAY_")
     }
+
+
+def behind_haproxy(host: Host) -> Mapping[str, str]:
+    values = of_manifests(host)
     script = K8S / "setup" / "common" / "scripts" / "haproxy_launcher.py"
     launcher = values["RAY_SERVE_HAPROXY_BINARY_PATH"]
     subprocess.run([sys.executable, script, launcher], check=True)
-    return {**values, **NOTICE}
+    return values
 
 
-def behind_python(_: Host) -> Mapping[str, str]:
-    """What `marsray serve` gives a cluster where HAProxy is not installed."""
-    serve = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
-    return {**serve, **NOTICE}
+def behind_python(host: Host) -> Mapping[str, str]:
+    """As `marsray serve` does it where HAProxy is not installed."""
+    values = of_manifests(host)
+    rest = {name: value for name, value in values.items() if "HAPROXY" not in name}
+    return {**rest, "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
 # --- a run ----------------------------------------------------------------------------------------
