@@ -88,6 +88,8 @@ class HandleBackend:
                     raise EngineDied("the replica is silent; its host may be gone") from error
                 _check_wait(request, time.monotonic() - start_s)
                 request.num_silent += 1
+                # The replica may live after all and get it again; an engine knows requests by id.
+                request.id = f"{request.id}/{request.num_silent}"
 
     async def _shown(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
         """What comes back from a replica, its signs of life included."""

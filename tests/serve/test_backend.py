@@ -44,6 +44,7 @@ class Handle:
     def __init__(self, *responses: Response) -> None:
         self.responses = responses
         self.num_silent: list[int] = []
+        self.ids: list[str] = []
 
     def options(self, **_: Any) -> Handle:
         return self
@@ -53,6 +54,7 @@ class Handle:
 
     def remote(self, request: Request) -> Response:
         self.num_silent.append(request.num_silent)
+        self.ids.append(request.id)
         return self.responses[len(self.num_silent) - 1]
 
 
@@ -83,6 +85,7 @@ async def test_what_has_not_begun_goes_to_another_replica() -> None:
     backend, handle = backend_of(silent, Response(OUTPUTS, 0, ends=True))
     assert [output async for output in backend.stream(request())] == OUTPUTS
     assert handle.num_silent == [0, 1]
+    assert len(set(handle.ids)) == 2
     assert silent.is_cancelled
 
 
