@@ -21,9 +21,9 @@ from mars_platform.mode import Mode
 from mars_serve.generate import generate_once
 from rest_requests import CHAT, text_of
 
-NUM_CLIENTS, NUM_LONG_CLIENTS = 8, 2
-_THINK_S, _IDLE_S = 0.2, 8.0
-"""Seconds between two requests of a client, and of one whose connection lies idle for long."""
+NUM_CLIENTS = 8
+_THINK_S, _IDLE_S = 0.2, (3.0, 7.0)
+"""Seconds between two requests of a client, and of those whose connections lie idle for long."""
 _WAIT_S = 240
 
 
@@ -76,13 +76,20 @@ class Traffic:
     """What clients ask for, and what has come of it so far."""
 
     def __init__(
-        self, address: str, headers: dict[str, str], asks: Sequence[Ask], long: Ask
+        self,
+        address: str,
+        headers: dict[str, str],
+        asks: Sequence[Ask],
+        streams: Sequence[Ask] = (),
     ) -> None:
+        """Besides those who ask for any of ``asks``, each of ``streams`` is asked for by somebody
+        who does not pause.
+        """
         self.answers = list[Answer]()
         self.statuses = Counter[tuple[str, int]]()
         """Of the paths that tell about the service."""
         self._address, self._headers = address, headers
-        self._asks, self._long = asks, long
+        self._asks, self._streams = asks, streams
         self._is_over = threading.Event()
 
     def end(self) -> None:
@@ -92,8 +99,8 @@ class Traffic:
     async def run(self) -> None:
         turns = list(itertools.product((False, True), self._asks))
         clients = [self._ask(turns[k:] + turns[:k], _THINK_S) for k in range(NUM_CLIENTS)]
-        clients += [self._ask(turns, _IDLE_S), self._ask(turns[1:], _IDLE_S / 2)]
-        clients += [self._ask([(True, self._long)], 0) for _ in range(NUM_LONG_CLIENTS)]
+        clients += [self._ask(turns, pause_s) for pause_s in _IDLE_S]
+        clients += [self._ask([(True, ask)], 0) for ask in self._streams]
         await asyncio.gather(*clients, self._look("/ready"), self._look("/v1/models"))
 
     def _client(self) -> httpx.AsyncClient:
@@ -110,7 +117,12 @@ class Traffic:
                 if self._is_over.is_set():
                     return
                 self.answers.append(await _answer(client, ask, is_stream=is_stream))
-                await asyncio.sleep(pause_s)
+                await self._rest(pause_s)
+
+    async def _rest(self, pause_s: float) -> None:
+        end_s = time.monotonic() + pause_s
+        while time.monotonic() < end_s and not self._is_over.is_set():
+            await asyncio.sleep(min(pause_s, 0.5))
 
     async def _look(self, path: str) -> None:
         async with self._client() as client:
