@@ -10,10 +10,10 @@ demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test-full: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --full
 
 # OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed

@@ -1,14 +1,22 @@
-"""What tests share: one trained tiny model for the whole run, and the ``--full`` option."""
+"""What tests share: one trained tiny model for the whole run, ``--full``, and who runs what.
+
+Two processes run the suite (``pytest -n 2``): one takes every module that starts a Ray, which is
+the longer half, the other takes the rest by module. Without ``-n`` it is one process.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from mars_platform.config import load_settings
 from mars_train.demo_data import write_demo_data
@@ -16,6 +24,7 @@ from mars_train.recipe import Recipe
 from mars_train.run import run_recipe
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
+_WITH_RAY = ("tests/end_to_end/", "tests/packaging/", "tests/train/test_data.py")
 collect_ignore = ["clients"]  # they run in an environment of their own: `make test-clients`
 
 
@@ -29,6 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=full)
     items[:] = [item for item in items if item not in full]
+
+
+class _OneRayAtATime(LoadFileScheduling):
+    """Two clusters at once would be slower than one after the other: each starts many processes."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "Ray" if nodeid.startswith(_WITH_RAY) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return _OneRayAtATime(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -61,8 +81,16 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Both stages of a short recipe, on two gloo workers."""
-    work = tmp_path_factory.mktemp("trained")
+    """Both stages of a short recipe, on two gloo workers: once for all processes of a run."""
+    base = tmp_path_factory.getbasetemp()
+    work = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained"
+    with FileLock(f"{work}.lock"):
+        if not work.exists():
+            _train(work)
+    return Trained(work / "out", work / "data", (work / "printed.txt").read_text())
+
+
+def _train(work: Path) -> None:
     write_demo_data(work / "data", num_train=4000, num_eval=100, seed=1)
     recipe = load_settings(
         RECIPE,
@@ -73,8 +101,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
             f"output={work / 'out'}",
         ],
     )
-    with (work / "printed.txt").open("w+") as handle:
+    with (work / "printed.txt").open("w") as handle:
         run_recipe(recipe, Console(file=handle, width=200))
-        handle.seek(0)
-        printed = handle.read()
-    return Trained(work / "out", work / "data", printed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -59,6 +60,10 @@ def test_bad_rows_are_reported_by_file_and_line(output, recipe):
         (file, 11, "dropped"),
         (file, 34, "dropped"),
     ]
+
+
+def test_ctrl_c_is_what_it_was_before_the_run(output):
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(output, recipe):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
@@ -131,7 +130,3 @@ def test_a_finished_run_is_not_entered_again(trained):
     content = yaml.safe_load((trained.output / "recipe.yaml").read_text())
     with pytest.raises(UserError, match=r"output: the run in .* is finished"):
         run_recipe(Recipe.model_validate(content), Console(quiet=True))
-
-
-def test_ctrl_c_is_what_it_was_before_the_run(trained):
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
