@@ -81,11 +81,16 @@ def promote(
     max_slower: Annotated[
         float, typer.Option(min=0, help="Share of tokens a pass that it may give fewer.")
     ] = 0.05,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Do not compare it with the one that is there; to go back."),
+    ] = False,
 ) -> None:
     """Put a checkpoint in service, unless it is worse than the one that is there.
 
-    Both must have been calibrated on the same conversations. The link changes in one step; servers
-    that are to serve the new checkpoint are deployed again.
+    Both must have been calibrated on the same conversations, with an answer to check in each row.
+    All files of the new one are compared with its manifest, which is written if there is none. The
+    link changes in one step; servers that are to serve the new checkpoint are deployed again.
     """
     from rich.console import Console
     from rich.table import Table
@@ -96,7 +101,7 @@ def promote(
 
     gate = build_settings({"max_loss": max_loss, "max_slower": max_slower}, Gate, source="options")
     before = service.resolve() if service.is_symlink() else None
-    compared = put_in_service(candidate, service, gate)
+    compared = put_in_service(candidate, service, None if force else gate)
     console = Console()
     if compared:
         table = Table("", "quality", "in service", "tokens a pass", "in service")

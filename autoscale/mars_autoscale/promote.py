@@ -1,8 +1,9 @@
 """Puts a trained checkpoint in the place of the one in service, if it is not worse.
 
 The place is a symbolic link, so that the change is one step, and going back is another. What is
-compared are the two frontiers, measured on the same conversations. Knows no server: one that is to
-serve the new checkpoint is deployed again.
+compared are the two frontiers, measured on the same conversations. The candidate itself is checked
+as servers check it when they start. Knows no server: one that is to serve the new checkpoint is
+deployed again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from mars_autoscale.frontier import Frontier, FrontierPoint, read_frontier
+from mars_platform.calibration import write_whole
+from mars_platform.checkpoint import read_checkpoint
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
+from mars_platform.manifest import MANIFEST, Damaged, describe_all, verify
+
+_FORCE = "or promote with --force, which compares nothing"
 
 
 class Gate(Settings):
@@ -51,20 +58,22 @@ class Compared:
         return None
 
 
-def promote(candidate: Path, service: Path, gate: Gate) -> list[Compared]:
+def promote(candidate: Path, service: Path, gate: Gate | None) -> list[Compared]:
     """Let a link point to a checkpoint.
 
     Args:
-        candidate: the checkpoint's directory, with frontier.json.
+        candidate: the checkpoint's directory, with frontier.json. All of its files are read once;
+            a manifest is written into it if it has none.
         service: the link; one that does not exist yet is made without a comparison.
-        gate: what the candidate may be worse by.
+        gate: what the candidate may be worse by; None compares nothing, and reads nothing of the
+            checkpoint in service.
 
     Returns:
         What was compared, mode ar first; empty where there was nothing to compare with.
 
     Raises:
-        UserError: the candidate is worse, a frontier cannot be used, the two were not measured
-            alike, or the link cannot be made. The link stays as it was.
+        UserError: the candidate is worse, damaged or incomplete, a frontier cannot be used, the two
+            were not measured alike, or the link cannot be made. The link stays as it was.
     """
     frontier = read_frontier(candidate)
     if service.exists() and not service.is_symlink():
@@ -73,14 +82,15 @@ def promote(candidate: Path, service: Path, gate: Gate) -> list[Compared]:
             "name a path that does not exist yet, or a link"
         )
     compared = list[Compared]()
-    if service.exists():
-        compared = compare(frontier, read_frontier(service))
+    if gate is not None and service.exists():
+        compared = compare(frontier, _frontier_in_service(service))
         problems = [each.problem(gate) for each in compared]
         if any(problems):
             raise UserError(
                 f"{candidate} is not promoted: {'; '.join(filter(None, problems))}; train it "
                 "longer, or allow more by --max-loss and --max-slower"
             )
+    _check(candidate)
     _point(service, candidate.resolve())
     return compared
 
@@ -88,18 +98,23 @@ def promote(candidate: Path, service: Path, gate: Gate) -> list[Compared]:
 def compare(candidate: Frontier, current: Frontier) -> list[Compared]:
     """What both were measured at, mode ar first, then mode threshold with falling τ.
 
+    Where no conversation has an answer to check, quality is agreement with the model's own mode ar:
+    100 there, whatever the model says. Two of those are not compared either, since a model that
+    answers worse agrees with itself as well as a better one.
+
     Raises:
-        UserError: they were not measured alike.
+        UserError: they were not measured alike, or on conversations without answers.
     """
     if "agreement" in (candidate.measure, current.measure):
         raise UserError(
-            "frontier.json: its quality is agreement with the model's own mode ar, which says "
-            "nothing of another model; calibrate both on conversations with answers"
+            f"frontier.json: the quality of {_without_answers(candidate, current)} is agreement "
+            "with the model's own mode ar, which says nothing of another model; run marsray "
+            f'calibrate on both with the same --data, whose rows have an "answer" each, {_FORCE}'
         )
     if candidate.items is None or candidate.items != current.items:
         raise UserError(
             "frontier.json: the two checkpoints were not measured on the same conversations; run "
-            "marsray calibrate on both with the same --data"
+            f"marsray calibrate on the one in service with the candidate's --data, {_FORCE}"
         )
     known = {(point.mode, point.threshold): point for point in current.points}
     shared = [
@@ -108,6 +123,40 @@ def compare(candidate: Frontier, current: Frontier) -> list[Compared]:
         if point.mode != "exact" and (point.mode, point.threshold) in known
     ]
     return sorted(shared, key=lambda each: (each.current.mode != "ar", -each.current.threshold))
+
+
+def _without_answers(candidate: Frontier, current: Frontier) -> str:
+    if candidate.measure == current.measure:
+        return "both"
+    return "the candidate" if candidate.measure == "agreement" else "the one in service"
+
+
+def _frontier_in_service(service: Path) -> Frontier:
+    try:
+        return read_frontier(service)
+    except UserError as error:
+        raise UserError(f"{error}, {_FORCE}") from error
+
+
+def _check(candidate: Path) -> None:
+    """Refuse a checkpoint that no server could start from.
+
+    Where there is no manifest to compare it with, its files get one as they are: by then it is
+    known that config and tokenizer can be read, and that the tensors are those that the frontier
+    was measured on, with none missing or cut off. To demand a manifest would show no more, since
+    whoever made it now would describe the same files.
+    """
+    read_checkpoint(candidate)
+    if not (candidate / MANIFEST).exists():
+        write_whole(candidate, MANIFEST, describe_all(candidate).text)
+        return
+    try:
+        verify(LocalFileSystem(), str(candidate))
+    except Damaged as error:
+        raise UserError(
+            f"{candidate} is not what its manifest says ({error}); copy it again from where it "
+            f"came, or, if the change was meant, delete its {MANIFEST}: promoting it writes one"
+        ) from error
 
 
 def _point(link: Path, target: Path) -> None:

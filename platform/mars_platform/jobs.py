@@ -5,9 +5,9 @@ Knows nothing of what a job does.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from mars_platform.errors import UserError
+from mars_platform.job_log import Tail
 
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Where an address is looked for that is not given, in Ray's own order."""
@@ -33,10 +33,17 @@ _TALKATIVE = (  # loggers that tell of every upload and connection
     "ray._private.runtime_env.packaging",
 )
 _POLL_S = 1.0
+_LOG_TRIES = 10
+_SERVER_ERROR = re.compile(r"Request failed with status code 5\d\d\b")
+"""How an error of Ray's client begins that tells of such a status."""
 
 
 class Unreachable(UserError):
     """The cluster does not answer."""
+
+
+class Failing(RuntimeError):
+    """The cluster, or a proxy on the way to it, answers with a status of 5xx."""
 
 
 @dataclass(frozen=True)
@@ -163,29 +170,29 @@ class Jobs:
     def follow(self, job_id: str, write: Callable[[str], None]) -> Job:
         """Hand on what the job has printed and prints, until it has ended.
 
-        A connection that breaks is made again, and what was handed on is not repeated.
+        A connection that breaks is made again, and what was handed on is not repeated. An answer
+        with a status of 5xx counts as none: it is a proxy's, or of a dashboard that starts again.
 
         Raises:
             UserError: there is no such job, or the cluster has not answered for two minutes.
+            RuntimeError: it answers with another status that is no success.
         """
-        tail = _Tail(self._client, job_id, write)
+        tail = Tail(self._client, job_id, write)
         heard = time.monotonic()
         while True:
             try:
                 job = self.find(job_id)
                 if job.has_ended:
-                    with suppress(RuntimeError):  # the log went with its node
-                        tail.complete(self._whole_log(job_id))
+                    self._complete(tail)
                     return job
-            except Unreachable as error:
+            except (Unreachable, Failing) as error:
                 if time.monotonic() - heard > _LOST_S:
                     raise Unreachable(
                         f"{self.address} has not answered for {_LOST_S:.0f} s; the job goes on: "
                         f"marsray submit logs {job_id} --follow"
                     ) from error
             else:
-                with suppress(aiohttp.ClientError, OSError, RuntimeError):  # a broken connection
-                    asyncio.run(tail.read())
+                tail.read()
                 heard = time.monotonic()
             time.sleep(_POLL_S)
 
@@ -203,6 +210,15 @@ class Jobs:
             time.sleep(_POLL_S)
             job = self.find(job_id)
         return job
+
+    def _complete(self, tail: Tail) -> None:
+        """Hand on the rest of an ended job's log, unless it went with its node."""
+        with suppress(RuntimeError):
+            for _ in range(_LOG_TRIES):  # a lost log is a 5xx, too, but one that stays
+                with suppress(Failing):
+                    tail.complete(self._whole_log(tail.job_id))
+                    return
+                time.sleep(_POLL_S)
 
     def _whole_log(self, job_id: str) -> str:
         with self._explained():
@@ -226,7 +242,8 @@ class Jobs:
             ) from error
         except RuntimeError as error:  # carries the cluster's whole traceback
             lines = [line for line in str(error).splitlines() if line.strip(" .")]
-            raise RuntimeError(f"{self.address}: {(lines or ['failed'])[-1]}") from error
+            kind = Failing if _SERVER_ERROR.match(str(error)) else RuntimeError
+            raise kind(f"{self.address}: {(lines or ['failed'])[-1]}") from error
 
 
 def find_address(given: str | None) -> str:
@@ -246,31 +263,6 @@ def find_address(given: str | None) -> str:
         "--address: give the URL of the head's dashboard, such as http://HEAD:8265, or set "
         f"{' or '.join(ADDRESS_VARIABLES)}"
     )
-
-
-@dataclass
-class _Tail:
-    """A job's log, read over as many connections as it takes."""
-
-    client: JobSubmissionClient
-    job_id: str
-    write: Callable[[str], None]
-    _num_written: int = 0
-
-    async def read(self) -> None:
-        """Read until the cluster closes the connection, which it does when the job has ended."""
-        skipped = self._num_written  # every connection begins with the first character
-        async for text in self.client.tail_job_logs(self.job_id):
-            new, skipped = text[skipped:], max(0, skipped - len(text))
-            if new:
-                self.write(new)
-                self._num_written += len(new)
-
-    def complete(self, log: str) -> None:
-        """Hand on what is missing of the whole log: connections may close before its last lines."""
-        if rest := log[self._num_written :]:
-            self.write(rest)
-            self._num_written = len(log)
 
 
 def _job(details: Any) -> Job:

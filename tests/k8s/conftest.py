@@ -9,20 +9,7 @@ from typing import Any
 
 import pytest
 
-from kustomized import K8S, Rendered, rendered
-
-COMMON = "setup/common"
-SERVING = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
-TRAINING = ["overlays/cpu-dev-train", "overlays/gpu-multi-node-train"]
-JOBS = [
-    *TRAINING,
-    "jobs/calibrate",
-    "jobs/evaluate",
-    "jobs/promote",
-    "jobs/gpu/calibrate",
-    "jobs/gpu/evaluate",
-]
-OTHERS = [COMMON, "setup/single-node", "files"]
+from kustomized import JOBS, K8S, OTHERS, SERVING, STAYING, TRAINING, Rendered, rendered
 
 
 @pytest.fixture
@@ -30,7 +17,7 @@ def render() -> Callable[[str], Rendered]:
     return rendered
 
 
-@pytest.fixture(params=[*SERVING, *JOBS, *OTHERS])
+@pytest.fixture(params=[*SERVING, *JOBS, *STAYING, *OTHERS])
 def manifests(request: pytest.FixtureRequest) -> Rendered:
     return rendered(request.param)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shlex
 import tomllib
 from collections.abc import Callable
@@ -37,6 +38,16 @@ def test_the_entrypoint_is_a_command_line_that_marsray_takes(job: Any) -> None:
     cli = typer.Typer()
     cli.command(name)(command_of(name))
     typer.main.get_command(cli).make_context(name, arguments)
+
+
+def test_marsray_takes_the_commands_of_the_readme(readme: str) -> None:
+    lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", readme, re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    assert {name for name, *_ in found} == {"key", "promote"}
+    for name, *arguments in found:
+        cli = typer.Typer()
+        cli.command(name)(command_of(name))
+        typer.main.get_command(cli).make_context(name, arguments)
 
 
 def test_all_of_them_work_on_the_same_candidate(job: Any) -> None:

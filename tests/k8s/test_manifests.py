@@ -10,6 +10,7 @@ from typing import Any
 
 import kubernetes_validate
 
+from kustomized import quantity
 from mars_platform import __version__
 
 K8S = Path(__file__).parents[2] / "k8s"
@@ -111,9 +112,7 @@ def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifest
 
 
 def test_the_object_store_fits_into_shared_memory(manifests: Any) -> None:
-    for document in [*manifests.of_kind("RayService"), *manifests.of_kind("RayJob")]:
-        spec = document["spec"]
-        cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+    for cluster in manifests.clusters():
         for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
             volumes = group["template"]["spec"]["volumes"]
             (shared,) = (each for each in volumes if each["name"] == "shm")
@@ -164,9 +163,7 @@ def test_the_readme_builds_the_images_that_are_named(render: Callable[[str], Any
 
 
 def test_ray_is_the_installed_version(manifests: Any) -> None:
-    for document in [*manifests.of_kind("RayService"), *manifests.of_kind("RayJob")]:
-        spec = document["spec"]
-        cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+    for cluster in manifests.clusters():
         assert cluster["rayVersion"] == importlib.metadata.version("ray")
         assert cluster["authOptions"] == {"mode": "token"}
 
@@ -191,18 +188,15 @@ def test_services_of_others_are_in_the_readme(service: Any) -> None:
 
 
 def test_the_readme_lists_nothing_that_is_not_used(render: Callable[[str], Any]) -> None:
-    used = set(named((K8S / "components").glob("object-store/*.yaml")))
-    for name in ("overlays/ha", "jobs/promote"):
-        used |= set(named(render(name).documents))
+    users = ("object-store", "object-store-jobs")  # overlays that add components
+    names = ("overlays/ha", "jobs/promote", *(f"../tests/k8s/{each}" for each in users))
+    used = {reference for name in names for reference in named(render(name).documents)}
     assert used >= USER_MADE
 
 
 def named(value: Any) -> Iterator[tuple[str, str]]:
     """(kind, name) of every object that something refers to, whatever the way."""
-    if isinstance(value, Path):
-        found = re.findall(r"(configMap|secret)Ref: \{name: ([\w-]+)", value.read_text("utf-8"))
-        yield from (({"secret": "Secret"}.get(kind, "ConfigMap"), name) for kind, name in found)
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         for key, item in value.items():
             yield from _named_by(key, item)
             yield from named(item)
@@ -216,11 +210,8 @@ def _named_by(key: str, item: Any) -> Iterator[tuple[str, str]]:
              "secretRef": "Secret", "secretKeyRef": "Secret", "credentials": "Secret"}  # fmt: skip
     if key in kinds and isinstance(item, dict):
         yield kinds[key], item["name"]
+    elif key == "imagePullSecrets":
+        yield from (("Secret", each["name"]) for each in item)
     elif key in ("secretName", "claimName", "serviceAccountName"):
         kind = {"secretName": "Secret", "claimName": "PersistentVolumeClaim"}
         yield kind.get(key, "ServiceAccount"), item
-
-
-def quantity(text: str) -> float:
-    number, unit = re.fullmatch(r"(\d+)([KMG]i)?", text).groups()  # type: ignore[union-attr]
-    return int(number) * {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]

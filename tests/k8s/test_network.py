@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ SERVING = {
 JOB = {"app.kubernetes.io/part-of": "marsray", "app.kubernetes.io/component": "job"}
 HEAD = End({**SERVING, "ray.io/node-type": "head"})
 WORKER = End({**SERVING, "ray.io/node-type": "worker"})
+CLEANUP = End({**SERVING, "ray.io/node-type": "redis-cleanup"})
 JOB_HEAD = End({**JOB, "ray.io/node-type": "head"})
 SUBMITTER = End(JOB)
 REDIS = End({"app.kubernetes.io/part-of": "marsray", "app.kubernetes.io/component": "redis"})
@@ -37,6 +39,9 @@ STRANGER = End({}, "default")
 DNS = End({"k8s-app": "kube-dns"}, "kube-system")
 INTERNET = End({}, None, "93.184.216.34")
 METADATA = End({}, None, "169.254.169.254")
+NODE_DNS = End({}, None, "169.254.20.10")
+POD_IDENTITY = End({}, None, "169.254.170.23")
+PRIVATE = End({}, None, "10.0.0.7")
 
 
 def reaches(policies: list[Policy], source: End, target: End, port: int) -> bool:
@@ -63,9 +68,15 @@ def allows(policies: list[Policy], own: End, other: End, port: int, way: str) ->
 
 
 def matches(peer: Policy, other: End) -> bool:
-    if "ipBlock" in peer:  # 0.0.0.0/0 in all of them
-        assert peer["ipBlock"]["cidr"] == "0.0.0.0/0"
-        return other.namespace is None and f"{other.address}/32" not in peer["ipBlock"]["except"]
+    if "ipBlock" in peer:
+        block = peer["ipBlock"]
+        return (
+            other.namespace is None
+            and ip_address(other.address) in ip_network(block["cidr"])
+            and not any(
+                ip_address(other.address) in ip_network(each) for each in block.get("except", [])
+            )
+        )
     namespace = peer.get("namespaceSelector")
     if namespace is None:
         return other.namespace == "marsray" and selects(peer["podSelector"], other.labels)
@@ -76,8 +87,12 @@ def matches(peer: Policy, other: End) -> bool:
 
 
 def selects(selector: Policy, labels: dict[str, str]) -> bool:
-    assert set(selector) <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
 
 
 @pytest.fixture
@@ -98,8 +113,8 @@ ALLOWED = [
     (HEAD, WORKER, 30000),
     (WORKER, WORKER, 30001),
     (SUBMITTER, JOB_HEAD, 8265),
-    (HEAD, INTERNET, 6443),  # the Kubernetes API, whose address is not known here
-    *((end, DNS, 53) for end in (HEAD, WORKER, JOB_HEAD, SUBMITTER)),
+    *((HEAD, INTERNET, port) for port in (443, 6443, 8443)),  # the Kubernetes API, wherever it is
+    *((end, dns, 53) for end in (HEAD, WORKER, JOB_HEAD, SUBMITTER) for dns in (DNS, NODE_DNS)),
 ]
 DENIED = [
     (INGRESS, HEAD, 8000),
@@ -113,6 +128,8 @@ DENIED = [
     (WORKER, INTERNET, 443),
     (JOB_HEAD, INTERNET, 443),
     (FILES, INTERNET, 443),
+    (WORKER, INTERNET, 53),
+    (WORKER, NODE_DNS, 443),
     (HEAD, METADATA, 443),
     (WORKER, STRANGER, 443),
 ]
@@ -133,6 +150,8 @@ def test_closed(policies: Any, overlay: str, source: End, target: End, port: int
     ("source", "target", "port", "is_open"),
     [
         (HEAD, REDIS, 6379, True),
+        (CLEANUP, REDIS, 6379, True),
+        (WORKER, REDIS, 6379, False),
         (JOB_HEAD, REDIS, 6379, False),
         (STRANGER, REDIS, 6379, False),
         (REDIS, INTERNET, 443, False),
@@ -151,6 +170,39 @@ def test_closed(policies: Any, overlay: str, source: End, target: End, port: int
 )
 def test_ha(policies: Any, source: End, target: End, port: int, is_open: bool) -> None:
     assert reaches(policies("overlays/ha"), source, target, port) is is_open
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port", "is_open"),
+    [
+        *((end, INTERNET, 443, True) for end in (JOB_HEAD, FILES)),
+        *((end, POD_IDENTITY, 80, True) for end in (JOB_HEAD, FILES)),
+        (JOB_HEAD, INTERNET, 80, False),
+        (JOB_HEAD, PRIVATE, 443, False),
+        *((JOB_HEAD, METADATA, port, False) for port in (80, 443)),
+        (WORKER, INTERNET, 443, False),
+    ],
+)
+def test_an_object_store_for_jobs(
+    policies: Any, source: End, target: End, port: int, is_open: bool
+) -> None:
+    assert reaches(policies("setup/object-store"), source, target, port) is is_open
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port", "is_open"),
+    [
+        (WORKER, INTERNET, 443, True),
+        (WORKER, POD_IDENTITY, 80, True),
+        *((WORKER, METADATA, port, False) for port in (80, 443)),
+        (HEAD, POD_IDENTITY, 80, False),
+        (JOB_HEAD, INTERNET, 443, False),
+    ],
+)
+def test_an_object_store_for_the_service(
+    policies: Any, source: End, target: End, port: int, is_open: bool
+) -> None:
+    assert reaches(policies("../tests/k8s/object-store"), source, target, port) is is_open
 
 
 def test_the_pods_have_the_labels_that_the_policies_choose(manifests: Any) -> None:

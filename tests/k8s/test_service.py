@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -168,16 +169,29 @@ def test_ha_survives_a_head_and_a_zone(render: Any) -> None:
     spread = service.workers["template"]["spec"]["topologySpreadConstraints"]
     keys = [each["topologyKey"] for each in spread]
     assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+
+
+def test_ha_upgrades_in_steps_and_the_readme_says_what_that_takes(render: Any, readme: str) -> None:
+    service = render("overlays/ha")
     strategy = service.ray["spec"]["upgradeStrategy"]
     assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
     assert service.cluster["enableInTreeAutoscaling"] is True
+    assert strategy["clusterUpgradeOptions"]["stepSizePercent"] == 10  # a tenth
+    assert service.workers["minReplicas"] == 3
+    assert "at least three GPUs have to be free" in readme
+    assert strategy["clusterUpgradeOptions"]["gatewayClassName"] == "istio"
+    # else its pods are refused by the namespace, and its Service is a load balancer
+    assert "--set gateways.seccompProfile.type=RuntimeDefault" in readme
+    assert "--set gatewayClasses.istio.service.spec.type=ClusterIP" in readme
 
 
-def test_the_readme_rolls_out_by_an_annotation_that_is_there(service: Any) -> None:
-    annotations = service.workers["template"]["metadata"]["annotations"]
-    assert "marsray.dev/rollout" in annotations
-    readme = (K8S / "README.md").read_text(encoding="utf-8")
-    assert "workerGroupSpecs/0/template/metadata/annotations/marsray.dev~1rollout" in readme
+def test_a_rollout_is_a_value_of_the_overlay(service: Any, readme: str) -> None:
+    text = (K8S / service.name / "kustomization.yaml").read_text(encoding="utf-8")
+    (value,) = re.findall(r'/annotations/marsray\.dev~1rollout, value: "(\w+)"', text)
+    assert service.workers["template"]["metadata"]["annotations"]["marsray.dev/rollout"] == value
+    assert "`marsray.dev~1rollout`" in readme
+    # the next apply would undo a patch of the live object, which is another rollout
+    assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", readme)
 
 
 def test_ingress_routes_only_what_is_for_outside(render: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mars_train.storage import MANIFEST
+from mars_platform.manifest import MANIFEST
 
 
 @pytest.fixture
@@ -58,13 +58,19 @@ def test_a_damaged_checkpoint_stops_the_worker(
     assert message in capsys.readouterr().err
 
 
-def test_files_that_calibration_adds_are_no_damage(
-    weights: Any, source: Path, tmp_path: Path
+@pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("name", ["calibration.json", "frontier.json"])
+def test_what_calibration_writes_is_no_damage(
+    weights: Any, source: Path, tmp_path: Path, name: str, before: bool
 ) -> None:
     place = tmp_path / "models" / "a"
+    if before:
+        (source / name).write_text("{}")
     weights.main(["store", str(source), str(place)])
-    (place / "frontier.json").write_text("{}")
+    (place / name).write_text('{"of": "later"}')
     assert weights.main(["verify", str(place)]) == 0
+    (place / "config.json").write_text("[]")
+    assert weights.main(["verify", str(place)]) == 2
 
 
 def test_a_store_is_fetched_whole_and_once(

@@ -65,6 +65,14 @@ def test_no_text_of_others_becomes_part_of_a_script(name):
     assert [step["run"] for step in steps(name) if "${{" in step.get("run", "")] == []
 
 
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_command_that_fails_within_a_pipe_fails_the_step(name):
+    """The runner's default shell is without pipefail; the one that is asked for has it."""
+    for step in steps(name):
+        if re.search(r"[^|]\|[^|]", step.get("run", "")):
+            assert step.get("shell") == "bash", step
+
+
 def test_rights_are_given_job_by_job():
     for name in WORKFLOWS:
         workflow = load(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,19 @@ import pytest
 import yaml
 
 K8S = Path(__file__).parents[2] / "k8s"
+SERVING = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
+TRAINING = ["overlays/cpu-dev-train", "overlays/gpu-multi-node-train"]
+JOBS = [
+    *TRAINING,
+    "jobs/calibrate",
+    "jobs/evaluate",
+    "jobs/promote",
+    "jobs/gpu/calibrate",
+    "jobs/gpu/evaluate",
+]
+STAYING = ["overlays/submit", "overlays/gpu-submit"]
+"""Clusters without a job."""
+OTHERS = ["setup/common", "setup/single-node", "setup/object-store", "files"]
 
 Document = dict[str, Any]
 
@@ -47,15 +61,24 @@ class Rendered:
 
     @property
     def ray(self) -> Document:
-        """The one RayService or RayJob."""
-        (found,) = self.of_kind("RayService") or self.of_kind("RayJob")
+        """The one document of KubeRay's."""
+        (found,) = self._of_kuberay()
         return found
 
     @property
     def cluster(self) -> Document:
-        spec = self.ray["spec"]
-        found: Document = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+        (found,) = self.clusters()
         return found
+
+    def clusters(self) -> list[Document]:
+        """What describes each Ray cluster, whatever kind of document it is in."""
+        specs = [each["spec"] for each in self._of_kuberay()]
+        return [
+            each.get("rayClusterConfig") or each.get("rayClusterSpec") or each for each in specs
+        ]
+
+    def _of_kuberay(self) -> list[Document]:
+        return [each for each in self.documents if each["apiVersion"].startswith("ray.io/")]
 
     @property
     def workers(self) -> Document:
@@ -104,3 +127,9 @@ def rendered(name: str) -> Rendered:
     )
     assert done.returncode == 0, done.stderr
     return Rendered(name, list(yaml.safe_load_all(done.stdout)))
+
+
+def quantity(text: str) -> float:
+    """A number of bytes, as Kubernetes writes it."""
+    number, unit = re.fullmatch(r"(\d+)([KMG]i)", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]

@@ -15,18 +15,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 
+from mars_autoscale.frontier import FRONTIER_FILE
+from mars_platform.calibration import CALIBRATION_FILE
 from mars_platform.errors import UserError
-from mars_train.storage import (
-    MANIFEST,
-    Alone,
-    Damaged,
-    Manifest,
-    SaveFailed,
-    Storage,
-    copy_into,
-    fetch_shared,
-    share,
-)
+from mars_platform.manifest import MANIFEST, MEASURED, Damaged, Manifest
+from mars_serve.frontier_working import WORKING_FILE
+from mars_train.storage import Alone, SaveFailed, Storage, copy_into, fetch_shared, share
 
 CONTENT = {"a.bin": b"first", "inner/b.bin": bytes(range(256)) * 40, "empty": b""}
 
@@ -277,6 +271,22 @@ def test_directory_without_a_manifest_is_damaged(storage):
         storage.verify("nothing")
 
 
+def test_what_calibration_writes_is_known_by_name():
+    assert {CALIBRATION_FILE, FRONTIER_FILE, WORKING_FILE} == MEASURED
+
+
+@pytest.mark.parametrize("file", sorted(MEASURED))
+def test_a_directory_that_is_calibrated_after_it_was_stored_is_not_damaged(storage, file):
+    storage.save("x", writer({**CONTENT, file: b"{}", f"inner/{file}": b"{}"}), Alone())
+    change(storage, "x", file, b'{"of": "later"}')
+    storage.verify("x")
+    storage.file_system.rm(storage.file_path(f"x/{file}"))
+    storage.verify("x")
+    change(storage, "x", f"inner/{file}", b"[]")  # another file, which has but the name
+    with pytest.raises(Damaged, match=rf"^inner/{file} does not match its checksum$"):
+        storage.verify("x")
+
+
 def test_damaged_directory_is_set_aside_with_its_content(storage):
     storage.save("x", writer(), Alone())
     storage.save("y", writer(), Alone())
@@ -382,6 +392,17 @@ def test_damaged_download_is_refused_and_not_kept(tmp_path):
         storage.fetch("x")
     change(storage, "x", "inner/b.bin", CONTENT["inner/b.bin"])
     assert content_of(storage.fetch("x")) == CONTENT
+
+
+@pytest.mark.parametrize("file", sorted(MEASURED))
+def test_a_measurement_is_downloaded_and_checked_on_its_way(file):
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    storage.save("x", writer({**CONTENT, file: b"{}"}), Alone())
+    change(storage, "x", file, b"[]")
+    with pytest.raises(Damaged, match=rf"^{file} does not match its checksum$"):
+        storage.fetch("x")
+    change(storage, "x", file, b"{}")
+    assert content_of(storage.fetch("x")) == {**CONTENT, file: b"{}"}
 
 
 def test_threads_that_fetch_at_once_get_one_copy():

@@ -1,11 +1,8 @@
-import os
 import shlex
 import subprocess
 import sys
-import threading
 import zipfile
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -14,8 +11,7 @@ import yaml
 
 from mars_platform import __version__, cli
 from mars_platform.errors import UserError
-from mars_platform.jobs import ADDRESS_VARIABLES, Jobs, Unreachable, find_address
-from mars_platform.processes import free_port
+from mars_platform.jobs import ADDRESS_VARIABLES
 from mars_train import submit_check
 from mars_train.submit import MAX_UPLOAD_MIB, plan, shipped_packages
 
@@ -249,55 +245,6 @@ def test_a_cluster_without_marsray_does_not():
     status, error = check(__version__, "-I", "-S")  # no installed packages at all
     assert status == 1
     assert error.startswith("error: marsray is not installed on the cluster; ")
-
-
-# --- the address ----------------------------------------------------------------------------------
-
-
-def test_no_address_names_what_may_give_one():
-    with pytest.raises(UserError, match=r"--address: .* RAY_API_SERVER_ADDRESS or RAY_ADDRESS"):
-        find_address(None)
-
-
-def test_the_given_address_goes_before_the_environments(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "http://c:1")
-    assert find_address(None) == "http://c:1"
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://b:1")
-    assert find_address(None) == "http://b:1"
-    assert find_address("http://a:1/") == "http://a:1"
-    address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(Unreachable, match=f"{address} does not answer"):
-        Jobs(address)
-    assert os.environ["RAY_ADDRESS"] == "http://c:1"
-
-
-def test_an_address_is_a_url():
-    with pytest.raises(UserError, match="head:8265 is no URL; write http://head:8265"):
-        find_address("head:8265")
-
-
-def test_a_server_that_is_not_ray_is_refused():
-    server = HTTPServer(
-        ("127.0.0.1", 0),
-        type(
-            "Other",
-            (BaseHTTPRequestHandler,),
-            {
-                "do_GET": lambda self: self.send_error(404),
-                "log_message": lambda *_: None,
-            },
-        ),
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        address = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(UserError, match=f"{address} is not the dashboard of a Ray head"):
-            Jobs(address)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
+from mars_platform.manifest import Damaged
 from mars_train.history import HISTORY_FILE, History, read_history
 from mars_train.job import Reporter, StageJob
 from mars_train.parallel import Workers
 from mars_train.recipe import Recipe
 from mars_train.shards import load_shards, save_shards
-from mars_train.storage import Damaged, SaveFailed, Storage
+from mars_train.storage import SaveFailed, Storage
 
 STATE_FILE = "state.json"
 _STEP_DIGITS = 8

@@ -33,6 +33,7 @@ from mars_platform.checkpoint import Checkpoint, locate_model, read_checkpoint, 
 from mars_platform.cluster import ray_session
 from mars_platform.config import load_settings
 from mars_platform.errors import Stopped, UserError
+from mars_platform.manifest import Damaged
 from mars_train.batches import num_steps
 from mars_train.curves import plot_curves
 from mars_train.data import check_vocabulary, find_files, prepare, read_conversations
@@ -42,7 +43,7 @@ from mars_train.job import StageJob
 from mars_train.progress import shown_progress
 from mars_train.recipe import Recipe, Stage
 from mars_train.scratch import create_model
-from mars_train.storage import Damaged, Storage, copy_into, share
+from mars_train.storage import Storage, copy_into, share
 from mars_train.tokens import TokenStore
 from mars_train.trainer import MODEL
 from mars_train.worker import StageResult, run_worker

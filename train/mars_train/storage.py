@@ -15,42 +15,28 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import fsspec
 from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
-from mars_platform.config import Settings
 from mars_platform.errors import UserError
+from mars_platform.manifest import (
+    MANIFEST,
+    Damaged,
+    FileEntry,
+    Manifest,
+    describe,
+    describe_all,
+    read_manifest,
+    verify,
+)
 from mars_train.disk import sync
 
-MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
 _REFUSED = ".refused-"
-_CHUNK_BYTES = 2**22
-
-
-class FileEntry(Settings):
-    """What the manifest says of one file."""
-
-    num_bytes: int = Field(ge=0)
-    """Size, in bytes."""
-    sha256: str
-    """SHA-256 sum, in hexadecimal."""
-
-
-class Manifest(Settings):
-    """Content of ``manifest.json``."""
-
-    files: dict[str, FileEntry]
-    """Every other file of the directory, by its path in it."""
-
-
-class Damaged(Exception):
-    """A stored directory is not what its manifest says."""
 
 
 class SaveFailed(Exception):
@@ -142,20 +128,12 @@ class Storage:
             raise SaveFailed(f"{self.path(name)} could not be written: {failures[0]}")
 
     def verify(self, name: str) -> None:
-        """Compare a directory with its manifest.
+        """Compare a directory with its manifest; see `mars_platform.manifest.verify`.
 
         Raises:
             Damaged: naming the file and what is wrong with it.
         """
-        for file, entry in self._manifest(name).files.items():
-            path = self._path(name, file)
-            if not self._fs.exists(path):
-                raise Damaged(f"{file} is missing")
-            if (size := self._fs.size(path)) != entry.num_bytes:
-                raise Damaged(f"{file} has {size} bytes instead of {entry.num_bytes}")
-            with self._fs.open(path, "rb") as handle:
-                if _sha256(handle) != entry.sha256:
-                    raise Damaged(f"{file} does not match its checksum")
+        verify(self._fs, self._path(name))
 
     def set_aside(self, name: str) -> None:
         """Rename a damaged directory, so that it is no longer used but can be looked at."""
@@ -190,7 +168,7 @@ class Storage:
         """
         if self.is_local:
             return Path(self._path(name))
-        manifest = self._manifest(name)
+        manifest = read_manifest(self._fs, self._path(name))
         key = hashlib.sha256((self.path(name) + manifest.model_dump_json()).encode()).hexdigest()
         cache = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
         cache.mkdir(mode=0o700, exist_ok=True)
@@ -202,12 +180,6 @@ class Storage:
 
     def _path(self, *parts: str) -> str:
         return "/".join([self._root.rstrip("/"), *parts])
-
-    def _manifest(self, name: str) -> Manifest:
-        try:
-            return Manifest.model_validate_json(self._fs.cat_file(self._path(name, MANIFEST)))
-        except (FileNotFoundError, ValidationError) as error:
-            raise Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
 
     def _write_files(
         self, partial: str, write: Callable[[Path], None], group: Group
@@ -233,7 +205,7 @@ class Storage:
         """Make the directory count; returns what went wrong."""
         if group.rank != 0:
             return None
-        text = _encoded(manifest)
+        text = manifest.text.encode()
         try:
             if not self.is_local:
                 self._fs.pipe_file(f"{partial}/{MANIFEST}", text)
@@ -258,10 +230,10 @@ class Storage:
                 path = Path(temporary) / "content" / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(self._path(name, file), str(path))
-                if _describe(path) != entry:
+                if describe(path) != entry:
                     raise Damaged(f"{file} does not match its checksum")
             content = Path(temporary) / "content"
-            (content / MANIFEST).write_bytes(_encoded(manifest))
+            (content / MANIFEST).write_text(manifest.text, encoding="utf-8")
             content.rename(target)
 
 
@@ -290,30 +262,14 @@ def copy_into(directory: Path, source: Path) -> None:
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
-def _encoded(manifest: Manifest) -> bytes:
-    return manifest.model_dump_json(indent=1).encode()
-
-
 def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEntry]:
-    """Run ``write``, flush what it wrote to disk, and describe it.
+    """Run ``write``, describe what it wrote, and flush it to disk.
 
     A manifest among it, of a directory that was copied, makes room for the new one.
     """
     write(directory)
     (directory / MANIFEST).unlink(missing_ok=True)
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    for path in files:
-        sync(path)
-    return {str(path.relative_to(directory)): _describe(path) for path in files}
-
-
-def _describe(path: Path) -> FileEntry:
-    with path.open("rb") as handle:
-        return FileEntry(num_bytes=path.stat().st_size, sha256=_sha256(handle))
-
-
-def _sha256(handle: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while chunk := handle.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
+    entries = describe_all(directory).files
+    for file in entries:
+        sync(directory / file)
+    return entries

@@ -29,7 +29,7 @@ class ReplicaState(Shape):
     """One replica."""
 
     replica: str
-    status: dict[str, int]
+    status: dict[str, int | float | None]
     """How full its engine is, and what it has done since its start."""
     confidence_threshold: float
     """τ that it decodes with where a request gives none."""

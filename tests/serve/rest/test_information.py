@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from mars_platform import __version__
 from mars_platform.checkpoint import Checkpoint
 from mars_serve.engine.loop import EngineDied
+from mars_serve.rest.information import Readiness
 
 
 async def test_health_and_version(client: Any) -> None:
@@ -24,6 +25,7 @@ async def test_ready_reports_every_replica(client: Any) -> None:
     assert body["models"].keys() == {"mars", "plain"}
     (state,) = body["models"]["mars"]
     assert (state["replica"], state["status"]["num_pages"]) == ("only", 128)
+    Readiness.model_validate_json(response.text)  # as its schema says
 
 
 async def test_not_ready_while_a_model_has_no_replica(

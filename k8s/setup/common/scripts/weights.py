@@ -5,6 +5,7 @@
     weights.py fetch URL DIRECTORY       downloads what was stored, and checks each file
 
 Knows no model: a manifest holds sizes and SHA-256 sums. `marsray train` writes one with each model.
+What `marsray calibrate` writes beside the weights may change after the manifest was made.
 """
 
 from __future__ import annotations

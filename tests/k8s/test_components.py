@@ -1,0 +1,98 @@
+"""What a user adds to the overlays, and the clusters that are made of components."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kustomized import JOBS, K8S, SERVING, STAYING, Document, rendered
+
+KEYS = "marsray-job-object-store"
+
+
+@pytest.fixture(scope="module")
+def with_pull_secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manifests with the line of component image taken in."""
+    root = tmp_path_factory.mktemp("manifests") / "k8s"
+    shutil.copytree(K8S, root)
+    file = root / "components" / "image" / "kustomization.yaml"
+    before, line, after = file.read_text(encoding="utf-8").partition(
+        "# components: [../image-pull-secret]\n"
+    )
+    assert line
+    file.write_text(f"{before}{line.removeprefix('# ')}{after}", encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize("name", [*SERVING, *JOBS, *STAYING, "files"])
+def test_one_line_gives_every_pod_of_the_image_the_registrys_account(
+    with_pull_secret: Path, name: str
+) -> None:
+    pods = rendered(str(with_pull_secret / name)).pods()
+    images = [[each["image"].startswith("ghcr.io/") for each in pod.containers] for pod in pods]
+    assert any(map(any, images))
+    for pod, own in zip(pods, images, strict=True):
+        if any(own):
+            assert pod.spec["imagePullSecrets"] == [{"name": "marsray-registry"}], pod.where
+
+
+def secrets_of(container: Document) -> list[Document]:
+    return [each["secretRef"] for each in container.get("envFrom", []) if "secretRef" in each]
+
+
+def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(render: Any) -> None:
+    """As an overlay of a user's that adds the component."""
+    changed = render("../tests/k8s/object-store-jobs")
+    (files,) = (each.spec for each in changed.pods() if each.where == "Pod/marsray-files")
+    groups = [changed.cluster["headGroupSpec"], changed.workers]
+    for spec in [files, *(each["template"]["spec"] for each in groups)]:
+        (container,) = spec["containers"]
+        assert secrets_of(container) == [{"name": KEYS, "optional": True}]
+        (room,) = (each for each in spec["volumes"] if each["name"] == "tmp")
+        assert room == {"name": "tmp", "emptyDir": {"sizeLimit": "200Gi"}}
+        # a role of the cloud's is bound to the account
+        assert spec["serviceAccountName"] == "marsray-job"
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        assert {"configMapRef": {"name": "marsray-candidate"}} in container["envFrom"]
+    (submitter,) = changed.ray["spec"]["submitterPodTemplate"]["spec"]["containers"]
+    assert not secrets_of(submitter)
+
+
+def test_the_service_has_no_keys_that_write(render: Any) -> None:
+    for pod in render("../tests/k8s/object-store").pods():
+        for container in pod.containers:
+            assert KEYS not in [each["name"] for each in secrets_of(container)]
+
+
+@pytest.mark.parametrize(
+    ("staying", "job"),
+    [("overlays/submit", "jobs/evaluate"), ("overlays/gpu-submit", "jobs/gpu/evaluate")],
+)
+def test_a_cluster_that_stays_is_that_of_the_jobs_without_a_run(
+    render: Any, staying: str, job: str
+) -> None:
+    (document,) = render(staying).documents
+    assert document["kind"] == "RayCluster"
+    stays, ends = document["spec"], copy.deepcopy(render(job).cluster)
+    (own,), (jobs,) = stays["workerGroupSpecs"], ends["workerGroupSpecs"]
+    assert own["replicas"] == own["minReplicas"] == own["maxReplicas"] >= 1
+    for name in ("replicas", "minReplicas", "maxReplicas"):
+        jobs[name] = own[name]
+    for group in (ends["headGroupSpec"], jobs):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": "marsray-candidate"}}]
+        container["envFrom"] = []
+    assert stays == ends
+
+
+def test_the_readme_leads_to_the_cluster_that_stays(render: Any, readme: str) -> None:
+    for name in STAYING:
+        cluster = render(name).ray["metadata"]["name"]  # KubeRay names the Secret like it
+        assert f"raycluster/{cluster} " in readme
+        assert f"port-forward svc/{cluster}-head-svc 8265:8265" in readme
+        assert f"get secret {cluster} --output jsonpath='{{.data.auth_token}}'" in readme

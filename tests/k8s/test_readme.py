@@ -1,0 +1,89 @@
+"""The commands of the README name what is there, and ask for what it says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from kustomized import JOBS, quantity
+
+ROOT = Path(__file__).parents[2]
+ON_CPUS = [each for each in JOBS if "gpu" not in each]
+
+
+def commands(readme: str) -> list[str]:
+    """Lines of the code blocks, with those that go on joined and without comments."""
+    blocks = re.findall(r"^```sh\n(.+?)^```", readme, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_every_directory_that_is_applied_is_there(readme: str) -> None:
+    named = re.findall(r"-k (k8s/[\w/-]+)", readme)
+    assert len(set(named)) > 10
+    for directory in named:
+        assert (ROOT / directory / "kustomization.yaml").is_file(), directory
+
+
+def test_every_line_is_one_that_a_shell_reads(readme: str) -> None:
+    found = commands(readme)
+    assert len(found) > 40
+    for line in found:
+        words = shlex.split(line, comments=True)
+        assert words[0] in {"helm", "kubectl", "docker", "marsray", "curl", "export"}, line
+        # zsh takes brackets for a pattern, and kubectl waits 30 s unless told
+        assert "[" not in re.sub(r"'[^']*'|\"[^\"]*\"", "", line), line
+        assert "wait" not in words or any(each.startswith("--timeout=") for each in words), line
+
+
+def test_everything_that_users_make_has_a_command(readme: str) -> None:
+    made = re.findall(r"create (secret|configmap)(?: generic| tls| docker-registry)? (\S+)", readme)
+    table = re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", readme, re.MULTILINE)
+    assert {(kind, name) for kind, name in made} == {(kind.lower(), name) for kind, name in table}
+
+
+def test_the_way_back_goes_to_the_link_that_is_served(render: Any, readme: str) -> None:
+    gate = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
+    (line,) = (each for each in commands(readme) if "marsray promote" in each)
+    back = shlex.split(line)
+    assert "--force" in back
+    assert "--force" not in gate
+    link = "--service"
+    assert back[back.index(link) + 1] == gate[gate.index(link) + 1]
+
+
+def test_the_pod_for_files_sleeps_until_it_ends(render: Any) -> None:
+    (pod,) = render("files").of_kind("Pod")
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["sleep", str(pod["spec"]["activeDeadlineSeconds"])]
+    assert pod["spec"]["activeDeadlineSeconds"] == 4 * 3600  # as the README says
+
+
+def requested(manifests: Any) -> tuple[float, float]:
+    """CPUs and bytes that the pods ask for."""
+    assert [each["replicas"] for each in manifests.cluster["workerGroupSpecs"]] == [1]
+    containers = [each for pod in manifests.pods() for each in pod.spec["containers"]]
+    if manifests.cluster.get("enableInTreeAutoscaling"):
+        containers.append(manifests.cluster["autoscalerOptions"])
+    asked = [each["resources"]["requests"] for each in containers]
+    return sum(cpus(each["cpu"]) for each in asked), sum(quantity(each["memory"]) for each in asked)
+
+
+def cpus(text: str) -> float:
+    return int(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
+
+
+def test_the_node_in_the_readme_takes_the_service_and_a_job(render: Any, readme: str) -> None:
+    said = re.search(
+        r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
+        r"([\d.]+) CPUs and ([\d.]+) GiB, each job for ([\d.]+) and ([\d.]+)\s",
+        readme,
+    )
+    assert said is not None
+    node, service, job = ((float(said[at]), float(said[at + 1]) * 2**30) for at in (1, 3, 5))
+    assert requested(render("overlays/cpu-dev")) == service
+    for name in ON_CPUS:
+        assert requested(render(name)) == job, name
+    assert all(of_node > a + b for of_node, a, b in zip(node, service, job, strict=True))
