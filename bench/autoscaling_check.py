@@ -17,7 +17,8 @@ from mars_autoscale.frontier import Frontier
 from mars_autoscale.local import LocalController, Stage
 from mars_autoscale.observe import Look
 from mars_autoscale.simulation.joint import Joint
-from mars_autoscale.simulation.run import ClusterSettings, Result, Simulation
+from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.run import Result, Simulation
 from mars_autoscale.traces import TraceRequest
 
 
@@ -89,16 +90,21 @@ def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -
             "flex_floor_threshold": max(autoscaling.flex_floor_threshold, tiers.flex_min_threshold),
         }
     )
-    cluster = ClusterSettings(
-        min_replicas=outer.min_replicas,
-        max_replicas=outer.max_replicas,
-        initial_replicas=outer.min_replicas,
+    replicas = ReplicaSettings(
+        min=outer.min_replicas,
+        max=outer.max_replicas,
+        initial=outer.min_replicas,
         cold_start_s=outer.cold_start_s,
-        objective_ttft_s=outer.objective_ttft_s,
     )
     capacity = frontier.capacity(bench.cluster.slots)
     policy = _NotingJoint(capacity, outer, outer.inner)
-    result = Simulation(_as_sent(run.requests), capacity, cluster, policy).run()
+    result = Simulation(
+        _as_sent(run.requests),
+        capacity,
+        replicas,
+        policy,
+        objective_ttft_s=outer.objective_ttft_s,
+    ).run()
     return Simulated(result, policy.in_flight)
 
 

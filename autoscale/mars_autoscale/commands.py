@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from mars_autoscale.simulation.config import SimulationConfig
+    from mars_autoscale.traces import TraceRequest
 
 _FILE_WIDTH = 140  # of a table that goes to a file or pipe, where rich assumes 80
 
@@ -37,37 +40,38 @@ def simulate(
 
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
-    from mars_autoscale.simulation.report import draw, json_of, table_of
-    from mars_autoscale.synthetic import generate
-    from mars_autoscale.traces import TraceFormat, read_trace
+    from mars_autoscale.simulation.report import check_files, table_of, write_files
     from mars_platform.config import load_settings
-    from mars_platform.errors import UserError
     from mars_platform.progress import progress_display
 
+    check_files(json_file, plot)
     settings = load_settings(config, SimulationConfig, set_ or [])
-    if trace_format is not None and trace_format not in list(TraceFormat):
-        known = ", ".join(TraceFormat)
-        raise UserError(f"--trace-format: {trace_format} is not one of {known}")
-    if trace is not None:
-        requests = read_trace(trace, TraceFormat(trace_format) if trace_format else None)
-    elif settings.synthetic is not None:
-        requests = generate(settings.synthetic, settings.seeds[0])
-    else:
-        raise UserError("--trace: give a file, or make a trace by the config's synthetic")
+    requests = _requests(settings, trace, trace_format)
     console = Console(stderr=True)
     with progress_display(console) as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))
     terminal = Console()
     width = None if terminal.is_terminal else _FILE_WIDTH
     Console(width=width).print(table_of(comparison, settings.objective_ttft_s))
-    try:
-        if json_file is not None:
-            text = json.dumps(json_of(comparison), indent=1) + "\n"
-            json_file.write_text(text, encoding="utf-8")
-        if plot is not None:
-            draw(comparison, plot)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
+    write_files(comparison, json_file, plot)
+
+
+def _requests(
+    settings: SimulationConfig, trace: Path | None, trace_format: str | None
+) -> list[TraceRequest]:
+    """The file's, or the config's made-up ones."""
+    from mars_autoscale.synthetic import generate
+    from mars_autoscale.traces import TraceFormat, read_trace
+    from mars_platform.errors import UserError
+
+    if trace_format is not None and trace_format not in list(TraceFormat):
+        known = ", ".join(TraceFormat)
+        raise UserError(f"--trace-format: {trace_format} is not one of {known}")
+    if trace is not None:
+        return read_trace(trace, TraceFormat(trace_format) if trace_format else None)
+    if settings.synthetic is None:
+        raise UserError("--trace: give a file, or make a trace by the config's synthetic")
+    return generate(settings.synthetic, settings.seeds[0])
 
 
 def promote(

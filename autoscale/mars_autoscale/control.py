@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from mars_autoscale.capacity import Capacity
-from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide
+from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide, held
 from mars_autoscale.observe import Arrivals, ReplicaLoad, Snapshot
 
 NUM_RECORDS = 100
@@ -22,7 +22,7 @@ RATE_WINDOW_S = 10.0
 """Over which arrivals are averaged."""
 
 _GONE_S = 60.0
-"""A replica that has not reported for so long is forgotten."""
+"""A replica that has not reported for so long is forgotten, where nobody says whether it serves."""
 _ENDED_WEIGHT = 0.01
 """Of one request that has ended in the mean number of output tokens."""
 
@@ -71,7 +71,7 @@ class LoadReport:
     gain: float
     """See `mars_autoscale.local.Stage`."""
     loss: float
-    """Points of quality that a token of class default loses now."""
+    """Points of quality that a token of class default loses now, beyond those at the target τ."""
     is_lowest: bool
     totals: Totals
 
@@ -112,12 +112,16 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model's decisions go by; all its replicas have the same."""
+    """What a model's decisions go by; all its replicas have the same, but during an update."""
 
     capacity: Capacity
     settings: OuterSettings
     refused: str | None = None
     """Why the frontier is not used, where it is not: then there is τ = 1 alone."""
+    made_s: float = 0.0
+    """When, since 1970: an update's is later than what it replaces."""
+    mismatch: str | None = None
+    """What the frontier was measured on, where the replica runs on something else."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class _Heard:
     """A replica's latest report, and its counts within the window."""
 
     report: LoadReport
+    plan: Plan
     heard_s: float
     counts: deque[tuple[float, Totals]] = field(default_factory=deque)
 
@@ -183,8 +188,10 @@ class Control:
         self._decide = decide
         self._replicas: dict[str, _Heard] = {}
         self._cluster: Cluster | None = None
+        self._served = frozenset[str]()
+        """Replicas that the cluster has called ready at some time."""
         self.plan: Plan | None = None
-        """None until a replica has told it."""
+        """Of the replicas that stay, that of the latest; None until one has told it."""
         self.state = ControlState()
         self.records: deque[Record] = deque(maxlen=NUM_RECORDS)
         """The oldest first."""
@@ -198,12 +205,13 @@ class Control:
 
     def hear(self, now_s: float, report: LoadReport, plan: Plan) -> None:
         """Take a replica's report in."""
-        self.plan = plan
-        heard = self._replicas.setdefault(report.replica, _Heard(report, now_s))
+        if self.plan is None:
+            self.plan = plan
+        heard = self._replicas.setdefault(report.replica, _Heard(report, plan, now_s))
         if heard.counts and _has_jumped(heard.counts[-1], now_s, report.totals):
             heard.counts.clear()
         before = heard.counts[-1][1] if heard.counts else report.totals
-        heard.report, heard.heard_s = report, now_s
+        heard.report, heard.plan, heard.heard_s = report, plan, now_s
         heard.counts.append((now_s, report.totals))
         while len(heard.counts) > 2 and heard.counts[1][0] < now_s - RATE_WINDOW_S:
             heard.counts.popleft()
@@ -216,7 +224,7 @@ class Control:
             return
         is_silent = now_s - heard.heard_s > 2 * self.plan.settings.period_s
         if is_silent and stats["observed_s"] > heard.heard_s:
-            self.hear(now_s, LoadReport.of_stats(replica, stats, now_s), self.plan)
+            self.hear(now_s, LoadReport.of_stats(replica, stats, now_s), heard.plan)
 
     def see(self, cluster: Cluster) -> None:
         """Take in what the cluster says."""
@@ -224,6 +232,7 @@ class Control:
             outer = replace(self.state.outer, num_replicas=cluster.num_target)
             self.state = replace(self.state, outer=outer)
         self._cluster = cluster
+        self._served |= cluster.ready
 
     def restore(self, state: ControlState) -> None:
         """Go on where another one was; without effect once this one has seen the cluster.
@@ -234,18 +243,21 @@ class Control:
             self.state = state
 
     def question(self, now_s: float) -> tuple[Snapshot, OuterState, Plan]:
-        """What `answer` needs; the model must have a plan. Changes nothing that others see."""
+        """What `answer` needs; the model must have a plan. Leaves out what has gone."""
         assert self.plan is not None, "a replica has reported"
         self._forget_gone(now_s, self.plan.settings)
-        heard = list(self._replicas.values())
-        loads = [each.report.load(each.heard_s) for each in heard]
+        staying = self._staying()
+        # old ones go on reporting during an update; one that is taken back goes with its replicas
+        self.plan = max((each.plan for each in staying), key=_made_s, default=self.plan)
+        loads = [each.report.load(each.heard_s) for each in staying]
         starting = 0
         if self._cluster is not None:  # a replica reports before the cluster calls it ready
-            num_there = max(len(self._cluster.ready), len(heard))
+            num_there = max(len(self._cluster.ready), len(staying))
             starting = max(0, self._cluster.num_target - num_there)
         arrivals = self._arrivals(now_s)
-        latest_s = max((each.heard_s for each in heard), default=now_s)
-        return Snapshot(now_s, loads, starting, arrivals, latest_s), self.state.outer, self.plan
+        latest_s = max((each.heard_s for each in self._replicas.values()), default=now_s)
+        snapshot = Snapshot(now_s, loads, starting, arrivals, min(latest_s, now_s))
+        return snapshot, self.state.outer, self.plan
 
     def answer(self, snapshot: Snapshot, state: OuterState, plan: Plan) -> Answer:
         """Decide. Pure, so that it may run beside everything else."""
@@ -257,7 +269,7 @@ class Control:
         """Write a decision down; it holds from now on."""
         before = self.state.outer.num_replicas or len(snapshot.replicas) + snapshot.num_starting
         self.state = replace(self.state, outer=state)
-        reports = [each.report for each in self._replicas.values()]
+        reports = [each.report for each in self._staying()]
         arrivals = snapshot.arrivals
         if arrivals is not None and not arrivals.is_valid:
             arrivals = None
@@ -283,24 +295,36 @@ class Control:
     def hold(self, snapshot: Snapshot, problem: str) -> Record:
         """Write down that nothing changes, and why: τ goes to the target."""
         assert self.plan is not None, "a replica has reported"
-        state, settings = self.state.outer, self.plan.settings
-        number = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
-        number = min(max(number, settings.min_replicas), settings.max_replicas)
-        held = Decision(number, 1.0, 1.0, 1.0, Reason.HELD, 0.0, float(number), state.debt)
-        return self.commit(snapshot, held, replace(state, num_replicas=number), problem)
+        decision, state = held(snapshot, self.state.outer, self.plan.settings)
+        return self.commit(snapshot, decision, state, problem)
+
+    def _staying(self) -> list[_Heard]:
+        """The replicas that are not being taken down: those go on reporting until they are empty,
+        but what arrives does not go to them.
+        """
+        ready = self._cluster.ready if self._cluster is not None else None
+        if not ready:  # a cluster's controller that has begun again knows none for a moment
+            return list(self._replicas.values())
+        leaving = self._served - ready
+        return [each for name, each in self._replicas.items() if name not in leaving]
 
     def _forget_gone(self, now_s: float, settings: OuterSettings) -> None:
-        ready = self._cluster.ready if self._cluster is not None else frozenset(self._replicas)
+        """Forget the silent, but for those that the cluster says serve: they may be the busy ones,
+        and until they have gone no replica is ended.
+        """
+        ready = self._cluster.ready if self._cluster is not None else frozenset()
+        longest_s = _GONE_S if self._cluster is None else 2 * settings.period_s
         for name, each in list(self._replicas.items()):
             silent_s = abs(now_s - each.heard_s)  # the clock may have been put back
-            if silent_s > _GONE_S or (silent_s > 2 * settings.period_s and name not in ready):
+            if silent_s > longest_s and name not in ready:
                 del self._replicas[name]
+        self._served &= self._replicas.keys() | ready
 
     def _arrivals(self, now_s: float) -> Arrivals | None:
         """Rates of the window; None where no replica has been heard of for long enough."""
         requests = prompts = span = 0.0
         for each in self._replicas.values():
-            if each.heard_s < now_s - RATE_WINDOW_S:
+            if abs(now_s - each.heard_s) > RATE_WINDOW_S:
                 continue
             (first_s, first), (last_s, last) = each.counts[0], each.counts[-1]
             requests += last.arrived - first.arrived
@@ -321,6 +345,10 @@ class Control:
         known = self.state.mean_output_tokens
         weight = 1 - (1 - _ENDED_WEIGHT) ** ended if known else 1.0
         self.state = replace(self.state, mean_output_tokens=known + weight * (mean - known))
+
+
+def _made_s(plan: Plan) -> float:
+    return plan.made_s
 
 
 def _has_jumped(latest: tuple[float, Totals], now_s: float, totals: Totals) -> bool:

@@ -41,7 +41,7 @@ class Reason(StrEnum):
     IDLE = "idle"
     """Fewer are needed, and have been for a while."""
     WAITING = "waiting"
-    """Fewer are needed, but not for long enough, or τ is still low."""
+    """Fewer are needed, but not for long enough, or τ is still low, or a replica is silent."""
     HELD = "held"
     """What is known is too old, or not a number: nothing changes."""
 
@@ -87,8 +87,8 @@ class OuterSettings(Settings):
     flex_floor_threshold: float = Field(default=0.7, gt=0, le=1)
     """The lowest τ for class flex."""
     loss_budget: float = Field(default=2.0, ge=0, le=100)
-    """Points of quality that class default may lose on average over any hour. Once they are spent,
-    its τ stays at the target until some have come back."""
+    """Points of quality that class default may lose on average over any hour, beyond those that the
+    target τ loses. Once they are spent, its τ stays at the target until some have come back."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> OuterSettings:
@@ -162,13 +162,11 @@ def decide(
     Returns:
         The decision, within the settings' bounds whatever the snapshot holds, and the next state.
     """
-    current = state.num_replicas or len(snapshot.replicas) + snapshot.num_starting
-    current = _clipped(current, settings)
-    now = snapshot.now_s
+    current, now = _current(snapshot, state, settings), snapshot.now_s
     age_s = 6 * settings.period_s
     loads, arrivals = snapshot.known_loads(age_s), snapshot.known_arrivals(age_s)
     if arrivals is None or (snapshot.replicas and not loads):
-        return _held(current, state)
+        return held(snapshot, state, settings)
     state = _restarted(state, now, settings)
     elapsed = 0.0 if state.decided_s is None else max(0.0, now - state.decided_s)
     losses = budget.added(state.losses, loads, elapsed_s=elapsed, now_s=now)
@@ -188,7 +186,7 @@ def decide(
     needed = max(arriving, demand.recurring(bursts))
     debt = _debt(state, loads, elapsed, capacity)
     if not math.isfinite(needed + debt):
-        return _held(current, state)
+        return held(snapshot, state, settings)
     bought = debt >= settings.debt_s
     want = _whole(needed, settings)
     wants = (*_within(state.wants, now - settings.scale_in_window_s), (now, want))
@@ -213,13 +211,21 @@ def decide(
     return decision, OuterState(number, history, wants, debt, now, losses, is_overspent, bursts)
 
 
-def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple[float, _Value]]:
-    return [each for each in history if each[0] > since]
-
-
-def _held(current: int, state: OuterState) -> tuple[Decision, OuterState]:
+def held(
+    snapshot: Snapshot, state: OuterState, settings: OuterSettings
+) -> tuple[Decision, OuterState]:
+    """As `decide`, where nothing can be decided: nothing changes, but that τ goes to the target."""
+    current = _current(snapshot, state, settings)
     decision = Decision(current, 1.0, 1.0, 1.0, Reason.HELD, 0.0, float(current), state.debt)
     return decision, replace(state, num_replicas=current)
+
+
+def _current(snapshot: Snapshot, state: OuterState, settings: OuterSettings) -> int:
+    return _clipped(state.num_replicas or len(snapshot.replicas) + snapshot.num_starting, settings)
+
+
+def _within(history: Sequence[tuple[float, _Value]], since: float) -> list[tuple[float, _Value]]:
+    return [each for each in history if each[0] > since]
 
 
 def _clipped(number: int, settings: OuterSettings) -> int:

@@ -17,6 +17,9 @@ from mars_autoscale.capacity import Capacity, Rung, mixed
 from mars_autoscale.observe import Look
 from mars_platform.config import Settings
 
+LOOK_PERIOD_S = 0.5
+"""Between two looks of a replica."""
+
 _LEAST_SHARE = 0.01
 """Of requests of class flex, below which they are not worth rungs of their own."""
 

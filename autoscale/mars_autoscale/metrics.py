@@ -83,6 +83,6 @@ class AutoscalerMetrics(Collector):
         name = "marsray_autoscaler_decisions_total"
         counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
         for model, control in controls.items():
-            for reason, count in control.counts.items():
+            for reason, count in list(control.counts.items()):  # decisions go on meanwhile
                 counter.add_metric([model, reason], count)
         return counter

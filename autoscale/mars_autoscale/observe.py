@@ -20,7 +20,7 @@ class ReplicaLoad:
     gain: float = 1.0
     """Times that it decodes faster than at the target τ, by the ladder."""
     loss: float = 0.0
-    """Points of quality that a token of class default loses now."""
+    """Points of quality that a token of class default loses now, beyond those at the target τ."""
     is_lowest: bool = False
     """Whether no lower τ is allowed, or of any use."""
 

@@ -28,8 +28,9 @@ _ANSWER_S = 5.0
 """Longest that one is waited for, in the thread."""
 _FRESH_S = 12.0
 """For which an answer holds."""
-_UNUSED_S = 60.0
-"""A thread whose policy has not been called for so long ends: it may have been replaced."""
+_UNUSED_S = 3.0
+"""A thread whose policy has not been called for so long ends: it may have been replaced, and would
+tell what is old."""
 
 _log = logging.getLogger("ray.serve")
 

@@ -50,7 +50,7 @@ class HandleBackend:
         self._model = model.name
         self._is_governed = model.is_governed
         self._governor = GovernorClient(application)
-        self._known = LiveThreshold(0, model.confidence_threshold)
+        self._known = LiveThreshold(0, model.initial_threshold)
 
     async def complete(self, request: Request) -> list[StepOutput]:
         """Run a request on one replica; a cancelled call cancels it there."""

@@ -18,8 +18,8 @@ from mars_platform import __version__
 from mars_platform.calibration import check_writable, weights_fingerprint, write_calibration
 from mars_platform.checkpoint import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
+from mars_platform.output_files import check_plot_file
 from mars_platform.progress import progress_display
-from mars_serve.bench.report import check_plot_file, cpu_name
 from mars_serve.calibration import Measured, OnProgress, check_halves, measure_calibration
 from mars_serve.calibration_plot import plot_calibration
 from mars_serve.engine.warm_up import REPEATS
@@ -33,6 +33,7 @@ from mars_serve.frontier_measure import (
 )
 from mars_serve.frontier_progress import WholeProgress
 from mars_serve.frontier_working import WorkingFile, run_key
+from mars_serve.hardware import hardware_name
 
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 _QUICK_ITEMS = 100
@@ -154,7 +155,7 @@ def _how(options: CalibrateOptions) -> FrontierOptions:
         dtype=_DTYPES[dtype],
         dtype_name=dtype,
         device=device,
-        hardware=_hardware(device),
+        hardware=hardware_name(device),
     )
 
 
@@ -225,10 +226,3 @@ def _device(device: str) -> str:
     if device == "cuda" and not available:
         raise UserError("--device: there is no CUDA device on this machine; use cpu")
     return "cuda" if available and device != "cpu" else "cpu"
-
-
-def _hardware(device: str) -> str:
-    """The device in words."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"

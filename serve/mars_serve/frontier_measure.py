@@ -33,6 +33,7 @@ from mars_serve.evaluation import (
 )
 from mars_serve.frontier_likelihood import Text, log_likelihoods
 from mars_serve.frontier_points import contradiction, name_of, point_of, stored_tokens
+from mars_serve.frontier_steps import LinearSteps, fit_steps
 from mars_serve.frontier_working import Found, Speed, WorkingFile, items_sum
 
 _STORED_TOKENS = 512  # of a row, up to which steps are timed
@@ -82,6 +83,11 @@ class MeasuredFrontier:
     def capacity(self) -> Capacity:
         """What a replica can do with these items as its load."""
         return self.frontier.capacity(self.num_slots, self.stored_tokens)
+
+    @cached_property
+    def steps(self) -> LinearSteps | None:
+        """The line that comes closest to that replica's step times."""
+        return fit_steps(self.capacity.step_time)
 
 
 def phases_left(options: FrontierOptions, found: Found, num_items: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from mars_autoscale.capacity import Rung
 from mars_autoscale.frontier import FrontierPoint
 from mars_autoscale.local import LocalSettings
 from mars_serve.frontier_measure import MeasuredFrontier
+from mars_serve.frontier_steps import LinearSteps
 
 _COLUMNS = ("log p / token", "tok/fwd", "pos/row", "tok/s", "gain", "break-even", "hull")
 
@@ -67,6 +70,7 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
         f"Speeds are of {slots} rows with all masks that read {measured.stored_tokens:.0f} stored "
         f"tokens each. A step of {few:g} positions takes {few_s}, of {many:g} {many_s}. Prompts "
         f"are read at {frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
+        _steps(measured.steps),
         "break-even: rows up to which it is faster than ar. hull: ar and the thresholds that are "
         f"{LocalSettings().min_gain:g} times faster and lie on the concave hull of speed over "
         "loss. Mode exact loses nothing and stands beside it.",
@@ -83,6 +87,7 @@ def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
         "file": str(file),
         "num_slots": measured.num_slots,
         "stored_tokens_per_row": measured.stored_tokens,
+        "step_time": _step_figures(measured.steps),
         "rungs": [
             {
                 "mode": mode,
@@ -97,6 +102,24 @@ def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
             for (mode, threshold), rung in rungs.items()
         ],
     }
+
+
+def _steps(found: LinearSteps | None) -> str:
+    if found is None:
+        return "t0 and K: none, steps grow faster than a straight line."
+    positions = found.positions_to_double
+    many = f"{positions:.0f}" if math.isfinite(positions) else "none, steps do not grow"
+    return (
+        f"As t0 * (1 + positions / K): t0 {1e3 * found.t0_s:.3g} ms, K {many}; measured steps are "
+        f"off by {found.error_mean:.0%} on average, {found.error_max:.0%} at the most."
+    )
+
+
+def _step_figures(found: LinearSteps | None) -> dict[str, float | None] | None:
+    if found is None:
+        return None
+    positions = found.positions_to_double
+    return asdict(found) | {"positions_to_double": positions if math.isfinite(positions) else None}
 
 
 def _likelihood(point: FrontierPoint) -> str:

@@ -1,5 +1,4 @@
-"""Where the live τ of an application's models is kept and their autoscaling is decided, and how
-replicas follow.
+"""Where the live τ of an application's models is kept and their autoscaling is decided.
 
 One named actor for each application holds the values; replicas wait at it for newer ones, and tell
 it their load. It may die at any time: replicas go on with what they have, whoever needs it next
@@ -32,23 +31,17 @@ from mars_autoscale.control import (
     Plan,
     Record,
 )
-from mars_autoscale.decide import decide
+from mars_autoscale.decide import Decision, Reason, decide
 from mars_autoscale.metrics import AutoscalerMetrics, exposition
 from mars_autoscale.ray_policy import NAMESPACE, governor_name
-from mars_serve.engine.loop import EngineDied
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.served import Explanation, LiveThreshold, ThresholdRange
-from mars_serve.steering import PERIOD_S as STEERING_PERIOD_S
-from mars_serve.steering import Steering
 
-_WAIT_S = 10.0
+WAIT_S = 10.0
 """Longest that one call waits; a replica shows by the next that it is still there."""
 _IDLE_S = 60.0
-"""An actor at which nobody has waited for so long ends itself."""
-_RETRY_S = (0.05, 2.0)
-"""First and longest pause before an actor that does not answer is tried again."""
-_START_S = 10.0
-"""Longest that a starting replica waits for its first value."""
+"""An actor at which nobody has waited for so long ends itself, and one that goes on for others
+forgets an autoscaled model of which it has not heard for so long."""
 
 _LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
 
@@ -62,8 +55,12 @@ class Governor:
     loop.
     """
 
-    def __init__(self, decide: Decide = decide) -> None:
+    def __init__(
+        self, decide: Decide = decide, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._decide = decide
+        self._clock = clock
+        self._used_s: dict[str, float] = {}
         self._live: dict[str, LiveThreshold] = {}
         self._controls: dict[str, Control] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -72,7 +69,7 @@ class Governor:
         """When a replica asked last."""
 
     async def wait(
-        self, model: str, known: LiveThreshold, timeout_s: float = _WAIT_S
+        self, model: str, known: LiveThreshold, timeout_s: float = WAIT_S
     ) -> LiveThreshold:
         """A value newer than ``known``, as soon as there is one; else the same after a while.
 
@@ -80,6 +77,7 @@ class Governor:
         was started again.
         """
         self.last_wait = time.monotonic()
+        self._use(model)
         self._take(model, known)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -102,6 +100,7 @@ class Governor:
 
     async def report(self, model: str, report: LoadReport, plan: Plan) -> None:
         """Take a replica's report in; the first one begins the model's decisions."""
+        self._use(model)
         control = self._controls.setdefault(model, Control(self._decide))
         control.hear(time.time(), report, plan)
         if model not in self._loops:
@@ -128,6 +127,7 @@ class Governor:
             What to hand back next time, the replicas that are decided on, None before the first
             decision, and the seconds since then.
         """
+        self._use(model)
         control = self._controls.setdefault(model, Control(self._decide))
         if known is not None:
             control.restore(known)
@@ -156,13 +156,27 @@ class Governor:
         while True:
             period_s, began_s = control.plan.settings.period_s, time.monotonic()
             record, late = await _decide_once(control, late)
-            self._note(model, record)
+            self._note(model, control, record)
             await asyncio.sleep(max(period_s - (time.monotonic() - began_s), 0.0))
 
-    def _note(self, model: str, record: Record) -> None:
+    def _use(self, model: str) -> None:
+        """Note that a model is there, and forget those that have been taken away. Of one without
+        autoscaling nobody says so: its replicas may all be starting again.
+        """
+        now = self._clock()
+        for name in [each for each in self._controls if now - self._used_s[each] > _IDLE_S]:
+            del self._controls[name]
+            self._live.pop(name, None)
+            if name in self._loops:
+                self._loops.pop(name).cancel()
+        self._used_s[model] = now
+
+    def _note(self, model: str, control: Control, record: Record) -> None:
         """Tell the replicas, and the log where something changes."""
         decision = record.decision
-        if decision.num_replicas != record.replicas_before or record.problem is not None:
+        before = control.records[-2].decision if len(control.records) > 1 else None
+        is_new = before is None or _gist(before) != _gist(decision)
+        if is_new or decision.num_replicas != record.replicas_before or record.problem is not None:
             _log.info("autoscaling %s: %s", model, json.dumps(record.as_dict()))
         live = self._live.get(model)
         if live is None or not live.is_pinned:
@@ -202,6 +216,11 @@ class Governor:
             self._live[model] = offered
             self._changed.set()  # wakes all that wait now
             self._changed.clear()
+
+
+def _gist(decision: Decision) -> tuple[Reason, bool, bool]:
+    """What a decision says, beside its numbers."""
+    return decision.reason, decision.is_saturated, decision.is_overspent
 
 
 async def _decide_once(
@@ -283,71 +302,3 @@ class GovernorClient:
             num_cpus=0,
         )
         return actor.remote()
-
-
-class Follower:
-    """Keeps a replica's τ up to date, in a thread of its own that ends with the process.
-
-    Where the model is autoscaled, the same thread takes the replica's own part in that.
-    """
-
-    def __init__(
-        self,
-        application: str,
-        model: str,
-        initial: LiveThreshold,
-        apply: Callable[[LiveThreshold], None],
-        steering: Steering | None = None,
-    ) -> None:
-        self._client = GovernorClient(application)
-        self._model = model
-        self._live = initial
-        self._apply = apply
-        self._steering = steering
-        self._is_current = threading.Event()
-        threading.Thread(target=asyncio.run, args=[self._run()], daemon=True).start()
-        if not self._is_current.wait(_START_S):
-            _log.warning("the governor does not answer; starting with τ %g", initial.threshold)
-
-    @property
-    def live(self) -> LiveThreshold:
-        """What was applied last."""
-        return self._live
-
-    async def _run(self) -> None:
-        if self._steering is None:
-            await self._follow()
-        else:
-            await asyncio.gather(self._follow(), self._steer(self._steering))
-
-    async def _follow(self) -> None:
-        pause_s, longest_s = _RETRY_S
-        timeout_s = 0.0  # the first call is only to learn what was set before
-        while True:
-            try:
-                newest = await self._client.call("wait", self._model, self._live, timeout_s)
-            except RayError as error:
-                _log.warning("the governor does not answer: %s", error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-                continue
-            pause_s, timeout_s = _RETRY_S[0], _WAIT_S
-            if newest.version > self._live.version:
-                self._apply(newest)
-                self._live = newest
-            self._is_current.set()
-
-    async def _steer(self, steering: Steering) -> None:
-        sending: asyncio.Task[None] | None = None
-        while True:
-            try:
-                report = steering.step(time.monotonic())
-            except EngineDied:
-                return  # Ray Serve replaces the replica
-            if sending is None or sending.done():  # one that is not answered is not repeated
-                sending = asyncio.create_task(self._send(report, steering.plan))
-            await asyncio.sleep(STEERING_PERIOD_S)
-
-    async def _send(self, report: LoadReport, plan: Plan) -> None:
-        with suppress(RayError):  # `_follow` says so
-            await self._client.call("report", self._model, report, plan)

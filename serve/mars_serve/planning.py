@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from mars_autoscale.capacity import Capacity, StepTime
 from mars_autoscale.control import Plan
-from mars_autoscale.frontier import ar_only, read_frontier
+from mars_autoscale.frontier import FRONTIER_FILE, Frontier, ar_only, read_frontier
 from mars_platform.errors import UserError
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.window import StepTimes
+from mars_serve.hardware import hardware_name
 from mars_serve.settings import AutoscalingSettings, ModelSettings
 
 _MEAN_STORED = 512
 """Tokens that a row is taken to read, where the model's context holds twice as many."""
+
+_DTYPES = {"bf16": "bfloat16"}
+"""Names of ``marsray calibrate`` that a server's settings have otherwise."""
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +27,8 @@ def plan_of(settings: ModelSettings, engine: Engine, times: StepTimes) -> Plan |
     """The plan of a model; None where τ is not autoscaled.
 
     A frontier that is refused is an error in the log, and leaves τ = 1 alone with the step times
-    that the engine has measured.
+    that the engine has measured. One of other hardware or another number type is used, with a
+    warning in the log; a rehearsal is meant to go by such a one.
 
     Args:
         settings: the model's.
@@ -43,18 +49,34 @@ def plan_of(settings: ModelSettings, engine: Engine, times: StepTimes) -> Plan |
         }
     )
     try:
-        return Plan(_capacity(autoscaling, engine), outer)
+        frontier = read_frontier(engine.checkpoint.path)
+        capacity = _capacity(frontier, autoscaling, engine)
     except UserError as error:
         _log.error("autoscaling goes by τ = 1 alone, nothing carries a burst: %s", error)
-        return Plan(_ar_capacity(engine, times), outer, refused=str(error))
+        return Plan(_ar_capacity(engine, times), outer, str(error), time.time())
+    mismatch = _mismatch(frontier, settings, engine)
+    return Plan(capacity, outer, made_s=time.time(), mismatch=mismatch)
+
+
+def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> str | None:
+    measured = (frontier.hardware, _DTYPES.get(frontier.dtype, frontier.dtype))
+    here = (hardware_name("cuda" if settings.num_gpus else "cpu"), settings.dtype)
+    if settings.rehearsal is not None or measured == here:
+        return None
+    mismatch = f"measured on {' in '.join(measured)}; the replica runs on {' in '.join(here)}"
+    _log.warning(
+        "autoscaling goes by another machine's speed: %s was %s; run marsray calibrate here",
+        engine.checkpoint.path / FRONTIER_FILE,
+        mismatch,
+    )
+    return mismatch
 
 
 def _mean_stored(engine: Engine) -> float:
     return min(_MEAN_STORED, engine.max_length / 2)
 
 
-def _capacity(autoscaling: AutoscalingSettings, engine: Engine) -> Capacity:
-    frontier = read_frontier(engine.checkpoint.path)
+def _capacity(frontier: Frontier, autoscaling: AutoscalingSettings, engine: Engine) -> Capacity:
     return frontier.capacity(
         engine.settings.max_batch, _mean_stored(engine), autoscaling.target_threshold
     )

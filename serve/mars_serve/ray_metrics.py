@@ -68,7 +68,9 @@ class RayMirror:
             counter = metrics.Counter(sample.name, family.documentation, tuple(labels))
             self._counters[sample.name] = counter
         key = (sample.name, tuple(labels.items()))
-        added = sample.value - self._counted.get(key, 0)
+        counted = self._counted.get(key, 0)
+        # one that has fallen counts from its start again
+        added = sample.value - (counted if counted <= sample.value else 0)
         if added > 0:  # Ray refuses 0
             counter.inc(added, labels)
-            self._counted[key] = sample.value
+        self._counted[key] = sample.value

@@ -11,7 +11,7 @@ from ray import serve
 
 from mars_serve.engine.request import LiveDecoding, Request, StepOutput
 from mars_serve.engine_process import start_engine
-from mars_serve.governor import Follower
+from mars_serve.follower import Follower
 from mars_serve.ray_metrics import RayMirror
 from mars_serve.served import LiveThreshold, ReplicaReport
 from mars_serve.settings import ModelSettings
@@ -33,7 +33,7 @@ class ModelReplica:
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry).start()
         self._steering = self._steering_of(settings)
-        initial = LiveThreshold(0, settings.confidence_threshold)
+        initial = LiveThreshold(0, settings.initial_threshold)
         self._apply(initial)
         self._follower = Follower(
             context.app_name, settings.name, initial, self._apply, self._steering

@@ -51,6 +51,11 @@ class RequestLoad:
         """Requests without an output so far that a new one of this priority comes behind."""
         return sum(count for each, count in list(self._waiting.items()) if each >= priority)
 
+    def refused(self, request: Request) -> None:
+        """A request has arrived, and was sent away."""
+        self._arrived += 1
+        self._prompt_tokens += request.num_prompt
+
     def come(self, request: Request) -> None:
         """A request is there."""
         self._arrived += 1

@@ -68,7 +68,7 @@ class AutoscalingSettings(OuterSettings):
     policy choose the replicas."""
     target_threshold: float = Field(default=1.0, gt=0, le=1)
     """τ while there is no need to hurry; replicas are sized by its speed. It has to be one that
-    frontier.json has."""
+    frontier.json has, and no lower than the floors of class default."""
     objective_ttft_s: float = Field(default=1.0, gt=0)
     """Seconds to the first token that are promised. Once nothing is left to give, requests that
     would wait longer are refused, those of tier flex first."""
@@ -88,7 +88,8 @@ class ModelSettings(Settings):
     mode: Mode = Mode.THRESHOLD
     """Mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
     confidence_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of requests that name none, until it is changed on the running server."""
+    """τ of requests that name none, until it is changed on the running server. Where autoscaling
+    moves τ, it is ``autoscaling.target_threshold`` that says so."""
     tiers: TierSettings = TierSettings()
     num_replicas: int = Field(default=1, ge=1)
     """Replicas, each with an engine of its own."""
@@ -110,8 +111,9 @@ class ModelSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:
-        floor = self.tiers.default_min_threshold
-        if self.confidence_threshold < floor:
+        if self.autoscaling is not None and self.is_governed:
+            self._check_target(self.autoscaling)
+        elif self.confidence_threshold < (floor := self.tiers.default_min_threshold):
             raise ValueError(
                 f"confidence_threshold: {self.confidence_threshold} is below {floor}, the lowest "
                 "that requests without a τ of their own get; lower tiers.default_min_threshold, too"
@@ -127,6 +129,32 @@ class ModelSettings(Settings):
                 "or rehearsal out"
             )
         return self
+
+    def _check_target(self, autoscaling: AutoscalingSettings) -> None:
+        target, given = autoscaling.target_threshold, self.confidence_threshold
+        if "confidence_threshold" in self.model_fields_set and given != target:
+            raise ValueError(
+                f"confidence_threshold: {given} has no effect where autoscaling moves τ, down from "
+                f"its target, {target}; leave it out, and if {given} is to be that target, give "
+                f"autoscaling.target_threshold: {given}"
+            )
+        floors = {
+            "tiers.default_min_threshold": self.tiers.default_min_threshold,
+            "autoscaling.floor_threshold": autoscaling.floor_threshold,
+        }
+        for name, floor in floors.items():
+            if target < floor:
+                raise ValueError(
+                    f"autoscaling.target_threshold: {target} is below {name}, {floor}; raise the "
+                    "target or lower that one, too"
+                )
+
+    @property
+    def initial_threshold(self) -> float:
+        """τ of requests that name none, while neither the load nor anybody has changed it."""
+        if self.autoscaling is not None and self.is_governed:
+            return self.autoscaling.target_threshold
+        return self.confidence_threshold
 
     @property
     def most_replicas(self) -> int:

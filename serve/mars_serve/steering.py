@@ -20,9 +20,6 @@ from mars_serve.request_load import Group, RequestLoad
 from mars_serve.served import LiveThreshold, ThresholdRange
 from mars_serve.settings import AutoscalingSettings
 
-PERIOD_S = 0.5
-"""Between two looks."""
-
 _PROMPT_WINDOW_S = 5.0
 """Over which the share of time is taken that prompts need."""
 _FRESH_PERIODS = 6
@@ -91,7 +88,8 @@ class Steering:
         return {}
 
     def refuse_late(self, request: Request) -> None:
-        """Refuse what would come too late although everything has been given.
+        """Refuse what would come too late although everything has been given; it has arrived all
+        the same.
 
         Raises:
             QueueFull: so it is.
@@ -108,6 +106,7 @@ class Steering:
         )
         objective_s = self._settings.objective_ttft_s
         if wait_s > objective_s:
+            self._load.refused(request)
             raise QueueFull(f"it would wait {wait_s:.1f} s, longer than the {objective_s:g} s")
 
     def _look(self, status: EngineStatus, now_s: float) -> Look:
@@ -161,7 +160,7 @@ class Steering:
             live.threshold_of(-1),
             # what somebody has set by hand is no debt for replicas to pay
             gain=1.0 if is_pinned else stage.gain,
-            loss=0.0 if is_pinned else stage.default.loss,
+            loss=0.0 if is_pinned else stage.default.loss - self.plan.capacity.rungs[0].loss,
             is_lowest=stage.is_lowest,
             totals=self._load.totals,
         )

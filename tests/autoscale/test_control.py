@@ -200,8 +200,110 @@ def test_where_the_clusters_view_is_old_replicas_come_and_go_by_their_reports() 
     snapshot, _, _ = control.question(START_S + 30)
     ages = sorted(START_S + 30 - load.observed_s for load in snapshot.replicas)
     assert ages == [0.0, 0.0, 28.0]
-    hear_for(control, START_S + 30.5, START_S + 63, {"a": 1.0, "new": 1.0}, since_s=START_S)
-    assert len(control.question(START_S + 63)[0].replicas) == 2
+    assert len(snapshot.known_loads(6 * SETTINGS.period_s)) == 2
+
+
+def numbers_of(control: Control, begin_s: float, end_s: float) -> list[int]:
+    """What is decided on while a replica serves a request a second and others are silent."""
+    numbers = []
+    for i in range(int((end_s - begin_s) / SETTINGS.period_s)):
+        at_s = begin_s + SETTINGS.period_s * i
+        hear_for(control, at_s, at_s + 1.5, {"a": 1.0}, since_s=START_S)
+        numbers.append(take_decision(control, at_s + 1.5).decision.num_replicas)
+    return numbers
+
+
+def test_while_a_replica_that_serves_says_nothing_none_is_ended() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"a", "silent"}), 4))
+    hear_for(control, START_S, START_S + 2, {"silent": 1.0})
+    assert set(numbers_of(control, START_S, START_S + 300)) == {4}
+    assert control.records[-1].decision.reason is Reason.WAITING
+    control.see(Cluster(frozenset({"a"}), 4))
+    assert numbers_of(control, START_S + 300, START_S + 310)[-1] == SETTINGS.min_replicas
+
+
+def test_of_a_silent_replica_nothing_counts_where_the_clock_was_put_back() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"a", "silent"}), 2))
+    hear_for(control, START_S, START_S + 20, {"a": 2.0, "silent": 4.0})
+    back_s = START_S - 3_600
+    hear_for(control, back_s, back_s + 4, {"a": 2.0})
+    snapshot, _, _ = control.question(back_s + 4)
+    assert (len(snapshot.replicas), len(snapshot.known_loads(12.0))) == (2, 1)
+    arrivals = snapshot.known_arrivals(12.0)
+    assert arrivals is not None
+    assert arrivals.requests_per_s == 2.0
+
+
+# Replicas that are taken down
+
+
+def test_a_replica_that_is_taken_down_does_not_count_though_it_reports() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"a", "old"}), 2))
+    hear_for(control, START_S, START_S + 10, {"a": 2.0, "old": 2.0})
+    control.see(Cluster(frozenset({"a"}), 3))
+    last = report_of("old", totals_at(10, 2.0), num_running=1.0, threshold=0.8)
+    control.hear(START_S + 10, last, PLAN)
+    snapshot, _, _ = control.question(START_S + 10)
+    assert (len(snapshot.replicas), snapshot.num_starting) == (1, 2)
+    record = take_decision(control, START_S + 10)
+    assert (record.num_ready, record.num_running, record.threshold) == (1, 4.0, 1.0)
+    assert record.requests_per_s == 4.0, "what came to it comes to the others from now on"
+    control.see(Cluster(frozenset({"a", "old"}), 3))
+    assert len(control.question(START_S + 10)[0].replicas) == 2
+
+
+def test_replicas_that_start_report_before_they_are_ready() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"a"}), 2))
+    hear_for(control, START_S, START_S + 30, {"a": 2.0, "new": 0.0})
+    control.see(Cluster(frozenset({"a"}), 2))
+    snapshot, _, _ = control.question(START_S + 30)
+    assert (len(snapshot.replicas), snapshot.num_starting) == (2, 0)
+
+
+def test_a_cluster_that_knows_no_replica_any_more_has_only_begun_again() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"a", "b"}), 2))
+    hear_for(control, START_S, START_S + 2, {"a": 1.0, "b": 1.0})
+    control.see(Cluster(frozenset(), 2))
+    assert len(control.question(START_S + 2)[0].replicas) == 2
+
+
+# Updates
+
+BEFORE = Plan(CAPACITY, SETTINGS.model_copy(update={"max_replicas": 4}), made_s=START_S - 900)
+AFTER = Plan(CAPACITY, SETTINGS, made_s=START_S - 30)
+
+
+def test_an_updates_plan_holds_though_old_replicas_go_on_reporting() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"old"}), 4))
+    numbers = []
+    for i in range(20):
+        at_s = START_S + i * SETTINGS.period_s
+        for second in range(2):
+            totals = totals_at(at_s + second - START_S, 25.0)
+            control.hear(at_s + second, report_of("old", totals, num_running=16), BEFORE)
+            if i >= 10:
+                control.hear(at_s + second, report_of("new", num_running=16), AFTER)
+                # the old one's report comes last
+                control.hear(at_s + second, report_of("old", totals, num_running=16), BEFORE)
+        numbers.append(take_decision(control, at_s + 1).decision.num_replicas)
+    assert numbers[9] == 4
+    assert numbers[10:] == [8] * 10
+
+
+def test_the_plan_of_an_update_that_was_taken_back_goes_with_its_replicas() -> None:
+    control = Control()
+    control.see(Cluster(frozenset({"old"}), 2))
+    control.hear(START_S, report_of("old"), BEFORE)
+    control.hear(START_S, report_of("new"), AFTER)
+    assert control.question(START_S)[2] == AFTER
+    control.hear(START_S + 10, report_of("old"), BEFORE)
+    assert control.question(START_S + 10)[2] == BEFORE
 
 
 # What replicas told somebody else

@@ -15,6 +15,10 @@ from mars_autoscale.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.decide import Decision, OuterSettings, OuterState, Reason, decide
 from mars_autoscale.local import LocalController, LocalSettings
 from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
+from mars_autoscale.simulation.policies import StaticReplicas, Target
+from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.run import Simulation
+from mars_autoscale.traces import TraceRequest
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 
@@ -468,3 +472,21 @@ def test_a_restart_with_its_state_goes_on() -> None:
     half, kept = run(steady(4, 100, start=300), state)
     rest, _ = run(steady(4, 300, start=300)[len(half) :], replace(kept))
     assert half + rest == whole
+
+
+def test_a_target_below_one_spends_no_budget() -> None:
+    """What is lost at the target was somebody's choice, and is not the load's."""
+    capacity = replace(CAPACITY, rungs=LADDER[2:])
+    seen = list[ReplicaLoad]()
+
+    class Noting(StaticReplicas):
+        def decide(self, snapshot: Snapshot, /) -> Target:
+            seen.extend(snapshot.replicas)
+            return super().decide(snapshot)
+
+    trace = [TraceRequest(float(second), 10, 200) for second in range(60)]
+    for rung, lost in zip(LADDER[2:4], (0.0, LADDER[3].loss - LADDER[2].loss), strict=True):
+        seen.clear()
+        Simulation(trace, capacity, ReplicaSettings(max=1), Noting(1, rung)).run()
+        assert any(load.num_running for load in seen)
+        assert {load.loss for load in seen} == {lost}

@@ -240,6 +240,14 @@ def test_a_policy_that_was_not_called_for_long_goes_on(
     call_until(policy, 6)
 
 
+def test_a_policy_that_was_replaced_soon_tells_nothing_any_more(ray: FakeRay) -> None:
+    ray.governor = lambda *_: (STATE, 5, 0.0)
+    replaced = JointPolicy("mars")
+    call_until(replaced, 5)
+    wait_for(lambda: not threads())  # without another call
+    assert ray.asked
+
+
 def test_ray_serve_takes_what_it_says(ray: FakeRay) -> None:
     ray.governor = lambda *_: (STATE, 5, 0.0)
     policy = JointPolicy("mars")

@@ -19,7 +19,9 @@ from mars_autoscale.simulation.compare import compare
 from mars_autoscale.simulation.config import SimulationConfig, families
 from mars_autoscale.simulation.figures import Figures, figures_of
 from mars_autoscale.simulation.policies import StaticReplicas, Target
-from mars_autoscale.simulation.run import ClusterSettings, Result, Simulation
+from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.report import picture_of
+from mars_autoscale.simulation.run import Result, Simulation
 from mars_autoscale.synthetic import Lengths, Spike, SyntheticTrace, TraceChange, changed, generate
 from mars_autoscale.traces import ServiceClass, TraceRequest, write_trace
 from mars_platform.calibration import weights_fingerprint
@@ -56,8 +58,8 @@ TRACE = SyntheticTrace(
 def simulate(
     trace: list[TraceRequest], capacity: Capacity = ONE_SLOT, replicas: int = 1, rung: Rung = AR
 ) -> Result:
-    cluster = ClusterSettings(max_replicas=max(replicas, 1), initial_replicas=replicas)
-    return Simulation(trace, capacity, cluster, StaticReplicas(replicas, rung)).run()
+    limits = ReplicaSettings(max=replicas, initial=replicas)
+    return Simulation(trace, capacity, limits, StaticReplicas(replicas, rung)).run()
 
 
 # One replica, by hand: a step of one row takes 0.11 s
@@ -136,7 +138,7 @@ def simulate_stage(
     trace: list[TraceRequest], capacity: Capacity, stage: Stage, *, is_saturated: bool = False
 ) -> Result:
     policy = Fixed(1, stage, is_saturated=is_saturated)
-    return Simulation(trace, capacity, ClusterSettings(), policy).run()
+    return Simulation(trace, capacity, ReplicaSettings(initial=1), policy).run()
 
 
 def test_classes_are_served_in_order() -> None:
@@ -229,7 +231,7 @@ def test_changes_of_either_class_are_counted_and_those_of_exact_are_not() -> Non
     stages = [Stage(AR, AR), Stage(AR, AR, is_exact=True), Stage(AR, DEEP), both, Stage(AR, AR)]
     trace = [TraceRequest(float(i), 0, 1) for i in range(6)]
     policy = Stages(stages)
-    result = Simulation(trace, ONE_SLOT, ClusterSettings(), policy).run()
+    result = Simulation(trace, ONE_SLOT, ReplicaSettings(initial=1), policy).run()
     assert result.num_threshold_changes == 3
 
 
@@ -255,8 +257,8 @@ class Steps:
 def test_replicas_start_late_and_are_billed_from_the_asking() -> None:
     trace = [TraceRequest(float(i), 0, 1) for i in range(101)]
     policy = Steps({0.0: 1, 10.0: 3, 50.0: 1})
-    cluster = ClusterSettings(max_replicas=4, initial_replicas=1, cold_start_s=20)
-    result = Simulation(trace, ONE_SLOT, cluster, policy).run()
+    limits = ReplicaSettings(max=4, initial=1, cold_start_s=20)
+    result = Simulation(trace, ONE_SLOT, limits, policy).run()
     states = {time: (ready, starting) for time, ready, starting in policy.seen}
     assert (states[10.0], states[11.0], states[29.0]) == ((1, 0), (1, 2), (1, 2))
     assert (states[31.0], states[50.0], states[51.0]) == ((3, 0), (3, 0), (1, 0))
@@ -267,8 +269,8 @@ def test_replicas_start_late_and_are_billed_from_the_asking() -> None:
 def test_those_that_still_start_are_ended_first() -> None:
     trace = [TraceRequest(float(i), 0, 1) for i in range(61)]
     policy = Steps({0.0: 2, 5.0: 3, 15.0: 2})
-    cluster = ClusterSettings(max_replicas=4, initial_replicas=2, cold_start_s=20)
-    result = Simulation(trace, ONE_SLOT, cluster, policy).run()
+    limits = ReplicaSettings(max=4, initial=2, cold_start_s=20)
+    result = Simulation(trace, ONE_SLOT, limits, policy).run()
     states = {time: (ready, starting) for time, ready, starting in policy.seen}
     assert (states[14.0], states[16.0]) == ((2, 1), (2, 0))
     assert result.replica_seconds == pytest.approx(2 * 60 + 10)
@@ -296,6 +298,28 @@ def test_the_joint_policy_spends_quality_and_saves_waiting(compared: dict[str, A
 
 def test_a_fixed_threshold_costs_its_loss(compared: dict[str, Any]) -> None:
     assert compared["knative, τ=0.95"].figures.quality_loss_mean == pytest.approx(1.7)
+
+
+def test_static_replicas_are_there_from_the_start() -> None:
+    trace = generate(TRACE.model_copy(update={"duration_s": 50}), seed=0)
+    limits = {"min": 1, "max": 8, "initial": 1, "cold_start_s": 60}
+    config = SimulationConfig.model_validate({**CONFIG, "replicas": limits})
+    found = {each.name: each for each in compare(config, trace, lambda *_: None).policies}
+    static = found["static, 8 replicas"]
+    assert {sample.num_ready for sample in static.samples} == {8}
+    assert (static.figures.slo_attainment, static.figures.replica_changes) == (1.0, 0)
+    assert found["joint"].samples[0].num_ready == 1, "the others start as they are told to"
+
+
+def test_the_picture_has_the_table_s_bound() -> None:
+    trace = generate(TRACE.model_copy(update={"duration_s": 120}), seed=0)
+    change = {"trace": {"multiply": 1.5}, "seeds": [0, 1], "replicas": {"min": 1, "max": 3}}
+    found = compare(SimulationConfig.model_validate({**CONFIG, **change}), trace, lambda *_: None)
+    hours = [each.replica_hours for each in found.bounds]
+    losses = [each.quality_loss_mean for each in found.bounds]
+    assert losses[0] != losses[1], "else this shows nothing"
+    shown = np.asarray(picture_of(found).axes[-1].collections[-1].get_offsets())
+    assert shown.tolist() == [pytest.approx([np.mean(hours), np.mean(losses)])]
 
 
 def test_prompt_bound_load_spends_no_quality() -> None:
@@ -327,8 +351,7 @@ def test_bursts_of_prompts_that_come_again_find_replicas() -> None:
         outer = {"burst_memory_s": memory_s}
         config = SimulationConfig.model_validate({**CONFIG, "outer": outer})
         (_, [(_, joint_policy)]), *_ = families(config)
-        cluster = config.cluster(trace)
-        result = Simulation(trace, config.capacity, cluster, joint_policy()).run()
+        result = Simulation(trace, config.capacity, config.replicas, joint_policy()).run()
         found[memory_s] = figures_of(result, measured_from_s=0, objective_ttft_s=1.0)
     forgetful, joint = found.values()
     assert joint.slo_attainment > forgetful.slo_attainment + 0.2
@@ -360,35 +383,36 @@ BOUND_CAPACITY = Capacity(linear_step_time(0.032, 128), (AR, Rung(0.9, 1.85, 3.0
 FAST = BOUND_CAPACITY.gain(BOUND_CAPACITY.rungs[1])
 
 
-def bound(trace: list[TraceRequest], hours: float, **limits: float) -> Bound:
-    cluster = ClusterSettings.model_validate(
-        {"min_replicas": 1, "max_replicas": 4, "cold_start_s": 30, **limits}
-    )
-    return clairvoyant(trace, BOUND_CAPACITY, cluster, objective_s=1.0, max_replica_hours=hours)
+def bound(trace: list[TraceRequest], hours: float, initial: int = 1) -> Bound:
+    limits = ReplicaSettings(min=1, max=4, initial=initial, cold_start_s=30)
+    return clairvoyant(trace, BOUND_CAPACITY, limits, objective_s=1.0, max_replica_hours=hours)
 
 
 def test_replicas_come_just_in_time() -> None:
     trace = work(at_s=0, seconds=100, replicas=0.9)
     trace += work(at_s=100, seconds=100, replicas=2.9) + work(at_s=200, seconds=100, replicas=0.9)
     best = bound(trace, hours=1.0)
-    assert best.quality_loss_mean == 0.0
+    assert (best.served, best.quality_loss_mean) == (1.0, 0.0)
     assert best.num_replicas == [1] * 10 + [3] * 10 + [1] * 10
     assert best.replica_hours == pytest.approx((300 + 2 * 100 + 2 * 30) / 3600)
 
 
 def test_fewer_hours_cost_quality() -> None:
     trace = work(at_s=0, seconds=300, replicas=2.4)
-    whole, less = bound(trace, 1.0, initial_replicas=3), bound(trace, 0.2, initial_replicas=2)
+    whole, less = bound(trace, 1.0, initial=3), bound(trace, 0.2, initial=2)
     assert (whole.quality_loss_mean, whole.num_replicas) == (0.0, [3] * 30)
     assert less.num_replicas == [2] * 30
     # two replicas have to be 1.2 times as fast: a mixture of both rungs
     assert less.quality_loss_mean == pytest.approx(3.0 * 0.2 / (FAST - 1), rel=0.05)
 
 
-def test_what_cannot_be_done_is_infinite() -> None:
-    assert bound(work(at_s=0, seconds=50, replicas=6.0), 1.0).quality_loss_mean == np.inf
-    prompts = work(at_s=0, seconds=50, replicas=0.1, prompts=4.5)
-    assert bound(prompts, 1.0, initial_replicas=4).quality_loss_mean == np.inf
+def test_what_cannot_be_done_is_refused() -> None:
+    best = bound(work(at_s=0, seconds=200, replicas=5 * FAST), 1.0, initial=4)
+    assert best.served == pytest.approx(4 / 5, rel=0.02)
+    assert best.quality_loss_mean == pytest.approx(3.0, rel=0.01)
+    best = bound(work(at_s=0, seconds=200, replicas=0.1, prompts=4.5), 1.0, initial=4)
+    assert best.served == pytest.approx(4.0 / 4.6, rel=0.02)
+    assert bound(work(at_s=0, seconds=100, replicas=2.9), 1.0).served < 1.0, "one is there at first"
 
 
 # The command
@@ -404,7 +428,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "replica-hours" in capsys.readouterr().out
     written = json.loads(out.read_text())
     policies = written["policies"]
-    assert set(written["clairvoyant"]) == {"quality_loss_mean", "replica_hours"}
+    assert set(written["clairvoyant"]) == {
+        "slo_attainment",
+        "quality_loss_mean",
+        "replica_hours",
+    }
     assert policies[0]["name"] == "joint"
     assert {"slo_attainment", "ttft_p50_s", "ttft_p99_s", "quality_loss_mean"} <= set(policies[0])
     assert set(policies[0]["by_class"]) == {"default"}
@@ -421,6 +449,27 @@ def test_the_command_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     config.write_text(yaml.safe_dump({**CONFIG, "synthetic": synthetic}))
     assert run_command(["simulate", str(config)]) == 0
     assert "clairvoyant" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--plot", "x.odd", "x.odd names no format of pictures"),
+        ("--plot", "nowhere/x.png", "there is no directory"),
+        ("--json", "nowhere/x.json", "there is no directory"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, file: str, message: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    synthetic = TRACE.model_copy(update={"duration_s": 60}).model_dump(mode="json")
+    config.write_text(yaml.safe_dump({**CONFIG, "synthetic": synthetic}))
+    assert run_command(["simulate", str(config), option, str(tmp_path / file)]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {option}: ")
+    assert message in output.err
+    assert output.out == "", "nothing was simulated"
 
 
 def test_the_command_with_several_classes(
@@ -524,6 +573,9 @@ def test_there_is_one_source_of_speed(
         ({"rivals": {"static_threshold": 0.5}}, "rivals.static_threshold"),
         ({"replicas": {"min": 5, "max": 4}}, "min is above max"),
         ({"slots": 3}, "slots"),
+        ({"seeds": []}, "seeds: Tuple should have at least 1 item"),
+        ({"seeds": [0, -1]}, "seeds.1: Input should be greater than or equal to 0"),
+        ({"measured_from_s": 10}, "measured_from_s: 10 is later than the trace's last request"),
     ],
 )
 def test_mistakes_in_the_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mars_autoscale.capacity import StepTime
+from mars_autoscale.capacity import StepTime, linear_step_time
 from mars_autoscale.frontier import FRONTIER_FILE, Frontier, read_frontier, write_frontier
 from mars_platform import cli
 from mars_platform.checkpoint import Checkpoint, load_model, read_checkpoint
@@ -44,7 +45,8 @@ from mars_serve.frontier_measure import (
 )
 from mars_serve.frontier_points import point_of, stored_tokens
 from mars_serve.frontier_progress import WholeProgress
-from mars_serve.frontier_report import frontier_figures, useful_rungs
+from mars_serve.frontier_report import frontier_figures, frontier_notes, useful_rungs
+from mars_serve.frontier_steps import fit_steps
 from mars_serve.frontier_working import WORKING_FILE, Found, WorkingFile, run_key
 
 BLOCK_SIZE, MAX_TOKENS = 4, 10
@@ -408,6 +410,59 @@ def test_figures_hold_hull_and_break_even() -> None:
     assert figures["points"][1]["quality"] == 89.0
 
 
+def test_steps_come_down_to_two_numbers() -> None:
+    exact = linear_step_time(0.032, 128)
+    grid = (1.0, 4.0, 16.0, 64.0, 256.0)
+    found = fit_steps(StepTime(grid, tuple(map(exact.at, grid))))
+    assert found is not None
+    assert (found.t0_s, found.positions_to_double) == pytest.approx((0.032, 128))
+    assert found.error_max == pytest.approx(0, abs=1e-9)
+
+
+def test_the_line_is_as_close_to_short_steps_as_to_long_ones() -> None:
+    # by hand: 1 and 1.1 ms at 10 positions, 10 and 11 ms at 1000; halfway, in shares of each
+    steps = StepTime((10.0, 10.0001, 1000.0, 1000.0001), (1e-3, 1.1e-3, 1e-2, 1.1e-2))
+    found = fit_steps(steps)
+    assert found is not None
+    share = (1 + 1 / 1.1) / (1 + 1 / 1.1**2)  # that minimises (1 - x)^2 + (1 - x / 1.1)^2
+    assert found.t0_s + 10 * found.t0_s / found.positions_to_double == pytest.approx(1e-3 * share)
+    errors = share - 1, 1 - share / 1.1
+    assert found.error_max == pytest.approx(max(errors), rel=1e-3)
+    assert found.error_mean == pytest.approx(sum(errors) / 2, rel=1e-3)
+
+
+def test_steps_that_do_not_grow_and_steps_that_grow_too_fast() -> None:
+    flat = fit_steps(StepTime((1.0, 9.0, 99.0), (2e-3, 2.1e-3, 1.9e-3)))
+    assert flat is not None
+    assert flat.t0_s == pytest.approx(2e-3, rel=0.02)
+    assert flat.positions_to_double == math.inf
+    assert fit_steps(StepTime((1.0, 10.0, 100.0), (1e-5, 1e-3, 1e-1))) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said", "told"),
+    [
+        (
+            ((1e-3, 1e-3), (2e-3, 2e-3)),
+            "t0 1 ms, K 40; measured steps are off by 0% on average, 0% at the most.",
+            (pytest.approx(1e-3), pytest.approx(40)),
+        ),
+        (((1e-3, 1e-3), (1e-3, 1e-3)), "K none, steps do not grow", (pytest.approx(1e-3), None)),
+    ],
+)
+def test_t0_and_k_stand_under_the_table(
+    seconds: tuple[tuple[float, ...], ...], said: str, told: tuple[Any, Any]
+) -> None:
+    measured = made_up()
+    table = measured.frontier.step_seconds.model_copy(update={"seconds": seconds})
+    frontier = measured.frontier.model_copy(update={"step_seconds": table})
+    measured = replace(measured, frontier=frontier)
+    (line,) = [each for each in frontier_notes(measured, Path("f")) if "t0 * (1 +" in each]
+    assert said in line
+    found = frontier_figures(measured, Path("f"))["step_time"]
+    assert (found["t0_s"], found["positions_to_double"]) == told
+
+
 def test_time_left_is_for_the_whole() -> None:
     told: list[tuple[str, int, int, str]] = []
     now = [100.0]
@@ -472,6 +527,8 @@ def test_the_command_from_end_to_end(
     assert printed.items() >= frontier.model_dump(mode="json").items()
     assert [point.threshold for point in frontier.points] == [1, 0.5, 0.05, 1]
     assert printed["num_slots"] == 2
+    assert "step_time" in printed
+    assert "step_time" not in json.loads((model_dir / FRONTIER_FILE).read_text())
     assert not (model_dir / WORKING_FILE).exists()
     assert "<svg" in plot.read_text()
 

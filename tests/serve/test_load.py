@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import errno
 import hashlib
+import io
 import json
 import math
 import os
+import resource
 import signal
 import threading
 import time
@@ -17,13 +20,20 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from rich.console import Console
 
 from local_loop import LocalLoop
+from mars_autoscale.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.control import Plan as AutoscalerPlan
+from mars_autoscale.decide import OuterSettings
+from mars_autoscale.simulation import figures as simulated
 from mars_autoscale.traces import ServiceClass, TraceRequest, write_trace
 from mars_platform.checkpoint import Checkpoint, read_checkpoint
 from mars_platform.cli import run
 from mars_platform.errors import UserError
 from mars_serve.bench.load import LoadOptions, LoadTest, run_load
+from mars_serve.bench.load_compared import compared_json, compared_table
+from mars_serve.bench.load_costs import Losses, quality_loss, replica_costs
 from mars_serve.bench.load_figures import LoadFigures, class_figures, figures_of, samples_of
 from mars_serve.bench.load_plan import (
     Plan,
@@ -33,7 +43,7 @@ from mars_serve.bench.load_plan import (
     question_requests,
     read_questions,
 )
-from mars_serve.bench.load_report import json_of, lateness_warning
+from mars_serve.bench.load_report import json_of, lateness_warning, print_load
 from mars_serve.bench.load_send import LiveView, Outcome, Replayed, replay
 from mars_serve.bench.load_target import checked_url, open_client
 from mars_serve.engine.engine import Engine
@@ -94,6 +104,27 @@ class SayingBackend(LoopBackend):
             yield StepOutput(request.id, self.tokens[begin : begin + 3], reason, threshold=0.8)
 
 
+class GovernedBackend(SayingBackend):
+    """Backend whose autoscaler goes by a ladder."""
+
+    async def autoscaler(self) -> Explanation | None:
+        rungs = (Rung(1.0, 1.0, 0.0), Rung(0.9, 1.7, 2.0, 1), Rung(0.7, 2.2, 6.0, 1))
+        capacity = Capacity(linear_step_time(0.1, 1000), rungs, 4, 1_000.0)
+        return Explanation(AutoscalerPlan(capacity, OuterSettings(max_replicas=3)), [])
+
+
+class CrowdedBackend(LoopBackend):
+    """Backend that answers once so many requests are there."""
+
+    def __init__(self, loop: LocalLoop, count: int) -> None:
+        super().__init__(loop)
+        self.barrier = asyncio.Barrier(count)
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        await self.barrier.wait()
+        yield StepOutput(request.id, [50], FinishReason.LENGTH)
+
+
 class StuckBackend(LoopBackend):
     """Backend that gives one token, and then fails or waits."""
 
@@ -134,9 +165,16 @@ def loop(make_loop: Callable[..., LocalLoop]) -> LocalLoop:
 
 
 @contextmanager
-def serving(mars: Checkpoint, backend: Backend, **settings: Any) -> Iterator[str]:
+def serving(
+    mars: Checkpoint, backend: Backend, *, is_governed: bool = False, **settings: Any
+) -> Iterator[str]:
     """A server over real HTTP; gives its address."""
-    entry = ModelSettings(name="mars", path=str(mars.path), engine=ENGINE)
+    entry = ModelSettings(
+        name="mars",
+        path=str(mars.path),
+        engine=ENGINE,
+        autoscaling={"max_replicas": 3} if is_governed else None,
+    )
     models = {"mars": ServedModel(entry, mars, backend, 0)}
     app = create_app(models, ServeSettings(models=[entry], **settings))
     config = uvicorn.Config(
@@ -283,7 +321,44 @@ def test_what_a_key_may_not_do(
     assert found.rejected_429 == found.rejected / 20
     assert found.errors == {"429 rate_limit_exceeded": 20 - found.num_served}
     assert test.replayed.live_refusal == 403
+    assert test.losses.refusal == "/admin/autoscaler gave 403"
+    known = (found.quality_loss_mean, test.figures.replica_hours, test.figures.replica_changes)
+    assert known == (None, None, None)
     assert {sample.live_threshold for sample in test.figures.samples} == {None}
+
+
+def test_what_it_cost_as_the_simulator_tells_it(
+    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+) -> None:
+    backend = GovernedBackend(loop, [50] * 6)  # decoded with τ = 0.8
+    with serving(mars, backend, is_governed=True) as url:
+        test = load(url, trace_file(tmp_path), objective_ttft_s=60.0)
+    (policy,) = json_of(test)["policies"]
+    assert policy.keys() == {"name", "variant"} | simulated.Figures.__dataclass_fields__.keys()
+    assert (policy["name"], policy["slo_attainment"], policy["rejected"]) == ("mars", 1.0, 0)
+    assert (policy["quality_loss_mean"], policy["quality_loss_p99"]) == pytest.approx((4.0, 4.0))
+    last_s = max(each.sent_s for each in test.replayed.outcomes)
+    assert policy["replica_hours"] == pytest.approx(last_s / 3600)
+    assert (policy["threshold_changes"], policy["replica_changes"]) == (0, 0)
+    assert policy["by_class"].keys() == {"priority", "default", "flex"}
+    flex = policy["by_class"]["flex"]
+    assert flex.keys() == simulated.ClassFigures.__dataclass_fields__.keys()
+    assert flex["quality_loss_mean"] == pytest.approx(4.0)
+
+
+def test_the_senders_own_limit_of_files_is_raised(
+    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+) -> None:
+    count = 60
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(mars, CrowdedBackend(loop, count)) as url:
+        few = len(list(Path("/proc/self/fd").iterdir())) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+        try:
+            found = load(url, trace_file(tmp_path, count=count, every_s=0), timeout_s=20.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (found.figures.all.num_served, found.figures.all.errors) == (count, {})
 
 
 def test_what_never_ends_is_given_up(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) -> None:
@@ -377,6 +452,25 @@ async def test_odd_answers(status: int, text: str, error: str | None) -> None:
     (outcome,) = replayed.outcomes
     assert (outcome.status, outcome.error) == (status, error)
     assert replayed.live == []  # these answers tell nothing of τ
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.EMFILE, "sender: too many open files"), (errno.ECONNREFUSED, "ConnectError")],
+)
+async def test_a_sender_without_files_is_not_the_server_s_failure(number: int, error: str) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        try:  # as anyio does it, where a host has two addresses
+            attempts = [OSError(number, os.strerror(number)), OSError("no route")]
+            raise OSError("All connection attempts failed") from ExceptionGroup("two", attempts)
+        except OSError as failed:
+            raise httpx.ConnectError(str(failed)) from failed
+
+    transport = httpx.MockTransport(refuse)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        plan = Plan("m", [planned()], [5, 6], 0)
+        replayed = await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
+    assert [outcome.error for outcome in replayed.outcomes] == [error]
 
 
 # Plans
@@ -493,7 +587,7 @@ def outcome(
 
 def served(sent_s: float, ttft_s: float, e2e_s: float, **fields: Any) -> Outcome:
     known = {"status": 200, "num_tokens": 4, "num_passes": 2, "threshold_mean": 0.9}
-    return outcome(sent_s, sent_s + ttft_s, sent_s + e2e_s, **known, **fields)
+    return outcome(sent_s, sent_s + ttft_s, sent_s + e2e_s, **{**known, **fields})
 
 
 OUTCOMES = [
@@ -533,16 +627,66 @@ def test_nothing_is_measured_of_nothing() -> None:
     assert samples_of([], [], 0.0) == []
 
 
+def view(time_s: float, *thresholds: float) -> LiveView:
+    """Of the replicas r0, r1 and so on."""
+    named = {f"r{index}": threshold for index, threshold in enumerate(thresholds)}
+    return LiveView(time_s, 0.5, named)
+
+
 def test_samples() -> None:
-    live = [LiveView(0.0, 0.95, 1), LiveView(1.0, 0.9, 2), LiveView(1.99, 0.8, 3)]
+    live = [view(0.0, 0.95), view(1.0, 0.8, 1.0), view(1.99, 0.7, 0.8, 0.9)]
     samples = samples_of(OUTCOMES, live, 3.5)
     assert [sample.time_s for sample in samples] == [0, 1, 2, 3]
     assert [sample.requests_per_s for sample in samples] == [2, 3, 1, 0]
     assert [sample.in_flight for sample in samples] == [2, 1, 2, 1]
     assert [sample.ttft_p95_s for sample in samples] == [2.0, math.inf, None, None]
     assert [sample.threshold_mean for sample in samples] == [0.9, None, None, None]
-    assert [sample.live_threshold for sample in samples] == [0.95, 0.8, None, None]
+    assert [sample.live_threshold for sample in samples] == [0.95, pytest.approx(0.8), None, None]
     assert [sample.num_replicas for sample in samples] == [1, 3, None, None]
+
+
+def test_the_live_threshold_without_a_replica_is_what_was_set() -> None:
+    assert (view(0.0).threshold, view(0.0).num_replicas) == (0.5, 0)
+    assert (view(0.0, 0.8, 1.0).threshold, view(0.0, 0.8, 1.0).num_replicas) == (0.9, 2)
+
+
+LOSSES = Losses({0.9: 2.0, 0.7: 6.0})
+
+
+def test_losses_lie_between_those_of_the_rungs() -> None:
+    assert [LOSSES.at(each) for each in (1.0, 0.95, 0.9, 0.8, 0.7, 0.69)] == [
+        pytest.approx(loss) for loss in (0.0, 1.0, 2.0, 4.0, 6.0)
+    ] + [None]
+    of_a_target = Losses({0.9: 2.0})
+    assert of_a_target.at(1.0) == 0.0, "which loses nothing, target or not"
+    nothing = Losses(refusal="/admin/autoscaler gave 403")
+    assert (nothing.at(1.0), nothing.at(0.99)) == (0.0, None)
+
+
+def test_a_loss_is_a_mean_over_tokens_and_a_quantile_over_answers() -> None:
+    short = served(0.0, 0.1, 0.2, num_tokens=1, threshold_mean=0.7)
+    long = served(0.0, 0.1, 0.2, num_tokens=3, threshold_mean=1.0)
+    refused = outcome(1.0, None, 1.1, status=503, error="503 queue_full")
+    loss = quality_loss([short, long, refused], LOSSES)
+    assert loss.mean == pytest.approx(6.0 / 4)
+    assert loss.p99 == pytest.approx(6.0 * 0.99)
+    plain = quality_loss([long], Losses())
+    assert (plain.mean, plain.p99) == (0.0, 0.0)
+    for unknown in ([], [refused], [long, served(0.0, 0.1, 0.2, threshold_mean=0.5)]):
+        assert quality_loss(unknown, LOSSES).mean is None
+    untold = served(0.0, 0.1, 0.2, threshold_mean=None)
+    assert quality_loss([long, untold], LOSSES).p99 is None
+
+
+def test_replicas_cost_from_the_start_to_the_last_request() -> None:
+    live = [view(0.2, 1.0), view(1.2, 0.9, 1.0), view(2.2, 0.9, 0.9), view(5.2, 0.9)]
+    plan = Plan("mars", [planned()], [], 0)
+    sent = [served(0.0, 0.1, 9.0), served(4.2, 0.1, 9.0)]
+    costs = replica_costs(Replayed(plan, sent, live))
+    assert costs.replica_hours == pytest.approx((1.2 * 1 + 1.0 * 2 + 2.0 * 2) / 3600)
+    assert (costs.threshold_changes, costs.replica_changes) == (2, 2)
+    for untold in (Replayed(plan, sent), Replayed(plan, sent, live, live_refusal=401)):
+        assert replica_costs(untold) == type(costs)()
 
 
 def figures(outcomes: list[Outcome]) -> LoadFigures:
@@ -571,9 +715,25 @@ def test_a_late_sender_is_told_of(late_s: float, warns: bool) -> None:
 def test_json_knows_no_infinity() -> None:
     plan = Plan("mars", [each.request for each in OUTCOMES], [], 0)
     options = LoadOptions(trace=Path("t.csv"), model="mars")
-    test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES))
+    test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), Losses())
     found = json.loads(json.dumps(json_of(test), allow_nan=False))
     assert found["all"]["ttft_p99_s"] is None
     assert found["all"]["accuracy"].keys() == {"value", "low", "high"}
     assert found["options"]["model"] == "mars"
     assert [sample["ttft_p95_s"] for sample in found["samples"]] == [2.0, None, None, None]
+    assert found["policies"][0]["ttft_p99_s"] is None
+
+
+def test_what_cannot_be_known_is_a_dash() -> None:
+    plan = Plan("mars", [each.request for each in OUTCOMES], [], 0)
+    options = LoadOptions(trace=Path("t.csv"), model="mars")
+    losses = Losses(refusal="/admin/autoscaler gave 403")
+    test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), losses)
+    table = compared_table(test)
+    assert [column.header for column in table.columns] == list(simulated.titles(1.0))
+    last = [list(column.cells)[-1] for column in table.columns]
+    assert last == ["mars", "20.0%", "never", "never", "-", "-", "-", "-", "-", "2"]
+    assert compared_json(test)["quality_loss_mean"] is None
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_load(test, console)
+    assert "The loss of quality is not known: /admin/autoscaler gave 403." in console.export_text()

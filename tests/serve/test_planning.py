@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,19 @@ def test_a_frontier_that_is_refused_leaves_plain_decoding_alone(
     assert "goes by τ = 1 alone" in record.message
 
 
+def test_a_later_plan_is_told_from_an_earlier_one(model_dir: Path) -> None:
+    settings = settings_of(model_dir)
+    engine = load_engine(settings)
+    began_s = time.time()
+    first, second = plan_of(settings, engine, TIMES), plan_of(settings, engine, TIMES)
+    missing(model_dir)
+    refused = plan_of(settings, engine, TIMES)
+    assert first is not None
+    assert second is not None
+    assert refused is not None
+    assert began_s <= first.made_s <= second.made_s <= refused.made_s <= time.time()
+
+
 def test_an_engine_that_has_timed_one_size_only_has_a_plan_too(model_dir: Path) -> None:
     missing(model_dir)
     settings = settings_of(model_dir)
@@ -225,3 +239,50 @@ def test_numbers_of_replicas_that_contradict_each_other_are_refused() -> None:
         build_settings(both, ModelSettings, source="serve.yaml")
     with pytest.raises(UserError, match=r"autoscaling\.max_replicas: "):
         build_settings({**both, "autoscaling": {}}, ModelSettings, source="serve.yaml")
+
+
+def governed(confidence_threshold: float | None = None, **content: Any) -> ModelSettings:
+    given = {} if confidence_threshold is None else {"confidence_threshold": confidence_threshold}
+    autoscaling = {"max_replicas": 2, **content.pop("autoscaling", {})}
+    content = {"name": "m", "path": "p", "autoscaling": autoscaling, **given, **content}
+    return build_settings(content, ModelSettings, source="serve.yaml")
+
+
+def test_a_threshold_beside_the_target_is_refused() -> None:
+    """It would have no effect."""
+    with pytest.raises(
+        UserError,
+        match=r"confidence_threshold: 0\.95 has no effect where autoscaling moves τ, down from its "
+        r"target, 1\.0; leave it out, and if 0\.95 is to be that target, give "
+        r"autoscaling\.target_threshold: 0\.95",
+    ):
+        governed(0.95)
+    both = governed(0.95, autoscaling={"target_threshold": 0.95})
+    assert (governed().initial_threshold, both.initial_threshold) == (1.0, 0.95)
+    by_serve = governed(0.97, autoscaling={"policy": "ongoing_requests"})
+    assert by_serve.initial_threshold == 0.97
+
+
+def test_a_high_floor_needs_no_other_threshold_where_the_target_is_above_it() -> None:
+    assert governed(tiers={"default_min_threshold": 0.97}).initial_threshold == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "floor", "named"),
+    [
+        ({}, 0.8, r"tiers\.default_min_threshold, 0\.9"),
+        ({"default_min_threshold": 0.8}, 0.9, r"autoscaling\.floor_threshold, 0\.9"),
+    ],
+)
+def test_a_target_below_a_floor_is_refused(
+    tiers: dict[str, float], floor: float, named: str
+) -> None:
+    """Requests would be slower than what replicas are sized by."""
+    autoscaling = {"target_threshold": 0.85, "floor_threshold": floor}
+    with pytest.raises(
+        UserError,
+        match=rf"autoscaling\.target_threshold: 0\.85 is below {named}; raise the target or lower",
+    ):
+        governed(tiers=tiers, autoscaling=autoscaling)
+    lowered = {"target_threshold": 0.85, "floor_threshold": 0.8}
+    governed(tiers={"default_min_threshold": 0.85}, autoscaling=lowered)

@@ -57,6 +57,13 @@ def test_what_never_began_does_not_count_as_ended() -> None:
     assert load.num_ahead(0) == 0
 
 
+def test_what_is_refused_has_arrived_and_is_not_there() -> None:
+    load = RequestLoad()
+    load.refused(request(FLEX))
+    assert load.totals == Totals(1, 10, 0, 0)
+    assert (load.num_ahead(-1), load.share(Group.FLEX)) == (0, 0.0)
+
+
 def test_shares_are_of_those_that_are_there() -> None:
     load = RequestLoad()
     assert [load.share(group) for group in Group] == [0.0, 0.0, 0.0]

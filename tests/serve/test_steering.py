@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from mars_autoscale.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.control import LoadReport, Plan, Totals
 from mars_autoscale.decide import OuterSettings
+from mars_serve.engine import loop as engine_loop
 from mars_serve.engine.channel import Channel
 from mars_serve.engine.loop import EngineDied, EngineLoop, QueueFull
 from mars_serve.engine.messages import Ready, StepReport
@@ -270,6 +273,18 @@ async def test_class_flex_is_refused_first(engine: Engine) -> None:
     assert is_refused(steering, DEFAULT)
 
 
+async def test_what_is_refused_counts_as_arrived(engine: Engine) -> None:
+    load = full_load()
+    steering = steering_of(engine, load, objective_ttft_s=3.0)
+    steering.take(live_with(SATURATED), 100.0)
+    before, num_ahead = load.totals, load.num_ahead(-1)
+    assert is_refused(steering, FLEX)
+    assert load.totals == replace(before, arrived=4, prompt_tokens=4)
+    assert load.num_ahead(-1) == num_ahead
+    assert not is_refused(steering, DEFAULT)
+    assert load.totals.arrived == 4, "it is counted once it runs"
+
+
 async def test_what_is_faster_now_comes_in_time(engine: Engine) -> None:
     steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
     steering.take(live_with(SATURATED), 100.0)
@@ -329,6 +344,18 @@ async def test_a_report_says_what_it_sees_and_does(engine: Engine) -> None:
     )
 
 
+async def test_a_loss_is_what_is_lost_beyond_the_target(engine: Engine) -> None:
+    ladder = replace(CAPACITY, rungs=LADDER[1:])
+    steering = steering_of(engine, plan=Plan(ladder, PLAN.settings), target_threshold=0.95)
+    steering.take(live_with(WIDE), 100.0)
+    calm = steering.step(100.0)
+    assert (calm.threshold, calm.loss) == (0.95, 0.0)
+    await engine.show(FULL)
+    low = steering.step(100.5)
+    assert low.threshold == 0.9
+    assert low.loss == pytest.approx(3.0 - 1.7)
+
+
 async def test_a_report_survives_as_numbers(engine: Engine) -> None:
     steering = steering_of(engine, full_load())
     await engine.show(FULL)
@@ -352,6 +379,36 @@ async def test_an_engine_that_hangs_with_work_grows_old(engine: Engine) -> None:
     await asyncio.sleep(0.01)
     assert steering.step(100.5).age_s > 0.0
     assert steering.stats(5_000.0)["observed_s"] < 5_000.0
+    running.cancel()
+
+
+async def test_an_engine_that_was_idle_is_not_old_by_that(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten minutes later somebody comes, and it has not reported a step yet."""
+    steering = steering_of(engine)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 600)
+    monkeypatch.setattr(engine_loop, "time", later)
+    running = asyncio.create_task(anext(engine.loop.stream(Request("next", [5], DEFAULT))))
+    await asyncio.sleep(0)
+    assert steering.step(100.0).age_s < 300
+    running.cancel()
+
+
+async def test_an_engine_that_hangs_is_old_whoever_gives_up(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steering = steering_of(engine)
+    given_up = asyncio.create_task(anext(engine.loop.stream(Request("one", [5], DEFAULT))))
+    await asyncio.sleep(0)
+    await engine.show(status_of(1))
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 600)
+    monkeypatch.setattr(engine_loop, "time", later)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    running = asyncio.create_task(anext(engine.loop.stream(Request("two", [5], DEFAULT))))
+    await asyncio.sleep(0)
+    assert steering.step(100.0).age_s >= 600
     running.cancel()
 
 

@@ -8,8 +8,9 @@ import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from transformers import PreTrainedModel
 
 from local_loop import LocalLoop
@@ -288,6 +289,25 @@ def test_ray_gets_gauges_and_what_counters_grew_by(monkeypatch: pytest.MonkeyPat
         mirror.update()
     stop = {"model": "mars", "outcome": "stop"}
     assert made["marsray_requests_total"].writes == [(2, stop), (3, stop)]
+
+
+def test_ray_gets_what_a_counter_counts_from_its_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = dict[str, FakeInstrument]()
+    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
+    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
+    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+    counts = iter([5.0, 2.0, 6.0])
+
+    class Restarting(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield CounterMetricFamily("marsray_some_total", "Some.", value=next(counts))
+
+    mirror = RayMirror(Restarting())
+    for _ in range(3):
+        mirror.update()
+    assert [value for value, _ in made["marsray_some_total"].writes] == [5, 2, 4]
 
 
 async def test_ray_gets_histograms_as_gauges(

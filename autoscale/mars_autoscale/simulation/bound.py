@@ -1,10 +1,10 @@
 """What somebody could do who knew the trace beforehand: a dynamic programme over a fluid model.
 
 Requests are work that arrives in short spans of time; a replica works it off at the speed of its
-rung, prompts at their own. Replicas are asked for in time, and billed from then. No work waits
-longer than the objective. What is least is the loss of quality, for a number of replica-hours. The
-model has no slots, no rounding to requests and no chance, so that no policy can be better but for
-what it leaves late.
+rung, prompts at their own. Replicas are asked for in time, and billed from then. Work that would
+wait longer than the objective is refused. What is least is the work that is refused, then the loss
+of quality, for a number of replica-hours. The model has no slots, no rounding to requests and no
+chance, so that no policy can be better.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_autoscale.capacity import Capacity
-from mars_autoscale.simulation.run import ClusterSettings
+from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces import TraceRequest
 
 _SPAN_S = 10.0
@@ -28,16 +28,22 @@ _NUM_PRICES = 24
 """Halvings of the range of prices of a replica-hour that are tried."""
 _PRICES = (1e-6, 1e6)
 """Points of loss times tokens for a replica-second."""
+_REFUSED_LOSS = 1e4
+"""Points that a refused token counts as: far more than any τ costs."""
 
 Floats = NDArray[np.float64]
+_Stage = tuple[NDArray[np.intp], NDArray[np.intp], Floats, Floats]
+"""Of a span: the backlog to keep, the replicas to go to, the loss, and what is refused."""
 
 
 @dataclass(frozen=True)
 class Bound:
     """The least loss for some replica-hours."""
 
+    served: float
+    """Share of the work, by output tokens, that can be done in time."""
     quality_loss_mean: float
-    """Points, mean over output tokens; infinite where not even all replicas suffice."""
+    """Points, mean over the output tokens of that."""
     replica_hours: float
     num_replicas: list[int]
     """Ready in each span."""
@@ -47,7 +53,7 @@ class Bound:
 def clairvoyant(
     trace: Sequence[TraceRequest],
     capacity: Capacity,
-    settings: ClusterSettings,
+    settings: ReplicaSettings,
     *,
     objective_s: float,
     max_replica_hours: float,
@@ -57,7 +63,7 @@ def clairvoyant(
     Args:
         trace: what arrives.
         capacity: of a replica.
-        settings: limits; as many replicas as these say are ready at the start.
+        settings: how many replicas there may be, and are at the start.
         objective_s: longest that work may wait.
         max_replica_hours: that may be spent.
     """
@@ -81,10 +87,11 @@ class _Programme:
         self,
         trace: Sequence[TraceRequest],
         capacity: Capacity,
-        settings: ClusterSettings,
+        settings: ReplicaSettings,
         objective_s: float,
     ) -> None:
         self._settings = settings
+        self._initial = settings.num_initial(trace, capacity)
         num_spans = int(trace[-1].arrival_s / _SPAN_S) + 1
         spans = np.array([int(request.arrival_s / _SPAN_S) for request in trace])
         outputs = np.array([request.output_tokens for request in trace], dtype=float)
@@ -96,7 +103,7 @@ class _Programme:
         rungs = capacity.useful(_MIN_GAIN)
         self._gains = np.array([capacity.gain(rung) for rung in rungs])
         self._losses = np.array([rung.loss for rung in rungs])
-        self._replicas = np.arange(settings.min_replicas, settings.max_replicas + 1)
+        self._replicas = np.arange(settings.min, settings.max + 1)
         self._backlogs = np.linspace(0.0, objective_s, _NUM_BACKLOGS)  # seconds of each replica
 
     def solve(self, price: float) -> Bound:
@@ -109,32 +116,38 @@ class _Programme:
         for span in reversed(range(len(self._tokens))):
             onward = start_cost[:, :, None] + value[None]  # [from, to, backlog]
             following, moved = onward.argmin(axis=1), onward.min(axis=1)  # [from, backlog]
-            loss = self._loss(span)  # [replicas, backlog before, backlog after]
-            total = loss + moved[:, None, :]
+            loss, refused = self._loss(span)  # [replicas, backlog before, backlog after]
+            total = loss + _REFUSED_LOSS * refused + moved[:, None, :]
             after = total.argmin(axis=2)
             value = total.min(axis=2) + price * _SPAN_S * self._replicas[:, None]
-            plans.append((after, following, loss))
+            plans.append((after, following, loss, refused))
         return self._follow(plans[::-1])
 
-    def _loss(self, span: int) -> Floats:
-        """Points times tokens that a span costs; infinite where its work cannot be done."""
+    def _loss(self, span: int) -> tuple[Floats, Floats]:
+        """Points times tokens that a span costs, and the tokens that it has to refuse."""
         room = (self._replicas * _SPAN_S - self._prompt_s[span])[:, None, None]
         waiting = self._backlogs[None, :] * self._replicas[:, None]  # [replicas, backlog]
         work = self._decode_s[span] + waiting[:, :, None] - waiting[:, None, :]
+        undone = np.maximum(work - np.where(room > 0, room * self._gains[-1], room), 0.0)
+        all_s = self._decode_s[span] + self._prompt_s[span] + waiting[:, :, None]
+        share = np.divide(undone, all_s, out=np.zeros_like(undone), where=all_s > 0)
+        refused = np.minimum(share, 1.0) * self._tokens[span]
         needed = np.where(room > 0, np.maximum(work, 0.0) / np.maximum(room, 1e-9), np.inf)
         loss = np.interp(needed, self._gains, self._losses)  # a mixture of two rungs
-        return np.where(needed <= self._gains[-1], loss * self._tokens[span], np.inf)
+        return loss * (self._tokens[span] - refused), refused
 
-    def _follow(self, plans: Sequence[tuple[NDArray[np.intp], NDArray[np.intp], Floats]]) -> Bound:
-        initial = self._settings.initial_replicas - self._settings.min_replicas
-        state, backlog = min(max(initial, 0), len(self._replicas) - 1), 0
-        loss, seconds, numbers = 0.0, 0.0, list[int]()
-        for after, following, costs in plans:
+    def _follow(self, plans: Sequence[_Stage]) -> Bound:
+        state, backlog = self._initial - self._settings.min, 0
+        loss, refused, numbers = 0.0, 0.0, list[int]()
+        for after, following, costs, refusals in plans:
             numbers.append(int(self._replicas[state]))
             kept = int(after[state, backlog])
             loss += float(costs[state, backlog, kept])
+            refused += float(refusals[state, backlog, kept])
             state, backlog = int(following[state, kept]), kept
         seconds = _SPAN_S * sum(numbers) + self._settings.cold_start_s * sum(
             max(later - earlier, 0) for earlier, later in pairwise(numbers)
         )
-        return Bound(loss / float(self._tokens.sum()), seconds / 3600, numbers)
+        tokens = float(self._tokens.sum())
+        served = tokens - refused
+        return Bound(served / tokens, loss / max(served, 1.0), seconds / 3600, numbers)

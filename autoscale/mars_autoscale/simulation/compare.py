@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from mars_autoscale.simulation.bound import Bound, clairvoyant
 from mars_autoscale.simulation.config import Family, SimulationConfig, families
 from mars_autoscale.simulation.figures import Figures, figures_of, mean_figures
-from mars_autoscale.simulation.policies import Policy
+from mars_autoscale.simulation.policies import Policy, StaticReplicas
 from mars_autoscale.simulation.run import Result, Sample, Simulation
 from mars_autoscale.synthetic import changed
 from mars_autoscale.traces import TraceRequest
+from mars_platform.errors import UserError
 
 _HOURS_SLACK = 1.01
 """Times the joint policy's replica-hours that a rival's best variant may take."""
@@ -50,8 +51,13 @@ def compare(
         config: the setting.
         trace: as it was read.
         on_progress: called with the runs that are done, their number and the policy's name.
+
+    Raises:
+        UserError: what is done to the trace leaves no request, far too many, or none late enough to
+            count.
     """
     versions = [changed(trace, config.trace, seed) for seed in config.seeds]
+    _check_counted(versions, config.measured_from_s)
     groups = families(config)
     num_runs = sum(len(variants) for _, variants in groups) * len(versions)
     done, compared = 0, list[Compared]()
@@ -67,11 +73,20 @@ def compare(
     return Comparison(compared, [_bound(config, version, hours) for version in versions])
 
 
+def _check_counted(versions: Sequence[Sequence[TraceRequest]], measured_from_s: float) -> None:
+    last_s = min(version[-1].arrival_s for version in versions)
+    if last_s < measured_from_s:
+        raise UserError(
+            f"measured_from_s: {measured_from_s:g} is later than the trace's last request, which "
+            f"comes at {last_s:g} s; lower it, or take more of the trace"
+        )
+
+
 def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float) -> Bound:
     return clairvoyant(
         trace,
         config.capacity,
-        config.cluster(trace),
+        config.replicas,
         objective_s=config.objective_ttft_s,
         max_replica_hours=hours,
     )
@@ -95,7 +110,12 @@ def _variants(
 
 
 def _run(config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy) -> Result:
-    return Simulation(trace, config.capacity, config.cluster(trace), policy).run()
+    replicas = config.replicas
+    if isinstance(policy, StaticReplicas):  # all of them have always been there
+        replicas = replicas.model_copy(update={"initial": policy.num_replicas})
+    return Simulation(
+        trace, config.capacity, replicas, policy, objective_ttft_s=config.objective_ttft_s
+    ).run()
 
 
 def _best(found: Sequence[Compared], hours: float) -> Compared:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -14,20 +15,15 @@ from mars_autoscale.frontier import read_frontier
 from mars_autoscale.local import LocalSettings
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import FixedRung, Local, Policy, StaticReplicas
+from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.rivals import (
     Knative,
     ModelReplicas,
     ProportionalIntegral,
     RayDefault,
 )
-from mars_autoscale.simulation.run import ClusterSettings
 from mars_autoscale.synthetic import SyntheticTrace, TraceChange
-from mars_autoscale.traces import TraceRequest
 from mars_platform.config import Settings
-
-_INITIAL_UTILIZATION = 0.8
-"""Share of the initial replicas' time that the trace takes on average at τ = 1, where their number
-is not given."""
 
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
 """What must be given in place of ``frontier_file``."""
@@ -64,19 +60,6 @@ class ExactPoint(Settings):
     """Mean tokens a pass."""
     positions_per_row: float = Field(ge=1)
     """Mean positions that a row costs in a step."""
-
-
-class ReplicaSettings(Settings):
-    """How many replicas there may be."""
-
-    min: int = Field(default=1, ge=1)
-    """At the least."""
-    max: int = Field(default=16, ge=1)
-    """At the most."""
-    initial: int | None = Field(default=None, ge=1)
-    """Ready at the start; None for as many as the trace keeps busy for 80% of the time."""
-    cold_start_s: float = Field(default=60.0, ge=0)
-    """Seconds from asking for one to its first request."""
 
 
 class RivalSettings(Settings):
@@ -118,7 +101,7 @@ class SimulationConfig(Settings):
     """The trace, where no file is given."""
     trace: TraceChange = TraceChange()
     """What is done to the trace."""
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
     """Of the trace's changes; figures are means over them."""
     measured_from_s: float = Field(default=0.0, ge=0)
     """Requests that arrive earlier do not count."""
@@ -139,8 +122,6 @@ class SimulationConfig(Settings):
         if self.rivals.static_threshold not in thresholds:
             known = ", ".join(f"{threshold:g}" for threshold in thresholds)
             raise ValueError(f"rivals.static_threshold: it is not in the frontier; take of {known}")
-        if self.replicas.min > self.replicas.max:
-            raise ValueError("replicas: min is above max; lower one or raise the other")
         return self
 
     def _check_source(self) -> None:
@@ -200,27 +181,6 @@ class SimulationConfig(Settings):
             return None
         tokens, positions = exact.tokens_per_forward, exact.positions_per_row
         return Rung(1.0, tokens, 0.0, positions_per_row=positions)
-
-    def cluster(self, trace: Sequence[TraceRequest]) -> ClusterSettings:
-        """Limits of the cluster that serves a trace."""
-        replicas = self.replicas
-        initial = replicas.initial or self._initial(trace)
-        return ClusterSettings(
-            min_replicas=replicas.min,
-            max_replicas=replicas.max,
-            initial_replicas=min(max(initial, replicas.min), replicas.max),
-            cold_start_s=replicas.cold_start_s,
-            objective_ttft_s=self.objective_ttft_s,
-        )
-
-    def _initial(self, trace: Sequence[TraceRequest]) -> int:
-        capacity = self.capacity
-        decode_s = sum(request.output_tokens for request in trace) / capacity.tokens_per_s(
-            capacity.rungs[0]
-        )
-        prompt_s = sum(request.prompt_tokens for request in trace) / capacity.prefill_tokens_per_s
-        length_s = max(trace[-1].arrival_s, 1.0)
-        return round((decode_s + prompt_s) / length_s / _INITIAL_UTILIZATION)
 
 
 Variant = tuple[str, Callable[[], Policy]]

@@ -42,6 +42,26 @@ class Figures(ClassFigures):
     """Of the classes that the trace has."""
 
 
+def titles(objective_ttft_s: float) -> tuple[str, ...]:
+    """Columns of a table with a row for each policy.
+
+    Args:
+        objective_ttft_s: see `figures_of`.
+    """
+    return (
+        "policy",
+        f"first token in {objective_ttft_s:g} s",
+        "p50, s",
+        "p99, s",
+        "loss, points",
+        "p99",
+        "replica-hours",
+        "τ changes",
+        "replica changes",
+        "rejected",
+    )
+
+
 def figures_of(result: Result, *, measured_from_s: float, objective_ttft_s: float) -> Figures:
     """Measure a run.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,10 +16,40 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from mars_autoscale.simulation.compare import Compared, Comparison
-from mars_autoscale.simulation.figures import mean_or_infinite
+from mars_autoscale.simulation.figures import titles
+from mars_platform.errors import UserError
+from mars_platform.output_files import check_output_file, check_plot_file
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
+
+
+def check_files(json_file: Path | None, plot: Path | None) -> None:
+    """Refuse files that `write_files` could not write, before anything is simulated.
+
+    Raises:
+        UserError: a directory is missing, or the picture's suffix names no format.
+    """
+    if json_file is not None:
+        check_output_file(json_file, "--json")
+    if plot is not None:
+        check_plot_file(plot)
+
+
+def write_files(comparison: Comparison, json_file: Path | None, plot: Path | None) -> None:
+    """Write the figures and draw the picture, where a file is given.
+
+    Raises:
+        UserError: one cannot be written.
+    """
+    try:
+        if json_file is not None:
+            text = json.dumps(json_of(comparison), indent=1) + "\n"
+            json_file.write_text(text, encoding="utf-8")
+        if plot is not None:
+            picture_of(comparison).savefig(plot)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
 
 def table_of(comparison: Comparison, objective_s: float) -> RenderableType:
@@ -31,18 +63,7 @@ def table_of(comparison: Comparison, objective_s: float) -> RenderableType:
 
 
 def _policies(comparison: Comparison, objective_s: float) -> Table:
-    table = Table(
-        "policy",
-        f"first token in {objective_s:g} s",
-        "p50, s",
-        "p99, s",
-        "loss, points",
-        "p99",
-        "replica-hours",
-        "τ changes",
-        "replica changes",
-        "rejected",
-    )
+    table = Table(*titles(objective_s))
     for each in comparison.policies:
         figures = each.figures
         table.add_row(
@@ -57,9 +78,9 @@ def _policies(comparison: Comparison, objective_s: float) -> Table:
             f"{figures.replica_changes:.0f}",
             f"{figures.rejected:.0f}",
         )
-    loss, hours = _bound_of(comparison)
+    served, loss, hours = _bound_of(comparison)
     table.add_section()
-    table.add_row("clairvoyant", "all", "", "", f"{loss:.2f}", "", f"{hours:.2f}")
+    table.add_row("clairvoyant", f"{served:.1%}", "", "", f"{loss:.2f}", "", f"{hours:.2f}")
     return table
 
 
@@ -93,25 +114,27 @@ def _name_of(compared: Compared) -> str:
     return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
 
 
-def _bound_of(comparison: Comparison) -> tuple[float, float]:
-    """Mean loss and mean replica-hours."""
+def _bound_of(comparison: Comparison) -> tuple[float, float, float]:
+    """Means of what is served, of the loss and of the replica-hours."""
     bounds = comparison.bounds
     return (
-        mean_or_infinite([bound.quality_loss_mean for bound in bounds]),
-        mean_or_infinite([bound.replica_hours for bound in bounds]),
+        fmean(bound.served for bound in bounds),
+        fmean(bound.quality_loss_mean for bound in bounds),
+        fmean(bound.replica_hours for bound in bounds),
     )
 
 
 def json_of(comparison: Comparison) -> dict[str, Any]:
     """What ``--json`` writes; times that are infinite, since too many were refused, as null."""
-    loss, hours = _bound_of(comparison)
+    served, loss, hours = _bound_of(comparison)
     return {
         "policies": [
             {"name": each.name, "variant": each.variant, **_finite(asdict(each.figures))}
             for each in comparison.policies
         ],
         "clairvoyant": {
-            "quality_loss_mean": loss if math.isfinite(loss) else None,
+            "slo_attainment": served,
+            "quality_loss_mean": loss,
             "replica_hours": hours,
         },
     }
@@ -125,11 +148,9 @@ def _finite(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def draw(comparison: Comparison, path: Path) -> None:
-    """Load, replicas, τ and queue over time, and loss against replica-hours of all policies.
-
-    Raises:
-        OSError: the file cannot be written.
+def picture_of(comparison: Comparison) -> Figure:
+    """Load, replicas, τ and queue over time of the first seed, and last, loss against replica-hours
+    of all policies.
     """
     compared, bound = comparison.policies, comparison.bounds[0]
     figure = Figure(figsize=(11, 11), layout="constrained")
@@ -149,8 +170,9 @@ def draw(comparison: Comparison, path: Path) -> None:
     queue.set_yscale("symlog")
     queue.set_xlabel("time, s")
     _draw_trade(trade, compared)
-    trade.scatter(bound.replica_hours, bound.quality_loss_mean, color="gray", marker="x")
-    figure.savefig(path)
+    _, loss, hours = _bound_of(comparison)
+    trade.scatter(hours, loss, color="gray", marker="x")
+    return figure
 
 
 def _draw_load(axes: Axes, joint: Compared) -> None:

@@ -6,33 +6,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic import Field
-
 from mars_autoscale.admission import estimated_wait_s
 from mars_autoscale.capacity import Capacity
+from mars_autoscale.control import RATE_WINDOW_S
+from mars_autoscale.local import LOOK_PERIOD_S
 from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import Local, Policy, Target
+from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces import ServiceClass, TraceRequest
-from mars_platform.config import Settings
-
-_LOCAL_PERIOD_S = 0.5
-
-
-class ClusterSettings(Settings):
-    """The replicas that there may be."""
-
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(default=16, ge=1)
-    initial_replicas: int = Field(default=1, ge=1)
-    """Ready at the start."""
-    cold_start_s: float = Field(default=60.0, ge=0)
-    """Seconds from asking for a replica to its first request."""
-    rate_window_s: float = Field(default=10.0, gt=0)
-    """Over which arrivals are averaged for a policy."""
-    objective_ttft_s: float = Field(default=1.0, gt=0)
-    """Seconds to the first token that are promised: what would wait longer is refused while the
-    policy says that there is nothing left to give."""
 
 
 @dataclass
@@ -66,13 +48,27 @@ class Simulation:
         self,
         trace: Sequence[TraceRequest],
         capacity: Capacity,
-        settings: ClusterSettings,
+        settings: ReplicaSettings,
         policy: Policy,
+        *,
+        objective_ttft_s: float = 1.0,
     ) -> None:
+        """Make ready to run.
+
+        Args:
+            trace: by arrival, not empty.
+            capacity: of a replica.
+            settings: how many there may be.
+            policy: that steers them.
+            objective_ttft_s: seconds to the first token that are promised: what would wait longer
+                is refused while the policy says that there is nothing left to give.
+        """
         self._trace = trace
         self._capacity = capacity
         self._settings = settings
         self._policy = policy
+        self._objective_ttft_s = objective_ttft_s
+        self._num_initial = settings.num_initial(trace, capacity)
         self._events = Events()
         self._end_s = trace[-1].arrival_s
         self._replicas: list[Replica] = []
@@ -82,13 +78,13 @@ class Simulation:
         self._window: deque[TraceRequest] = deque()
         self._window_prompt_tokens = 0
         self._mean_output = 0.0
-        self._target = Target(settings.initial_replicas)
+        self._target = Target(self._num_initial)
         self._next = 0
         self._result = Result([], 0.0, 0, 0)
 
     def run(self) -> Result:
         """From the first arrival until the last request has ended."""
-        for _ in range(self._settings.initial_replicas):
+        for _ in range(self._num_initial):
             self._start(cold_start_s=0.0)
         self._events.at(0.0, self._decide)
         self._events.at(0.0, self._look)
@@ -134,7 +130,7 @@ class Simulation:
             tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.stage.gain,
             prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         )
-        return wait_s > self._settings.objective_ttft_s
+        return wait_s > self._objective_ttft_s
 
     def _step(self, replica: Replica) -> None:
         seconds = replica.begin_step()
@@ -182,7 +178,7 @@ class Simulation:
         if now > self._end_s:
             return
         self._target = self._policy.decide(self._snapshot())
-        wanted = min(max(self._target.num_replicas, settings.min_replicas), settings.max_replicas)
+        wanted = min(max(self._target.num_replicas, settings.min), settings.max)
         alive = self._alive()
         self._result.num_replica_changes += wanted != len(alive)
         for _ in range(wanted - len(alive)):
@@ -209,7 +205,7 @@ class Simulation:
             same = (stage.default, stage.flex) == (before.default, before.flex)
             self._result.num_threshold_changes += not same
         if now < self._end_s or self._stepping:
-            self._events.at(now + _LOCAL_PERIOD_S, self._look)
+            self._events.at(now + LOOK_PERIOD_S, self._look)
 
     def _seen_by(self, replica: Replica) -> Look:
         target = self._target
@@ -226,9 +222,9 @@ class Simulation:
 
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s
-        while self._window and self._window[0].arrival_s < now - self._settings.rate_window_s:
+        while self._window and self._window[0].arrival_s < now - RATE_WINDOW_S:
             self._window_prompt_tokens -= self._window.popleft().prompt_tokens
-        span = max(min(now, self._settings.rate_window_s), 1.0)
+        span = max(min(now, RATE_WINDOW_S), 1.0)
         ready = self._ready()
         loads = [
             ReplicaLoad(
@@ -236,7 +232,7 @@ class Simulation:
                 each.num_running,
                 each.num_waiting,
                 gain=each.stage.gain,
-                loss=each.stage.default.loss,
+                loss=each.stage.default.loss - self._capacity.rungs[0].loss,
                 is_lowest=each.stage.is_lowest,
             )
             for each in ready

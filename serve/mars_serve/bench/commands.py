@@ -106,8 +106,9 @@ def decode(
     import torch
     from rich.console import Console
 
+    from mars_platform.output_files import check_plot_file
     from mars_serve.bench.decode import CONTENDERS, DecodeOptions, compare
-    from mars_serve.bench.report import check_plot_file, plot_comparison, print_comparison
+    from mars_serve.bench.report import plot_comparison, print_comparison
     from mars_serve.bench.workload import RaggedShape
 
     if threads is not None:

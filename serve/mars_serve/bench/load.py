@@ -18,6 +18,8 @@ from mars_autoscale.synthetic import TraceChange, changed
 from mars_autoscale.traces import TraceFormat, TraceRequest, read_trace
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
+from mars_platform.output_files import check_output_file, check_plot_file
+from mars_serve.bench.load_costs import Losses
 from mars_serve.bench.load_figures import LoadFigures, figures_of
 from mars_serve.bench.load_plan import (
     Plan,
@@ -28,7 +30,9 @@ from mars_serve.bench.load_plan import (
 )
 from mars_serve.bench.load_send import Replayed, replay
 from mars_serve.bench.load_target import (
+    allow_connections,
     checked_url,
+    losses_of,
     max_length_of,
     open_client,
     prompt_length_of,
@@ -81,6 +85,8 @@ class LoadTest:
     options: LoadOptions
     replayed: Replayed
     figures: LoadFigures
+    losses: Losses
+    """What each τ costs in quality, by the server."""
 
 
 def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
@@ -100,18 +106,18 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     if options.data is None and options.max_tokens is not None:
         raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")
     questions = read_questions(options.data, len(trace)) if options.data is not None else []
-    replayed = asyncio.run(_run(options, url, trace, questions, on_progress))
-    return LoadTest(options, replayed, figures_of(replayed, options.objective_ttft_s))
+    allow_connections()
+    replayed, losses = asyncio.run(_run(options, url, trace, questions, on_progress))
+    figures = figures_of(replayed, options.objective_ttft_s, losses)
+    return LoadTest(options, replayed, figures, losses)
 
 
 def _check_files(options: LoadOptions) -> None:
-    files = {"--json": options.json_file, "--csv": options.csv_file, "--plot": options.plot_file}
+    files = {"--json": options.json_file, "--csv": options.csv_file}
     for option, path in files.items():
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{option}: there is no directory {path.parent}; make it first")
+        if path is not None:
+            check_output_file(path, option)
     if options.plot_file is not None:
-        from mars_serve.bench.report import check_plot_file
-
         check_plot_file(options.plot_file)
 
 
@@ -151,10 +157,12 @@ async def _run(
     trace: Sequence[TraceRequest],
     questions: Sequence[Question],
     on_progress: Callable[[int, int, str], None],
-) -> Replayed:
+) -> tuple[Replayed, Losses]:
     async with open_client(url, _key(options)) as client:
         plan = await _plan(options, client, trace, questions)
-        return await replay(client, plan, timeout_s=options.timeout_s, on_progress=on_progress)
+        losses = await losses_of(client, options.model)
+        replayed = await replay(client, plan, timeout_s=options.timeout_s, on_progress=on_progress)
+    return replayed, losses
 
 
 async def _plan(

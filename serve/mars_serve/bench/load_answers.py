@@ -52,3 +52,22 @@ class LiveModels(BaseModel):
     """The response of ``GET /admin/threshold``."""
 
     models: dict[str, LiveModel]
+
+
+class _Rung(BaseModel):
+    confidence_threshold: float
+    loss: float
+
+
+class _Plan(BaseModel):
+    ladder: list[_Rung]
+
+
+class _Autoscaler(BaseModel):
+    plan: _Plan | None = None
+
+
+class Autoscalers(BaseModel):
+    """The response of ``GET /admin/autoscaler``."""
+
+    models: dict[str, _Autoscaler | None]

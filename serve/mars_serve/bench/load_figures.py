@@ -15,6 +15,7 @@ import numpy as np
 
 from mars_autoscale.traces import ServiceClass
 from mars_platform.statistics import Estimate, proportion
+from mars_serve.bench.load_costs import NO_LOSSES, Losses, quality_loss, replica_costs
 from mars_serve.bench.load_send import REJECTIONS, LiveView, Outcome, Replayed
 
 _SAMPLE_S = 1.0
@@ -50,6 +51,10 @@ class ClassFigures:
     accuracy: Estimate | None
     """Share of the served answers that are correct, with its 95% interval."""
     num_checked: int
+    quality_loss_mean: float | None
+    """Points, mean over the served answers' tokens."""
+    quality_loss_p99: float | None
+    """Points of the served answer at that quantile."""
     rejected: int
     """Answered with 429 or 503."""
     rejected_429: float | None
@@ -95,15 +100,20 @@ class LoadFigures:
     all: ClassFigures
     classes: dict[ServiceClass, ClassFigures]
     """Those that were planned."""
+    replica_hours: float | None
+    """See `mars_serve.bench.load_costs.ReplicaCosts`, as below."""
+    threshold_changes: int | None
+    replica_changes: int | None
     samples: list[Sample]
 
 
-def figures_of(replayed: Replayed, objective_s: float) -> LoadFigures:
+def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSES) -> LoadFigures:
     """Sum up a test.
 
     Args:
         replayed: the test.
         objective_s: seconds in which the first token should come.
+        losses: what each τ costs in quality.
     """
     outcomes, planned = replayed.outcomes, replayed.plan.requests
     duration_s = max((outcome.end_s or outcome.sent_s for outcome in outcomes), default=0.0)
@@ -114,21 +124,26 @@ def figures_of(replayed: Replayed, objective_s: float) -> LoadFigures:
         num_planned=len(planned),
         num_capped=sum(request.is_capped for request in planned),
         was_interrupted=replayed.was_interrupted,
-        all=class_figures(outcomes, objective_s, duration_s),
+        all=class_figures(outcomes, objective_s, duration_s, losses),
         classes={
             each: class_figures(
                 [outcome for outcome in outcomes if outcome.request.service_class == each],
                 objective_s,
                 duration_s,
+                losses,
             )
             for each in classes
         },
+        **vars(replica_costs(replayed)),
         samples=samples_of(outcomes, replayed.live, duration_s),
     )
 
 
 def class_figures(
-    outcomes: Sequence[Outcome], objective_s: float, duration_s: float
+    outcomes: Sequence[Outcome],
+    objective_s: float,
+    duration_s: float,
+    losses: Losses = NO_LOSSES,
 ) -> ClassFigures:
     """Sum up some requests.
 
@@ -136,6 +151,7 @@ def class_figures(
         outcomes: what became of them; none at all is fine.
         objective_s: seconds in which the first token should come.
         duration_s: of the test.
+        losses: what each τ costs in quality.
     """
     ended = [outcome for outcome in outcomes if outcome.end_s is not None]
     served = [outcome for outcome in ended if outcome.is_served]
@@ -145,6 +161,7 @@ def class_figures(
     statuses = Counter(outcome.status for outcome in ended)
     rejected = sum(statuses[status] for status in REJECTIONS)
     ttft, e2e = [one.ttft_s for one in ended], [one.e2e_s for one in ended]
+    loss = quality_loss(served, losses)
     return ClassFigures(
         num_sent=len(outcomes),
         num_ended=len(ended),
@@ -163,6 +180,8 @@ def class_figures(
         num_tokens=num_tokens,
         accuracy=proportion(sum(checked), len(checked)) if checked else None,
         num_checked=len(checked),
+        quality_loss_mean=loss.mean,
+        quality_loss_p99=loss.p99,
         rejected=rejected,
         rejected_429=_share(statuses[429], len(ended)),
         rejected_503=_share(statuses[503], len(ended)),

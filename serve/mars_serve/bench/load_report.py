@@ -19,6 +19,7 @@ from mars_platform import __version__
 from mars_platform.errors import UserError
 from mars_platform.statistics import Estimate
 from mars_serve.bench.load import LoadTest
+from mars_serve.bench.load_compared import compared_json, compared_notes, compared_table
 from mars_serve.bench.load_figures import ClassFigures, LoadFigures
 from mars_serve.bench.load_send import Outcome
 
@@ -30,7 +31,8 @@ _MAX_MESSAGE = 200  # characters of an error's text
 def print_load(test: LoadTest, console: Console) -> None:
     """Print the table, and what has to be known with it."""
     console.print(_table(test.figures, test.options.objective_ttft_s))
-    for note in _notes(test):
+    console.print(compared_table(test))
+    for note in [*_notes(test), *compared_notes(test)]:
         console.print(note, style="dim", highlight=False, markup=False)
     for kind, (number, message) in _errors(test.replayed.outcomes).items():
         text = f"{number}x {kind}" + (f", such as: {message[:_MAX_MESSAGE]}" if message else "")
@@ -71,7 +73,7 @@ def write_files(test: LoadTest) -> None:
 
 
 def json_of(test: LoadTest) -> dict[str, Any]:
-    """What ``--json`` writes; a time that never came is null."""
+    """What ``--json`` writes; a time that never came is null, as is what is not known."""
     options, replayed = test.options, test.replayed
     shown = options.model_dump(mode="json", exclude={"json_file", "csv_file", "plot_file"})
     content = {
@@ -79,6 +81,8 @@ def json_of(test: LoadTest) -> dict[str, Any]:
         "marsray": __version__,
         "options": shown,
         "live_refusal": replayed.live_refusal,
+        "loss_refusal": test.losses.refusal,
+        "policies": [compared_json(test)],
         **asdict(test.figures),
     }
     finite: dict[str, Any] = _finite(content)

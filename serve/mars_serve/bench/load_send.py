@@ -6,7 +6,8 @@ Open loop: a request never waits for another one. Knows no trace and no figures.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import fmean
@@ -25,6 +26,10 @@ _PERIOD_S = 1.0
 """Between two looks at the server."""
 _WATCH_TIMEOUT_S = 5.0
 _NOT_FOR_US = (401, 403, 404)
+_NO_FILES = (
+    "sender: too many open files",
+    "not the server's failure: this process may open no more connections; raise ulimit -Hn",
+)
 
 
 @dataclass
@@ -83,9 +88,20 @@ class LiveView:
 
     time_s: float
     """Seconds after the start."""
-    threshold: float
-    """Live τ, mean over the replicas."""
-    num_replicas: int
+    set_threshold: float
+    """τ that was set last."""
+    thresholds: Mapping[str, float]
+    """Live τ of each replica that is ready, by its name."""
+
+    @property
+    def threshold(self) -> float:
+        """Live τ, mean over the replicas; without one, what was set last."""
+        return fmean(self.thresholds.values() or [self.set_threshold])
+
+    @property
+    def num_replicas(self) -> int:
+        """That are ready."""
+        return len(self.thresholds)
 
 
 @dataclass
@@ -181,6 +197,8 @@ class _Replay:
             outcome.error = "timeout"
         except httpx.HTTPError as error:
             outcome.error, outcome.message = type(error).__name__, str(error)
+            if _lacks_files(error):
+                outcome.error, outcome.message = _NO_FILES
         except ValidationError as error:
             outcome.error, outcome.message = "malformed event", str(error.errors()[0]["msg"])
         outcome.end_s = self._now()
@@ -247,9 +265,17 @@ class _Replay:
 
 
 def _view(live: LiveModel, time_s: float) -> LiveView:
-    """Without a replica, τ is what was set last."""
-    thresholds = [each.confidence_threshold for each in live.replicas.values()]
-    return LiveView(time_s, fmean(thresholds or [live.confidence_threshold]), len(thresholds))
+    thresholds = {name: each.confidence_threshold for name, each in live.replicas.items()}
+    return LiveView(time_s, live.confidence_threshold, thresholds)
+
+
+def _lacks_files(error: BaseException | None) -> bool:
+    """Whether this process may open no more files, and so no connection."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_lacks_files, error.exceptions))
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    return error is not None and _lacks_files(error.__cause__ or error.__context__)
 
 
 def _note_refusal(outcome: Outcome, body: bytes) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from mars_platform.errors import UserError
+from mars_serve.bench.load_answers import Autoscalers
+from mars_serve.bench.load_costs import Losses
 from mars_serve.settings import is_loopback
 
 _TIMEOUT_S = 30.0
@@ -41,6 +45,13 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
             "add --allow-remote if it is yours to test"
         )
     return url.rstrip("/").removesuffix("/v1")
+
+
+def allow_connections() -> None:
+    """Let this process have as many open as the system lets it: each is an open file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # macOS names no limit, and then refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
@@ -111,6 +122,22 @@ async def prompt_length_of(
     """
     body = {"model": model, "messages": messages}
     return len((await _ask(client, _Tokens, "POST", "/tokenize", body)).tokens)
+
+
+async def losses_of(client: httpx.AsyncClient, model: str) -> Losses:
+    """What each τ costs in quality, by the server's own frontier; never fails."""
+    path = "/admin/autoscaler"
+    try:
+        response = await client.get(path, timeout=_TIMEOUT_S)
+        if response.status_code != httpx.codes.OK:
+            return Losses(refusal=f"{path} gave {response.status_code}")
+        autoscaler = Autoscalers.model_validate_json(response.content).models.get(model)
+    except (httpx.HTTPError, ValidationError) as error:
+        return Losses(refusal=f"{path} gave no answer ({type(error).__name__})")
+    if autoscaler is None or autoscaler.plan is None:
+        return Losses(refusal=f"{path} shows no frontier of {model}")
+    ladder = autoscaler.plan.ladder
+    return Losses({rung.confidence_threshold: rung.loss for rung in ladder})
 
 
 async def _ask(

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from mars_platform import __version__
-from mars_platform.errors import UserError
 from mars_serve.bench.decode import BatchResult, Comparison, DecodeOptions, Result
+from mars_serve.hardware import cpu_name
 
 RATIOS = (
     ("ar", "hf-generate"),
@@ -68,19 +67,6 @@ def print_comparison(comparison: Comparison, console: Console, *, as_json: bool)
         console.print(ratios)
     for note in _notes(comparison):
         console.print(note, style="dim", highlight=False, markup=False)
-
-
-def check_plot_file(path: Path) -> None:
-    """Refuse a file that could not be written, before anything is measured.
-
-    Raises:
-        UserError: the directory is missing, or the suffix names no format of pictures.
-    """
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise UserError(f"--plot: {path} names no format of pictures; end it in .png or .svg")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot: there is no directory {path.parent}; make it first")
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -303,13 +289,3 @@ def _machine(device: str) -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
         "system": platform.platform(),
     }
-
-
-def cpu_name() -> str:
-    """The processor in words: its model where the system says it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

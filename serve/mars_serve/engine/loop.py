@@ -186,6 +186,8 @@ class EngineLoop:
         self._attach(asyncio.get_running_loop())
         if len(self._outputs) >= self._max_requests:
             raise QueueFull("too many requests are waiting")
+        if not self._outputs and not self._status.num_requests:  # it had nothing to report
+            self._status_s = time.monotonic()
         outputs = self._outputs[request.id] = _Outputs()
         try:
             self._send(request)

@@ -41,6 +41,9 @@ class AutoscalerPlan(Shape):
     """The target first; rungs that are not worth their loss are left out."""
     frontier_refused: str | None
     """Why frontier.json is not used, where it is not; then there is τ = 1 alone."""
+    frontier_mismatch: str | None
+    """What frontier.json was measured on, where replicas run on other hardware or in another number
+    type: then their speed is not what is told here."""
 
 
 class AutoscalerDecision(Shape):
@@ -103,17 +106,18 @@ async def explanations(models: Mapping[str, ServedModel]) -> dict[str, Any]:
 
 
 async def _explanation(model: ServedModel) -> dict[str, Any] | None:
-    if not model.settings.is_governed:
+    autoscaling = model.settings.autoscaling
+    if autoscaling is None or not model.settings.is_governed:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     plan = explanation.plan
     return {
-        "plan": None if plan is None else _plan(plan),
+        "plan": None if plan is None else _plan(plan, autoscaling.inner.min_gain),
         "decisions": [record.as_dict() for record in explanation.records],
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(plan: Plan, min_gain: float) -> dict[str, Any]:
     capacity, settings = plan.capacity, plan.settings
     return {
         "min_replicas": settings.min_replicas,
@@ -122,8 +126,9 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "num_slots": capacity.num_slots,
         "tokens_per_s": capacity.tokens_per_s(capacity.rungs[0]),
         "prefill_tokens_per_s": capacity.prefill_tokens_per_s,
-        "ladder": [_rung(capacity, rung) for rung in capacity.useful(1.0)],
+        "ladder": [_rung(capacity, rung) for rung in capacity.useful(min_gain)],
         "frontier_refused": plan.refused,
+        "frontier_mismatch": plan.mismatch,
     }
 
 

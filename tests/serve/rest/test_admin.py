@@ -9,6 +9,7 @@ import pytest
 from mars_autoscale.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.control import Control, LoadReport, Plan, Totals
 from mars_autoscale.decide import OuterSettings, Reason
+from mars_autoscale.local import LocalSettings
 from mars_platform.checkpoint import Checkpoint
 from mars_serve.rest.autoscaler import AutoscalerDecision, Autoscalers
 from mars_serve.served import Explanation, LiveThreshold
@@ -155,6 +156,7 @@ async def test_an_autoscaler_tells_its_plan(governed: Any) -> None:
         "tokens_per_s": pytest.approx(4 / 0.1004),
         "prefill_tokens_per_s": 1_000.0,
         "frontier_refused": None,
+        "frontier_mismatch": None,
     }
     assert [rung["confidence_threshold"] for rung in ladder] == [1.0, 0.95, 0.9]
     assert [rung["loss"] for rung in ladder] == [0.0, 1.5, 3.0]
@@ -162,6 +164,19 @@ async def test_an_autoscaler_tells_its_plan(governed: Any) -> None:
     assert ladder[1]["gain"] == pytest.approx(CAPACITY.gain(LADDER[1]))
     assert ladder[1]["tokens_per_forward"] == 1.7
     assert ladder[1]["break_even_batch"] > 100
+
+
+async def test_the_ladder_is_the_one_that_replicas_walk(governed: Any) -> None:
+    """They leave out what gains less than 5%."""
+    ladder = (LADDER[0], Rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
+    capacity = Capacity(linear_step_time(0.1, 1000), ladder, 4, 1_000.0)
+    assert ladder[1] in capacity.useful(1.0)
+    explanation = Explanation(Plan(capacity, PLAN.settings), [])
+    plan = (await autoscalers(governed(explanation)))["mars"]["plan"]
+    walked = capacity.useful(LocalSettings().min_gain)
+    assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [
+        rung.threshold for rung in walked
+    ]
 
 
 async def test_an_autoscaler_tells_its_decisions(governed: Any) -> None:

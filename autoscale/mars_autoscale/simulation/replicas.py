@@ -1,0 +1,52 @@
+"""How many replicas a simulated cluster may have, and has at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+
+from mars_autoscale.capacity import Capacity
+from mars_autoscale.traces import TraceRequest
+from mars_platform.config import Settings
+
+_INITIAL_UTILIZATION = 0.8
+"""Share of the initial replicas' time that the trace takes on average at τ = 1, where their number
+is not given."""
+
+
+class ReplicaSettings(Settings):
+    """How many replicas there may be."""
+
+    min: int = Field(default=1, ge=1)
+    """At the least."""
+    max: int = Field(default=16, ge=1)
+    """At the most."""
+    initial: int | None = Field(default=None, ge=1)
+    """Ready at the start; None for as many as the trace keeps busy for 80% of the time."""
+    cold_start_s: float = Field(default=60.0, ge=0)
+    """Seconds from asking for one to its first request."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ReplicaSettings:
+        if self.min > self.max:
+            raise ValueError("min is above max; lower one or raise the other")
+        return self
+
+    def num_initial(self, trace: Sequence[TraceRequest], capacity: Capacity) -> int:
+        """Ready at the start, within the limits.
+
+        Args:
+            trace: that they serve.
+            capacity: of each.
+        """
+        wanted = self.initial or _num_kept_busy(trace, capacity)
+        return min(max(wanted, self.min), self.max)
+
+
+def _num_kept_busy(trace: Sequence[TraceRequest], capacity: Capacity) -> int:
+    plain = capacity.tokens_per_s(capacity.rungs[0])
+    decode_s = sum(request.output_tokens for request in trace) / plain
+    prompt_s = sum(request.prompt_tokens for request in trace) / capacity.prefill_tokens_per_s
+    length_s = max(trace[-1].arrival_s, 1.0)
+    return round((decode_s + prompt_s) / length_s / _INITIAL_UTILIZATION)
