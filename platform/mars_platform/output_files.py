@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backend_bases import FigureCanvasBase
-
 from mars_platform.errors import UserError
 
 
@@ -29,6 +27,8 @@ def check_plot_file(path: Path) -> None:
     Raises:
         UserError: so it is.
     """
+    from matplotlib.backend_bases import FigureCanvasBase  # only who draws pays for loading it
+
     if path.suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
         raise UserError(f"--plot: {path} names no format of pictures; end it in .png or .svg")
     check_output_file(path, "--plot")
