@@ -18,13 +18,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint import Checkpoint, read_checkpoint
-from mars_platform.mode import Mode
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.method.mode import Mode
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import DecodingOptions, Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.evaluation import EvalItem, read_items
+from mars_serve.measure.evaluation.scoring import EvalItem, read_items
 
 
 class Configuration(NamedTuple):

@@ -28,10 +28,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint import load_model, read_checkpoint
-from mars_platform.mode import Mode
+from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.method.mode import Mode
 from mars_serve.engine.request import Outcomes
-from mars_serve.evaluation import (
+from mars_serve.measure.evaluation.scoring import (
     ONE_TOKEN,
     EvalItem,
     Outcome,

@@ -31,17 +31,17 @@ from rich.console import Console
 from rich.table import Table
 from servers import marsray_command, running
 
-from mars_platform.checkpoint import (
+from mars_platform.checkpoint.directory import (
     MarsMetadata,
     add_mask_token,
     load_model,
     read_checkpoint,
     save_checkpoint,
 )
-from mars_platform.mode import Mode
-from mars_platform.processes import free_port
-from mars_serve.bench.models import PRESETS
-from mars_serve.bench.workload import (
+from mars_platform.cluster.processes import free_port
+from mars_platform.method.mode import Mode
+from mars_serve.bench.decode.models import PRESETS
+from mars_serve.bench.decode.workload import (
     BenchRequest,
     RaggedShape,
     generated_requests,
@@ -50,7 +50,7 @@ from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import DecodingOptions, Request
 from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel
-from mars_train.scratch import create_model
+from mars_train.run.scratch import create_model
 
 _SIZES = ("vocab_size", "max_position_embeddings")
 _BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from mars_platform.processes import end_process, wait_until_ready
+from mars_platform.cluster.processes import end_process, wait_until_ready
 
 _START_TIMEOUT_S = 180.0
 

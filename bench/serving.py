@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from servers import marsray_command, running
 
-from mars_platform.processes import free_port
+from mars_platform.cluster.processes import free_port
 
 _NAME = "mars"
 _WARM_UP_REQUESTS = 8

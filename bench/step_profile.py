@@ -29,18 +29,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from mars_platform.mode import Mode
-from mars_serve.bench.contenders import build_engine
-from mars_serve.bench.models import trained_model, untrained_model
-from mars_serve.bench.workload import (
+from mars_platform.method.mode import Mode
+from mars_serve.bench.decode.contenders import build_engine
+from mars_serve.bench.decode.models import trained_model, untrained_model
+from mars_serve.bench.decode.workload import (
     PAPER_ACCEPTANCE,
     Draws,
     RaggedShape,
     generated_requests,
     read_acceptance,
 )
-from mars_serve.engine import forward
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution import forward
 from mars_serve.engine.request import DecodingOptions, Request
 
 _MODEL, _OUTPUT = "model up to its output layer", "output layer"

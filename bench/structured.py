@@ -20,13 +20,13 @@ from jsonschema import Draft202012Validator
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint import Checkpoint, read_checkpoint
-from mars_platform.mode import Mode
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.method.mode import Mode
+from mars_serve.api.text import decode
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import DecodingOptions, GrammarKind, GrammarSpec, Request, Sampling
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.evaluation import EvalItem, read_items
-from mars_serve.text import decode
+from mars_serve.measure.evaluation.scoring import EvalItem, read_items
 
 _SCHEMA = {
     "type": "object",

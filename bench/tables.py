@@ -25,17 +25,17 @@ import typer
 import yaml
 from rich.console import Console
 
-from mars_platform.cluster import ClusterSettings, ray_session
-from mars_serve.evaluation_report import EvalOptions, evaluate
-from mars_train.data import prepare, read_conversations
-from mars_train.demo_data import write_demo_data
-from mars_train.job import Notice, StageJob
-from mars_train.parallel import Workers
-from mars_train.progress import Progress
+from mars_platform.cluster.session import ClusterSettings, ray_session
+from mars_serve.measure.evaluation.report import EvalOptions, evaluate
+from mars_train.data.demo import write_demo_data
+from mars_train.data.pipeline import prepare, read_conversations
 from mars_train.recipe import Recipe
-from mars_train.scratch import create_model
-from mars_train.storage import Storage
-from mars_train.trainer import MODEL, StageTrainer
+from mars_train.run.scratch import create_model
+from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.parallel import Workers
+from mars_train.stage.progress import Progress
+from mars_train.stage.trainer import MODEL, StageTrainer
+from mars_train.storage.directories import Storage
 
 THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 BLOCK_SIZES = (4, 8, 16)

@@ -34,12 +34,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mars_platform.conversations import render_turns, validate_conversation
-from mars_train.attention import FLEX_MULTIPLE, attention_mask
-from mars_train.demo_data import Task, draw_task
-from mars_train.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out, pack
-from mars_train.objective import Objective
-from mars_train.scratch import train_tokenizer
+from mars_platform.data.conversations import render_turns, validate_conversation
+from mars_train.data.demo import Task, draw_task
+from mars_train.method.attention import FLEX_MULTIPLE, attention_mask
+from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out, pack
+from mars_train.method.objective import Objective
+from mars_train.run.scratch import train_tokenizer
 
 VARIANTS = ["ar", "mars", "ar-naive", "mars-naive"]
 LONG_PROMPT = 3

@@ -20,7 +20,7 @@ from sizing import table
 
 from mars_platform.config import build_settings, read_yaml
 from mars_platform.errors import UserError
-from mars_serve.settings import ServeSettings
+from mars_serve.config.settings import ServeSettings
 
 ROOT = Path(__file__).parent
 _BEGIN, _END = "<!-- sizing: generated -->\n", "<!-- sizing: end -->\n"

@@ -19,12 +19,12 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from mars_platform.config import load_settings
-from mars_train.demo_data import write_demo_data
+from mars_train.data.demo import write_demo_data
 from mars_train.recipe import Recipe
-from mars_train.run import run_recipe
+from mars_train.run.recipe_run import run_recipe
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
-_WITH_RAY = ("tests/end_to_end/", "tests/packaging/", "tests/train/test_data.py")
+_WITH_RAY = ("tests/end_to_end/", "tests/packaging/", "tests/train/data/test_pipeline.py")
 collect_ignore = ["clients"]  # they run in an environment of their own: `make test-clients`
 
 

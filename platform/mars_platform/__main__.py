@@ -1,5 +1,5 @@
 """``python -m mars_platform`` is the ``marsray`` command."""
 
-from mars_platform.cli import main
+from mars_platform.cli.main import main
 
 main()

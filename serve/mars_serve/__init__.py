@@ -1,1 +1,1 @@
-"""Serving: request, scheduler, pages, forward, acceptance, stream; REST on Ray Serve on top."""
+"""Serves MARS checkpoints on Ray Serve: an engine behind OpenAI-compatible REST endpoints."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mars_platform.processes import free_port, wait_until_ready
+from mars_platform.cluster.processes import free_port, wait_until_ready
 
 _START_TIMEOUT_S = 120
 _STOP_TIMEOUT_S = 60

@@ -19,14 +19,14 @@ from ray.exceptions import ActorAlreadyExistsError
 from rich.console import Console
 
 from frontiers import AR, frontier_of, point
-from mars_autoscale.frontier import write_frontier
-from mars_autoscale.ray_policy import NAMESPACE, governor_name
-from mars_platform.calibration import weights_fingerprint
+from mars_autoscale.model.frontier import write_frontier
+from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
+from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.cluster.processes import free_port
 from mars_platform.config import build_settings
-from mars_platform.processes import free_port
-from mars_serve.governor import _GovernorActor, end_governor
-from mars_serve.run import serving
-from mars_serve.settings import ServeSettings
+from mars_serve.config.settings import ServeSettings
+from mars_serve.control.governor import _GovernorActor, end_governor
+from mars_serve.deploy.run import serving
 
 FLOOR = 0.9
 STEP_S = 0.04  # a replica decodes 100 tokens a second at τ = 1

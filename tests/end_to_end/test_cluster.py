@@ -15,10 +15,10 @@ from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from rich.console import Console
 
 from mars_platform.config import load_settings
-from mars_train.demo_data import write_demo_data
-from mars_train.history import read_history
+from mars_train.data.demo import write_demo_data
 from mars_train.recipe import Recipe
-from mars_train.run import run_recipe
+from mars_train.run.recipe_run import run_recipe
+from mars_train.stage.history import read_history
 
 EVERY_STEPS = 50
 NODE = {"resources": {"place": 1}, "object_store_memory": 100 * 2**20}

@@ -21,10 +21,10 @@ from rich.console import Console
 
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
-from mars_train.demo_data import write_demo_data
-from mars_train.history import read_history
+from mars_train.data.demo import write_demo_data
 from mars_train.recipe import Recipe
-from mars_train.run import run_recipe
+from mars_train.run.recipe_run import run_recipe
+from mars_train.stage.history import read_history
 
 BENCH = Path(__file__).parents[2] / "bench" / "kill_resume.py"
 NUM_STEPS = 120

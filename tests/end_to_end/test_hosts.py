@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from hosts import Cluster, Host, Network, network, why_no_hosts
-from mars_platform.checkpoint import read_checkpoint
-from mars_train.demo_data import write_demo_data
-from mars_train.history import read_history
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_train.data.demo import write_demo_data
+from mars_train.stage.history import read_history
 from outages import NUM_STREAMS, PROMPTS, READ_S, Outage, outage_of
 from ray_heads import BIN, wait_until
 

@@ -23,8 +23,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from kustomized import rendered
-from mars_platform.processes import free_port
-from mars_train.demo_data import write_demo_data
+from mars_platform.cluster.processes import free_port
+from mars_train.data.demo import write_demo_data
 from pods import WAIT_S, WITH_TOKEN, Done, Pods, bearer, get, run
 from ray_heads import SHELL, ray_head, wait_until
 

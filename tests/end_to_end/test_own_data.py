@@ -11,12 +11,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mars_platform.checkpoint import read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
+from mars_train.data.token_store import TokenStore
 from mars_train.recipe import Recipe
-from mars_train.run import run_recipe
-from mars_train.tokens import TokenStore
+from mars_train.run.recipe_run import run_recipe
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,7 @@ async def test_load_goes_to_both_replicas(client):
     assert all(after[name] > before[name] for name in before)
 
 
-@pytest.mark.parametrize("process", ["model-0-mars", "mars_serve.engine_main"])
+@pytest.mark.parametrize("process", ["model-0-mars", "mars_serve.replica.engine_main"])
 async def test_a_replica_that_dies_is_replaced(client, processes, process):
     """The replica itself, or the engine that it holds."""
     _, find = processes

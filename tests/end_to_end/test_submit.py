@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mars_platform.checkpoint import read_checkpoint
-from mars_train.demo_data import write_demo_data
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_train.data.demo import write_demo_data
 from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
 
 RECIPE = Path(__file__).parents[1] / "recipe.yaml"

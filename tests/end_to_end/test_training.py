@@ -10,18 +10,23 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_platform.checkpoint import MASK_TOKEN, add_mask_token, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import (
+    MASK_TOKEN,
+    add_mask_token,
+    load_model,
+    read_checkpoint,
+)
 from mars_platform.config import load_settings
-from mars_platform.conversations import render_prompt
+from mars_platform.data.conversations import render_prompt
 from mars_platform.errors import UserError
-from mars_platform.mode import Mode
-from mars_serve.generate import generate_once
-from mars_train.history import read_history
-from mars_train.layout import collate, lay_out, pack
-from mars_train.objective import Objective
+from mars_platform.method.mode import Mode
+from mars_serve.cli.completion import generate_once
+from mars_train.data.token_store import TokenStore
+from mars_train.method.layout import collate, lay_out, pack
+from mars_train.method.objective import Objective
 from mars_train.recipe import Recipe
-from mars_train.run import run_recipe
-from mars_train.tokens import TokenStore
+from mars_train.run.recipe_run import run_recipe
+from mars_train.stage.history import read_history
 
 EXPECTED_FILES = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
 

@@ -18,10 +18,10 @@ import httpx
 import pytest
 import yaml
 
-from mars_platform.processes import free_port
-from mars_serve.key_file import hash_key
-from mars_serve.proxies import proxy_environment
-from mars_serve.settings import ServeSettings
+from mars_platform.cluster.processes import free_port
+from mars_serve.config.key_file import hash_key
+from mars_serve.config.settings import ServeSettings
+from mars_serve.deploy.proxies import proxy_environment
 from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
 from rest_requests import CHAT, COMPLETIONS, text_of
 from traffic import NUM_CLIENTS, Ask, Traffic, running

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mars_autoscale.metrics import AutoscalerMetrics
-from mars_serve import telemetry
-from mars_serve.settings import AutoscalingSettings
+from mars_autoscale.policy.metrics import AutoscalerMetrics
+from mars_serve.config.settings import AutoscalingSettings
+from mars_serve.observability import telemetry
 
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")
 RECORDED = re.compile(r"\bmarsray:[\w:]+")

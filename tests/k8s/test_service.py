@@ -12,9 +12,9 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from mars_platform.config import build_settings
-from mars_serve.app import application
-from mars_serve.proxies import _launcher, proxy_environment
-from mars_serve.settings import ServeSettings
+from mars_serve.config.settings import ServeSettings
+from mars_serve.deploy.app import application
+from mars_serve.deploy.proxies import _launcher, proxy_environment
 
 K8S = Path(__file__).parents[2] / "k8s"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - of a pod

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mars_autoscale.decide import OuterSettings
+from mars_autoscale.policy.decide import OuterSettings
 from mars_serve.engine.settings import EngineSettings
 
 

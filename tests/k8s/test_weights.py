@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mars_platform.manifest import MANIFEST
+from mars_platform.checkpoint.manifest import MANIFEST
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mars_platform.processes import end_process, free_port, wait_until_ready
+from mars_platform.cluster.processes import end_process, free_port, wait_until_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from mars_platform.checkpoint import (
+from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,
     SpecialTokens,
@@ -32,7 +32,7 @@ from mars_platform.checkpoint import (
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel
-from mars_train.scratch import create_model
+from mars_train.run.scratch import create_model
 
 _CONFIGS = {
     "qwen2": Qwen2Config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mars_autoscale.frontier import Frontier
+from mars_autoscale.model.frontier import Frontier
 from mars_platform.config import build_settings
 
 Corners = tuple[tuple[float, float], tuple[float, float]]

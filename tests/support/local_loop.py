@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 
-from mars_serve.engine.channel import Channel
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.loop import EngineLoop
-from mars_serve.engine.worker import EngineWorker
+from mars_serve.engine.ipc.channel import Channel
+from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.worker import EngineWorker
 
 
 class LocalLoop(EngineLoop):

@@ -11,7 +11,7 @@ import httpx
 import yaml
 
 from kustomized import rendered
-from mars_platform.processes import free_port
+from mars_platform.cluster.processes import free_port
 from ray_heads import SHELL, new_token
 
 Done = subprocess.CompletedProcess[str]

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from mars_platform.processes import free_port
+from mars_platform.cluster.processes import free_port
 
 BIN = Path(sys.executable).parent
 SHELL = {

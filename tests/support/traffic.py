@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from mars_platform.mode import Mode
-from mars_serve.generate import generate_once
+from mars_platform.method.mode import Mode
+from mars_serve.cli.completion import generate_once
 from rest_requests import CHAT, text_of
 
 NUM_CLIENTS = 8

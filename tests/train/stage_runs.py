@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from mars_platform.errors import UserError
-from mars_train.history import History
-from mars_train.job import Notice, StageJob
-from mars_train.parallel import Workers, whole_parameters
+from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import Recipe, ScratchModel
-from mars_train.scratch import create_model
-from mars_train.tokens import TokenStoreWriter
-from mars_train.trainer import StageTrainer
+from mars_train.run.scratch import create_model
+from mars_train.stage.history import History
+from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.trainer import StageTrainer
 
 TIMEOUT_S = 120
 MAX_LENGTH = 48
 PROBE = torch.arange(3, 40)[None]  # token ids [1, 37]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mars_train.trainer"])  # imported once, not by every process
+_CONTEXT.set_forkserver_preload(["mars_train.stage.trainer"])  # imported once, not by every process
 
 
 # --- what is trained ------------------------------------------------------------------------------

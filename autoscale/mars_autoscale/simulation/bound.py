@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_autoscale.capacity import Capacity
+from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.simulation.replicas import ReplicaSettings
-from mars_autoscale.traces import TraceRequest
+from mars_autoscale.traces.files import TraceRequest
 
 _SPAN_S = 10.0
 _MIN_GAIN = 1.0

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mars_autoscale.capacity import Capacity, Rung
-from mars_autoscale.local import Stage
-from mars_autoscale.traces import ServiceClass, TraceRequest
+from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.policy.inner_loop import Stage
+from mars_autoscale.traces.files import ServiceClass, TraceRequest
 
 _SHARE_HALF_LIFE_S = 5.0
 """Of work in the share that prompts took, in seconds of work."""

@@ -10,8 +10,8 @@ from mars_autoscale.simulation.config import Family, SimulationConfig, families
 from mars_autoscale.simulation.figures import Figures, figures_of, mean_figures
 from mars_autoscale.simulation.policies import Policy, StaticReplicas
 from mars_autoscale.simulation.run import Result, Sample, Simulation
-from mars_autoscale.synthetic import changed
-from mars_autoscale.traces import TraceRequest
+from mars_autoscale.traces.files import TraceRequest
+from mars_autoscale.traces.synthetic import changed
 from mars_platform.errors import UserError
 
 _HOURS_SLACK = 1.01

@@ -9,10 +9,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mars_autoscale.capacity import Capacity, Rung, StepTime, linear_step_time
-from mars_autoscale.decide import OuterSettings
-from mars_autoscale.frontier import read_frontier
-from mars_autoscale.local import LocalSettings
+from mars_autoscale.model.capacity import Capacity, Rung, StepTime, linear_step_time
+from mars_autoscale.model.frontier import read_frontier
+from mars_autoscale.policy.decide import OuterSettings
+from mars_autoscale.policy.inner_loop import LocalSettings
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import FixedRung, Local, Policy, StaticReplicas
 from mars_autoscale.simulation.replicas import ReplicaSettings
@@ -22,7 +22,7 @@ from mars_autoscale.simulation.rivals import (
     ProportionalIntegral,
     RayDefault,
 )
-from mars_autoscale.synthetic import SyntheticTrace, TraceChange
+from mars_autoscale.traces.synthetic import SyntheticTrace, TraceChange
 from mars_platform.config import Settings
 
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")

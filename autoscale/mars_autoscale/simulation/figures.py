@@ -10,7 +10,7 @@ import numpy as np
 
 from mars_autoscale.simulation.cluster import Served
 from mars_autoscale.simulation.run import Result
-from mars_autoscale.traces import ServiceClass
+from mars_autoscale.traces.files import ServiceClass
 
 
 @dataclass(frozen=True)

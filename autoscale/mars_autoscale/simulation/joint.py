@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mars_autoscale.capacity import Capacity
-from mars_autoscale.decide import Decision, OuterSettings, OuterState, decide
-from mars_autoscale.local import LocalController, LocalSettings
-from mars_autoscale.observe import Snapshot
+from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.policy.decide import Decision, OuterSettings, OuterState, decide
+from mars_autoscale.policy.inner_loop import LocalController, LocalSettings
+from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.simulation.policies import Target
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mars_autoscale.capacity import Rung
-from mars_autoscale.local import Stage
-from mars_autoscale.observe import Look, Snapshot
+from mars_autoscale.model.capacity import Rung
+from mars_autoscale.policy.inner_loop import Stage
+from mars_autoscale.policy.observe import Look, Snapshot
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from mars_autoscale.capacity import Capacity
-from mars_autoscale.traces import TraceRequest
+from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.traces.files import TraceRequest
 from mars_platform.config import Settings
 
 _INITIAL_UTILIZATION = 0.8

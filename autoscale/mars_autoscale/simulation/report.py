@@ -17,8 +17,8 @@ from rich.table import Table
 
 from mars_autoscale.simulation.compare import Compared, Comparison
 from mars_autoscale.simulation.figures import titles
+from mars_platform.cli.output_files import check_output_file, check_plot_file
 from mars_platform.errors import UserError
-from mars_platform.output_files import check_output_file, check_plot_file
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""

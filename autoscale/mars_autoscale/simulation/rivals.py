@@ -15,10 +15,10 @@ from typing import Any
 from ray.serve.autoscaling_policy import _apply_delay_logic, _apply_scaling_factors
 from ray.serve.config import AutoscalingConfig
 
-from mars_autoscale.capacity import Capacity, Rung
-from mars_autoscale.decide import OuterSettings, OuterState, decide
-from mars_autoscale.local import Stage
-from mars_autoscale.observe import Look, Snapshot
+from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.policy.decide import OuterSettings, OuterState, decide
+from mars_autoscale.policy.inner_loop import Stage
+from mars_autoscale.policy.observe import Look, Snapshot
 from mars_autoscale.simulation.policies import FixedRung, Local, Target
 
 

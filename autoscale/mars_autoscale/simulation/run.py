@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mars_autoscale.admission import estimated_wait_s
-from mars_autoscale.capacity import Capacity
-from mars_autoscale.control import RATE_WINDOW_S
-from mars_autoscale.local import LOOK_PERIOD_S
-from mars_autoscale.observe import Arrivals, Look, ReplicaLoad, Snapshot
+from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.policy.admission import estimated_wait_s
+from mars_autoscale.policy.control import RATE_WINDOW_S
+from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
+from mars_autoscale.policy.observe import Arrivals, Look, ReplicaLoad, Snapshot
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import Local, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
-from mars_autoscale.traces import ServiceClass, TraceRequest
+from mars_autoscale.traces.files import ServiceClass, TraceRequest
 
 
 @dataclass

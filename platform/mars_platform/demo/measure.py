@@ -12,9 +12,9 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-from mars_platform.answers import is_correct
-from mars_platform.mode import Mode
-from mars_platform.progress import ProgressDisplay
+from mars_platform.cli.progress import ProgressDisplay
+from mars_platform.data.answers import is_correct
+from mars_platform.method.mode import Mode
 
 _CONCURRENCY = 16
 _ROUNDS = 3

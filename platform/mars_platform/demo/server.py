@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mars_platform.processes import CommandFailed, end_process, wait_until_ready
+from mars_platform.cluster.processes import CommandFailed, end_process, wait_until_ready
 
 _START_TIMEOUT_S = 120.0
 

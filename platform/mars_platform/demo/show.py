@@ -15,13 +15,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mars_platform.cli.progress import progress_display
+from mars_platform.cli.shading import print_shaded
+from mars_platform.cluster.processes import free_port
 from mars_platform.demo.measure import Row, Setting, measure, read_items, stream_passes
 from mars_platform.demo.server import run_command, running_server
 from mars_platform.errors import UserError
-from mars_platform.mode import Mode
-from mars_platform.processes import free_port
-from mars_platform.progress import progress_display
-from mars_platform.shading import print_shaded
+from mars_platform.method.mode import Mode
 from mars_platform.statistics import paired_difference
 
 _AR_SFT = Setting("ar-sft", Mode.AR, 1.0)

@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks of decoding: marsray's engine and what else decodes the same models."""
+"""`marsray bench`: side-by-side benchmarks of decoding, and load tests of a server."""

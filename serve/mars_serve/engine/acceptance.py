@@ -2,7 +2,7 @@
 
 Rows may differ in window, threshold and confidence measure, and in whether the confidence decides
 or whether a draft is what the model itself chooses (mode exact). Knows no model and of requests
-only what a draft is; the rule is `mars_platform.method`'s, here for ragged rows and with the
+only what a draft is; the rule is `mars_platform.method.rules`'s, here for ragged rows and with the
 results packed into one tensor, so that a step copies to the host once.
 """
 
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mars_platform.method import confidence_of, log_probabilities
-from mars_platform.mode import Confidence
+from mars_platform.method.mode import Confidence
+from mars_platform.method.rules import confidence_of, log_probabilities
 from mars_serve.engine.request import Draft
 
 # Logits handled at once on a CPU: whole-vocabulary temporaries beyond its cache cost several times

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mars_platform.checkpoint import Checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
-from mars_platform.mode import Mode
+from mars_platform.method.mode import Mode
 from mars_serve.engine.request import DecodingOptions, Draft, Request
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from itertools import takewhile
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint import Checkpoint, load_model
+from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.errors import UserError
+from mars_serve.engine.adaptive.pacing import Pacer
+from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits
-from mars_serve.engine.attention import KeyValueShape
-from mars_serve.engine.choose import choose_attention
-from mars_serve.engine.choosing import commit
+from mars_serve.engine.attention.gathered import KeyValueShape
+from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.drafter import Drafter
-from mars_serve.engine.failures import Step, launch, wait
-from mars_serve.engine.forward import Accepted, ModelRunner
-from mars_serve.engine.grammar import GrammarCompiler
-from mars_serve.engine.graphs import CudaCapture, GraphSizes
-from mars_serve.engine.pacing import Pacer
+from mars_serve.engine.execution.failures import Step, launch, wait
+from mars_serve.engine.execution.forward import Accepted, ModelRunner
+from mars_serve.engine.execution.graphs import CudaCapture, GraphSizes
+from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import (
     EngineStatus,
@@ -30,11 +30,11 @@ from mars_serve.engine.request import (
     Request,
     StepOutput,
 )
+from mars_serve.engine.sampling.grammar import GrammarCompiler
+from mars_serve.engine.sampling.step_sampling import commit
 from mars_serve.engine.scheduler import Masks, Scheduler, Work
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.engine.sizing import num_pages
-from mars_serve.engine.warm_up import REPEATS, measure_prefill, measure_steps
-from mars_serve.engine.window import StepTimes, WindowChooser
 
 _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.errors import UserError
-from mars_platform.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence, Mode
 
 if TYPE_CHECKING:
-    from mars_serve.engine.grammar import Matcher
-    from mars_serve.engine.sampling import TokenHistory
+    from mars_serve.engine.sampling.grammar import Matcher
+    from mars_serve.engine.sampling.sampler import TokenHistory
 
 
 class FinishReason(StrEnum):

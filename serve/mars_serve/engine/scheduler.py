@@ -15,7 +15,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from mars_platform.mode import Mode
+from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_serve.engine.attention import KeyValueShape
+from mars_serve.engine.attention.gathered import KeyValueShape
 from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 
 

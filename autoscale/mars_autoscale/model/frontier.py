@@ -1,0 +1,318 @@
+"""The frontier of a checkpoint: what each threshold costs in quality and gives in speed.
+
+Holds the file ``frontier.json`` beside a checkpoint's weights. ``marsray calibrate`` measures and
+writes it; autoscaler and simulator read it. A file that is damaged, contradicts itself or belongs
+to other weights is refused as a whole: plain AR decoding (`ar_only`) is safe, a wrong figure is
+not. Knows no load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from mars_autoscale.model.capacity import Capacity, Rung, StepTime
+from mars_platform.checkpoint.calibration import weights_fingerprint, write_whole
+from mars_platform.config import Settings, build_settings
+from mars_platform.errors import UserError
+
+FRONTIER_FILE = "frontier.json"
+MAX_SPEED_DIP = 0.02
+"""Share by which a lower threshold may give fewer tokens a pass: the noise of measuring."""
+
+_REMEDY = "run marsray calibrate again"
+
+_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Percent = Annotated[float, Field(ge=0, le=100)]
+_AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+class StepTable(Settings):
+    """Measured seconds of a step."""
+
+    positions: tuple[_Finite, ...] = Field(min_length=2)
+    """Positions of the whole step, rising."""
+    stored: tuple[_Finite, ...] = Field(min_length=2)
+    """Stored tokens that all rows together read, rising."""
+    seconds: tuple[tuple[_Positive, ...], ...]
+    """[positions, stored]."""
+
+    @field_validator("positions", "stored")
+    @classmethod
+    def _check_rising(cls, grid: tuple[float, ...]) -> tuple[float, ...]:
+        if any(low >= high for low, high in pairwise(grid)):
+            raise ValueError("each value must be above the one before")
+        return grid
+
+    @field_validator("seconds")
+    @classmethod
+    def _check_shape(
+        cls, seconds: tuple[tuple[float, ...], ...], info: ValidationInfo
+    ) -> tuple[tuple[float, ...], ...]:
+        if not {"positions", "stored"} <= info.data.keys():
+            return seconds  # the grids' own problems are said
+        rows, columns = len(info.data["positions"]), len(info.data["stored"])
+        if [len(row) for row in seconds] != [columns] * rows:
+            raise ValueError(f"must be {rows} rows, one a position, of {columns} times each")
+        return seconds
+
+    def at_stored(self, stored: float) -> StepTime:
+        """Times over positions, linear between measured ones.
+
+        Args:
+            stored: tokens that all rows together read; off the grid as in `StepTime.at`.
+        """
+        # one row's times go over stored tokens by the rule that steps' go over positions
+        seconds = tuple(StepTime(self.stored, row).at(stored) for row in self.seconds)
+        return StepTime(self.positions, seconds)
+
+
+class LogLikelihood(Settings):
+    """Mean log-likelihood of output tokens under the plain AR model, in nats a token."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    mean: float
+    """Over all tokens of all items."""
+    low: float
+    """Lower end of its 95% interval."""
+    high: float
+    """Upper end of its 95% interval."""
+
+
+class FrontierPoint(Settings):
+    """One way to decode, as it was measured."""
+
+    mode: Literal["ar", "threshold", "exact"]
+    """Way of decoding."""
+    threshold: float = Field(gt=0, le=1)
+    """τ; below 1 in mode threshold, and 1 in the others, which have none."""
+    quality: _Percent
+    """Per cent of items, by the file's measure."""
+    quality_low: _Percent
+    """Lower end of the quality's 95% interval."""
+    quality_high: _Percent
+    """Upper end of the quality's 95% interval."""
+    tokens_per_forward: _AtLeastOne
+    """Mean tokens that a pass gives a row."""
+    positions_per_row: _AtLeastOne
+    """Mean positions that a row costs in a step."""
+    log_likelihood: LogLikelihood | None = None
+    """Of its outputs, where measured; for people to read."""
+
+    @field_validator("threshold")
+    @classmethod
+    def _check_threshold(cls, threshold: float, info: ValidationInfo) -> float:
+        mode = info.data.get("mode")
+        if mode == "threshold" and threshold == 1.0:
+            raise ValueError("must be below 1 in mode threshold; at 1 that is mode ar")
+        if mode in ("ar", "exact") and threshold != 1.0:
+            raise ValueError(f"must be 1 in mode {mode}")
+        return threshold
+
+    @field_validator("quality_low", "quality_high")
+    @classmethod
+    def _check_interval(cls, end: float, info: ValidationInfo) -> float:
+        quality = info.data.get("quality", end)
+        if end > quality if info.field_name == "quality_low" else end < quality:
+            raise ValueError(f"the interval must hold quality, {quality:g}")
+        return end
+
+
+class Frontier(Settings):
+    """Content of ``frontier.json`` but for its checksum; one that exists is free of contradictions.
+
+    Make one of measured figures with `mars_platform.config.build_settings`, so that a contradiction
+    is the user's to read: as τ falls, tokens a pass must not fall by more than `MAX_SPEED_DIP`, and
+    quality must not rise by more than the intervals allow.
+    """
+
+    format_version: Literal[1] = 1
+    """Version of this file's layout."""
+    weights: str
+    """`weights_fingerprint` of the model that it was measured on."""
+    hardware: str
+    """Device that it was measured on, in words."""
+    dtype: str
+    """Number type of the weights."""
+    measure: Literal["accuracy", "agreement"]
+    """What quality is: right answers, or answers that equal plain AR decoding's."""
+    num_items: int = Field(ge=1)
+    """Items that quality was measured on."""
+    items: str | None = None
+    """SHA-256 sum of those, hexadecimal: two models compare only on the same ones."""
+    window: int = Field(ge=1)
+    """Masks that a row feeds in mode threshold."""
+    step_seconds: StepTable
+    """Times of decoding steps."""
+    prefill_tokens_per_s: _Positive
+    """Prompt tokens a second of a replica that does nothing else."""
+    points: tuple[FrontierPoint, ...]
+    """In any order; one of mode ar, at most one of mode exact, and one for each threshold."""
+
+    @model_validator(mode="after")
+    def _check_points(self) -> Self:
+        seen = dict[tuple[str, float], int]()
+        for i, point in enumerate(self.points):
+            first = seen.setdefault((point.mode, point.threshold), i)
+            if first != i:
+                raise ValueError(f"points.{i}: has mode and threshold of points.{first}")
+        if ("ar", 1.0) not in seen:
+            raise ValueError("points: there must be one of mode ar to compare others with")
+        self._check_monotone()
+        return self
+
+    def _check_monotone(self) -> None:
+        fastest = worst = self._ladder[0]
+        for point in self._ladder[1:]:
+            where = f"points.{self.points.index(point)}"
+            if point.tokens_per_forward < fastest.tokens_per_forward * (1 - MAX_SPEED_DIP):
+                raise ValueError(
+                    f"{where}.tokens_per_forward: must not be more than {MAX_SPEED_DIP:.0%} below "
+                    f"{fastest.tokens_per_forward:g}, that of τ {fastest.threshold:g}"
+                )
+            if point.quality_low > worst.quality_high:
+                raise ValueError(
+                    f"{where}.quality_low: must not be above {worst.quality_high:g}, the "
+                    f"quality_high of τ {worst.threshold:g}"
+                )
+            fastest = max(fastest, point, key=lambda one: one.tokens_per_forward)
+            worst = min(worst, point, key=lambda one: one.quality_high)
+
+    @property
+    def _ladder(self) -> list[FrontierPoint]:
+        """Plain AR decoding, then mode threshold with falling τ."""
+        points = [point for point in self.points if point.mode != "exact"]
+        return sorted(points, key=lambda point: -point.threshold)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 sum of the content as JSON without spaces and with sorted keys, hexadecimal."""
+        told = self.model_dump(exclude_none=True)
+        canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def rungs(self) -> tuple[Rung, ...]:
+        """Plain AR decoding, then mode threshold with falling τ.
+
+        Loss and tokens a pass never fall along them: where measured figures do, within what noise
+        explains, the closest rising ones stand in their place (isotonic regression). No rung loses
+        less than nothing, and none is slower than plain AR decoding.
+        """
+        ar, *below = self._ladder
+        losses = _rising([ar.quality - point.quality for point in below])
+        tokens = _rising([point.tokens_per_forward for point in below])
+        return (
+            self._rung(ar, ar.tokens_per_forward),
+            *(
+                self._rung(point, max(speed, ar.tokens_per_forward), max(loss, 0.0))
+                for point, speed, loss in zip(below, tokens, losses, strict=True)
+            ),
+        )
+
+    def exact_rung(self) -> Rung | None:
+        """Mode exact, which loses nothing by design; None where it was not measured."""
+        exact = (point for point in self.points if point.mode == "exact")
+        return next((self._rung(point, point.tokens_per_forward) for point in exact), None)
+
+    def _rung(self, point: FrontierPoint, speed: float, loss: float = 0.0) -> Rung:
+        num_masks = 0 if point.mode == "ar" else self.window
+        return Rung(point.threshold, speed, loss, num_masks, point.positions_per_row)
+
+    def capacity(
+        self, num_slots: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
+    ) -> Capacity:
+        """What a replica on the measured hardware can do.
+
+        Args:
+            num_slots: rows of a step at the most, at least 1.
+            mean_stored_tokens: that a row reads, at least 0; all slots are taken to read so many.
+            target_threshold: the highest τ that is used.
+
+        Raises:
+            UserError: that τ was not measured.
+        """
+        assert num_slots >= 1, "a replica has a slot"
+        rungs = tuple(rung for rung in self.rungs() if rung.threshold <= target_threshold)
+        if not rungs or rungs[0].threshold != target_threshold:
+            known = ", ".join(f"{rung.threshold:g}" for rung in self.rungs())
+            raise UserError(
+                f"target_threshold: {target_threshold:g} is not among the measured ones ({known}); "
+                "choose one of them"
+            )
+        step_time = self.step_seconds.at_stored(num_slots * mean_stored_tokens)
+        exact = self.exact_rung() if target_threshold == 1.0 else None
+        return Capacity(step_time, rungs, num_slots, self.prefill_tokens_per_s, exact)
+
+
+def ar_only(step_time: StepTime, num_slots: int, prefill_tokens_per_s: float) -> Capacity:
+    """What to work with where a frontier is refused, of which nothing is used; alert the operator.
+
+    Args:
+        step_time: assumed, or seen in the steps that replicas took.
+        num_slots: rows of a step at the most.
+        prefill_tokens_per_s: assumed, or seen.
+    """
+    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), num_slots, prefill_tokens_per_s)
+
+
+def read_frontier(path: Path) -> Frontier:
+    """``frontier.json`` of a checkpoint directory.
+
+    Args:
+        path: the directory, with the weights.
+
+    Raises:
+        UserError: there is no such file, or it is damaged, of another version or another model's,
+            or its figures contradict each other. Names the file, the field and the remedy.
+    """
+    file = path / FRONTIER_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); {_REMEDY}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error}); {_REMEDY}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: the top level must be an object; {_REMEDY}")
+    checksum = content.pop("checksum", None)
+    try:
+        frontier = build_settings(content, Frontier, source=str(file))
+    except UserError as error:
+        raise UserError(f"{error}; {_REMEDY}") from error
+    if checksum != frontier.checksum:
+        raise UserError(f"{file}: checksum: it is not that of the other fields; {_REMEDY}")
+    if frontier.weights != weights_fingerprint(path):
+        raise UserError(f"{file}: weights: it was measured on another model's; {_REMEDY}")
+    return frontier
+
+
+def write_frontier(path: Path, frontier: Frontier) -> Path:
+    """Write ``frontier.json`` into a directory, whole or not at all; one there is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    content = frontier.model_dump(exclude_none=True) | {"checksum": frontier.checksum}
+    return write_whole(path, FRONTIER_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The closest sequence, by least squares, that never falls: neighbours that do are averaged."""
+    pools = list[list[float]]()
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1].extend(last)
+    return [fmean(pool) for pool in pools for _ in pool]

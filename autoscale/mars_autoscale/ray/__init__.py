@@ -1,0 +1,1 @@
+"""Ray Serve's side of autoscaling."""

@@ -1,0 +1,1 @@
+"""Request traces: files that others publish, and synthetic ones."""

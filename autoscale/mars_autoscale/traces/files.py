@@ -1,0 +1,235 @@
+"""Request traces and their files: reading those that others publish, and writing our own.
+
+A trace is a list of `TraceRequest` in order of arrival. Knows nothing of what serves it;
+`mars_autoscale.traces.synthetic` makes traces that come from no file.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, TextIO, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+
+from mars_platform.config import describe_validation_error
+from mars_platform.errors import UserError
+
+_CSV_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "class")
+
+
+class ServiceClass(StrEnum):
+    """What a request was sold as; says who is served worse first."""
+
+    PRIORITY = "priority"
+    DEFAULT = "default"
+    FLEX = "flex"
+
+
+class TraceFormat(StrEnum):
+    """Layout of a trace file."""
+
+    AZURE = "azure"
+    """CSV of the Azure LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
+    MOONCAKE = "mooncake"
+    """JSONL with ``timestamp`` in milliseconds, ``input_length`` and ``output_length``."""
+    CSV = "csv"
+    """CSV with ``arrival_s,prompt_tokens,output_tokens`` and, where wanted, ``class``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A request as the simulator needs it: when, how much, for whom."""
+
+    arrival_s: float
+    """Seconds since the trace began."""
+    prompt_tokens: int
+    output_tokens: int
+    """At least 1."""
+    service_class: ServiceClass = ServiceClass.DEFAULT
+
+
+def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[TraceRequest]:
+    """Read a trace file, compressed where its name ends in ``.gz``.
+
+    An output of 0 tokens becomes 1: a server always gives at least one. Timestamps without an
+    offset count as UTC; columns and keys beyond a format's own are ignored.
+
+    Args:
+        path: the file.
+        trace_format: its layout; None guesses it from the first line.
+
+    Returns:
+        The requests by arrival, to 1 µs; the first arrives at 0 s.
+
+    Raises:
+        UserError: the file cannot be read or holds no request, the format cannot be guessed, or a
+            row is bad, with its line.
+    """
+    try:
+        # bytes that are not UTF-8 are let through, so that the row that holds them is named
+        with _open(path, "rt", "utf-8-sig", errors="replace") as file:
+            first = file.readline()
+            row_model = _ROW_MODELS[trace_format or _guess_format(path, first)]
+            lines = chain([first], file)
+            is_json = row_model is _MooncakeRow
+            rows = _json_rows(lines) if is_json else _csv_rows(path, lines, row_model)
+            requests = [_read_row(path, line, row, row_model) for line, row in rows]
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({_reason(error)}); check the file") from error
+    if not requests:
+        raise _no_request(path)
+    begin_s = min(request.arrival_s for request in requests)
+    requests.sort(key=lambda request: request.arrival_s)
+    return [replace(r, arrival_s=round(r.arrival_s - begin_s, 6)) for r in requests]
+
+
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    """Write a trace in the csv format, arrivals to 1 µs; compressed if the name ends in ``.gz``.
+
+    `read_trace` gives the same trace back, if its first request arrives at 0 s; else all are
+    earlier by as much.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with _open(path, "wt", "utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(_CSV_COLUMNS)
+            for request in trace:
+                tokens = (request.prompt_tokens, request.output_tokens)
+                writer.writerow([f"{request.arrival_s:.6f}", *tokens, request.service_class])
+    except OSError as error:
+        reason = _reason(error)
+        raise UserError(f"{path}: cannot be written ({reason}); choose another path") from error
+
+
+def _unix_seconds(text: str) -> float:
+    moment = datetime.fromisoformat(text.strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+class _Row(BaseModel):
+    """A row of any format; the aliases are the format's own names."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+    def request(self) -> TraceRequest:
+        return TraceRequest(self.arrival_s, self.prompt_tokens, max(1, self.output_tokens))
+
+
+class _AzureRow(_Row):
+    arrival_s: Annotated[float, BeforeValidator(_unix_seconds)] = Field(alias="TIMESTAMP")
+    prompt_tokens: int = Field(alias="ContextTokens", ge=0)
+    output_tokens: int = Field(alias="GeneratedTokens", ge=0)
+
+
+class _MooncakeRow(_Row):
+    arrival_s: Annotated[float, AfterValidator(lambda time_ms: time_ms / 1000)] = Field(
+        alias="timestamp", allow_inf_nan=False
+    )
+    prompt_tokens: int = Field(alias="input_length", ge=0)
+    output_tokens: int = Field(alias="output_length", ge=0)
+
+
+class _CsvRow(_Row):
+    arrival_s: float = Field(allow_inf_nan=False)
+    prompt_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+    service_class: ServiceClass = Field(default=ServiceClass.DEFAULT, alias="class")
+
+    def request(self) -> TraceRequest:
+        return replace(super().request(), service_class=self.service_class)
+
+
+_ROW_MODELS: dict[TraceFormat, type[_Row]] = {
+    TraceFormat.AZURE: _AzureRow,
+    TraceFormat.MOONCAKE: _MooncakeRow,
+    TraceFormat.CSV: _CsvRow,
+}
+
+
+def _columns(row_model: type[_Row]) -> list[str]:
+    fields = row_model.model_fields.items()
+    return [field.alias or name for name, field in fields if field.is_required()]
+
+
+def _guess_format(path: Path, first: str) -> TraceFormat:
+    if not first:
+        raise _no_request(path)
+    if first.lstrip().startswith("{"):
+        return TraceFormat.MOONCAKE
+    header = {name.strip(' "\r\n') for name in first.split(",")}
+    for trace_format in (TraceFormat.AZURE, TraceFormat.CSV):
+        if header.issuperset(_columns(_ROW_MODELS[trace_format])):
+            return trace_format
+    raise UserError(
+        f"{path}:1: the trace's format cannot be guessed from this line; it must be a JSON object "
+        "(mooncake), or a header with TIMESTAMP,ContextTokens,GeneratedTokens (azure) or "
+        f"{','.join(_CSV_COLUMNS[:3])} (csv)"
+    )
+
+
+def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    return ((number, text.strip()) for number, text in enumerate(lines, start=1) if text.strip())
+
+
+def _csv_rows(
+    path: Path, lines: Iterable[str], row_model: type[_Row]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    reader = csv.reader(lines, skipinitialspace=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        _check_header(path, header, row_model)
+        for cells in filter(None, reader):
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{path}:{reader.line_num}: the row has {len(cells)} values, but the header "
+                    f"names {len(header)}; correct or remove the row"
+                )
+            yield reader.line_num, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: {error}; correct or remove the row") from error
+
+
+def _check_header(path: Path, header: list[str], row_model: type[_Row]) -> None:
+    missing = [name for name in _columns(row_model) if name not in header]
+    if header and missing:
+        raise UserError(
+            f"{path}:1: the header lacks {', '.join(missing)}; correct it or name another format"
+        )
+
+
+def _read_row(
+    path: Path, line: int, row: str | dict[str, str], row_model: type[_Row]
+) -> TraceRequest:
+    try:
+        if isinstance(row, str):
+            return row_model.model_validate_json(row, strict=True).request()
+        return row_model.model_validate(row).request()
+    except ValidationError as error:
+        problem = describe_validation_error(error, row_model)
+        raise UserError(f"{path}:{line}: {problem}; correct or remove the row") from error
+
+
+def _open(path: Path, mode: str, encoding: str, errors: str = "strict") -> TextIO:
+    opener = gzip.open if path.suffix == ".gz" else open
+    return cast("TextIO", opener(path, mode, encoding=encoding, errors=errors, newline=""))
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _no_request(path: Path) -> UserError:
+    return UserError(f"{path}: it holds no request; name a trace that does")

@@ -1,0 +1,270 @@
+"""Runs a trace against ``marsray serve`` with an autoscaling policy, at the pace of other hardware.
+
+The server, the load and the watch are processes of their own; the server's Ray cluster is its own,
+too, with a token that is made for it. Knows no figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import httpx
+import yaml
+from servers import configured_command, running
+from watch import Watched, read_watched, watching
+
+from mars_autoscale.model.capacity import linear_step_time
+from mars_autoscale.model.frontier import Frontier, read_frontier, write_frontier
+from mars_autoscale.traces.files import ServiceClass, TraceRequest, write_trace
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.cluster.processes import free_port
+from mars_platform.config import build_settings
+from mars_platform.data.conversations import Conversation, parse_conversation
+from mars_serve.config.settings import ModelSettings
+
+NAME = "mars"
+OBJECTIVE_TTFT_S = 1.0
+_GRID = (1.0, 1024.0)
+"""Positions of a paced table: its line goes on past them."""
+_ANY_STORED = (0.0, 1e6)
+_WARM_UP_REQUESTS = 8
+_NUM_SIZED = 200
+"""Rows of the data by which the length of outputs is guessed."""
+_TARGET_SHARE = 0.8
+"""Of the slots: ``target_ongoing_requests`` of Ray Serve's own policy."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Made-up steps: ``t0 * (1 + positions / K)``, see `linear_step_time`."""
+
+    t0_s: float
+    positions_to_double: float
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is for every policy."""
+
+    slots: int
+    max_replicas: int
+    cold_start_s: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to autoscale."""
+
+    name: str
+    policy: Literal["joint", "ongoing_requests"]
+    threshold: float
+    """τ of requests; the joint policy moves it."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is the same in all runs."""
+
+    model: Path
+    """From `paced_copy`."""
+    data: Path
+    cluster: Cluster
+    max_tokens: int
+    log: Path
+    """What servers print goes to its end."""
+
+    def model_content(self, contender: Contender) -> dict[str, Any]:
+        """A model of ``marsray serve``'s settings."""
+        cluster = self.cluster
+        autoscaling: dict[str, Any] = {
+            "policy": contender.policy,
+            "min_replicas": 1,
+            "max_replicas": cluster.max_replicas,
+            "cold_start_s": cluster.cold_start_s,
+            "objective_ttft_s": OBJECTIVE_TTFT_S,
+            "target_ongoing_requests": _TARGET_SHARE * cluster.slots,
+        }
+        return {
+            "name": NAME,
+            "path": str(self.model),
+            "num_cpus": 0.1,
+            "num_threads": 1,
+            "confidence_threshold": contender.threshold,
+            "engine": {"max_batch": cluster.slots, "num_pages": 512},
+            "rehearsal": {"cold_start_s": cluster.cold_start_s},
+            "autoscaling": autoscaling,
+        }
+
+    def settings(self, contender: Contender) -> ModelSettings:
+        """The same, read."""
+        return build_settings(self.model_content(contender), ModelSettings, source="bench")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client saw; times are seconds after the begin of the load."""
+
+    sent_s: float
+    ttft_s: float
+    """Infinite where it was not served."""
+    e2e_s: float
+    """To the end; infinite where it was not served."""
+    prompt_tokens: int
+    completion_tokens: int
+    service_class: ServiceClass
+    correct: bool | None
+    status: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trace that was replayed."""
+
+    contender: str
+    round: int
+    load: dict[str, Any]
+    """The JSON of ``marsray bench load``."""
+    requests: list[Request]
+    """By time of sending."""
+    began_s: float
+    """Begin of the load, since 1970, to some tenths of a second."""
+    watched: Watched
+
+
+def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
+    """Copy a checkpoint, with the points of its frontier and made-up steps.
+
+    Args:
+        model: directory, with ``frontier.json``.
+        into: directory to be made.
+        pace: the steps.
+        exact: whether mode exact stays among the points.
+
+    Raises:
+        UserError: there is no frontier, or it is refused.
+    """
+    content = read_frontier(model).model_dump(exclude_none=True)
+    line = linear_step_time(pace.t0_s, pace.positions_to_double)
+    content["hardware"] = f"made up: {pace}"
+    content["prefill_tokens_per_s"] = pace.prefill_tokens_per_s
+    content["step_seconds"] = {
+        "positions": _GRID,
+        "stored": _ANY_STORED,
+        "seconds": [[line.at(point)] * len(_ANY_STORED) for point in _GRID],
+    }
+    content["points"] = [each for each in content["points"] if exact or each["mode"] != "exact"]
+    frontier = build_settings(content, Frontier, source=str(into))
+    shutil.copytree(model, into)
+    write_frontier(into, frontier)
+    return frontier
+
+
+def mean_output_tokens(model: Path, data: Path) -> float:
+    """Of the data's answers: what a model that was trained for them gives."""
+    tokenizer = read_checkpoint(str(model)).tokenizer
+    answers = [talk.messages[-1].content for talk in _conversations(data, _NUM_SIZED)]
+    return fmean(len(tokenizer.encode(each, add_special_tokens=False)) + 1 for each in answers)
+
+
+def run(
+    bench: Bench, contender: Contender, trace: Sequence[TraceRequest], number: int, work: Path
+) -> Run:
+    """Start a server, warm it up, replay the trace and end it.
+
+    Args:
+        bench: what is the same for all.
+        contender: how to autoscale.
+        trace: what is sent; questions come from the data.
+        number: of the round.
+        work: directory for files.
+
+    Raises:
+        RuntimeError: the load test, or the watch, failed.
+        CommandFailed: the server did not start.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    content = {"models": [bench.model_content(contender)], "port": port}
+    content["telemetry"] = {"log_requests": False}
+    config, file, watch = work / "serve.yaml", work / "trace.csv", work / "watch.json"
+    config.write_text(yaml.safe_dump(content), encoding="utf-8")
+    write_trace(file, trace)
+    with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as directory:
+        environment = _ray_environment(directory)
+        with running(configured_command(config), f"{url}/ready", bench.log, environment) as server:
+            _warm_up(url, bench)
+            with watching(server.pid, environment, url, NAME, watch):
+                load, requests, began_s = _load(bench, url, file, work)
+    return Run(contender.name, number, load, requests, began_s, read_watched(watch))
+
+
+def _ray_environment(directory: str) -> dict[str, str]:
+    """Keeps Ray's files and token out of the user's directories, and the server off other clusters.
+
+    Args:
+        directory: a short path: Unix sockets lie in it.
+    """
+    return {
+        "RAY_TMPDIR": directory,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_ADDRESS": "",
+    }
+
+
+def _conversations(data: Path, most: int) -> list[Conversation]:
+    with data.open(encoding="utf-8") as file:
+        return [parse_conversation(line) for line in islice(file, most)]
+
+
+def _warm_up(url: str, bench: Bench) -> None:
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+        for talk in _conversations(bench.data, _WARM_UP_REQUESTS):
+            messages = [message.model_dump() for message in talk.messages[:-1]]
+            body = {"model": NAME, "messages": messages, "max_tokens": bench.max_tokens}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+
+
+def _load(
+    bench: Bench, url: str, trace: Path, work: Path
+) -> tuple[dict[str, Any], list[Request], float]:
+    told, rows = work / "load.json", work / "load.csv"
+    command = [sys.executable, "-m", "mars_platform", "bench", "load", "--trace", str(trace)]
+    command += ["--model", NAME, "--url", url, "--data", str(bench.data)]
+    command += ["--max-tokens", str(bench.max_tokens), "--json", str(told), "--csv", str(rows)]
+    command += ["--objective-ttft-s", str(OBJECTIVE_TTFT_S)]
+    result = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - no shell
+    if result.returncode:
+        raise RuntimeError(f"marsray bench load failed: {(result.stdout + result.stderr)[-2000:]}")
+    load: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    with rows.open(encoding="utf-8", newline="") as file:
+        requests = [_request(row) for row in csv.DictReader(file)]
+    # the file is written at once when the last request has ended
+    return load, requests, told.stat().st_mtime - load["duration_s"]
+
+
+def _request(row: dict[str, str]) -> Request:
+    """An empty cell stands for what is not known, or never came."""
+    return Request(
+        sent_s=float(row["sent_s"]),
+        ttft_s=float(row["ttft_s"] or "inf"),
+        e2e_s=float(row["e2e_s"] or "inf"),
+        prompt_tokens=int(row["prompt_tokens"]),
+        completion_tokens=int(row["completion_tokens"]),
+        service_class=ServiceClass(row["class"]),
+        correct=row["correct"] == "True" if row["correct"] else None,
+        status=int(row["status"]) if row["status"] else None,
+    )

@@ -1,0 +1,1 @@
+"""Checkpoint directories: weights, metadata, calibration and manifests."""

@@ -1,0 +1,1 @@
+"""The frame of the `marsray` command, and what commands show and write."""

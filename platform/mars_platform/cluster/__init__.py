@@ -1,0 +1,1 @@
+"""Connections to Ray, jobs on a remote cluster, and child processes."""

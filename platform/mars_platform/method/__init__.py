@@ -1,0 +1,1 @@
+"""The MARS method as pure functions, its modes, and the reference decoder."""

@@ -1,0 +1,1 @@
+"""The REST protocol without HTTP: bodies, errors, text and access rules."""

@@ -1,0 +1,1 @@
+"""Turns a request's body into what the engine is asked for."""

@@ -1,0 +1,204 @@
+"""From a request's body to what the engine is asked for. Knows no HTTP beyond `ApiError`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.method.mode import Confidence, Mode
+from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
+from mars_serve.api.text import StopRules
+from mars_serve.config.settings import LimitSettings, ModelSettings, TierSettings
+from mars_serve.engine.request import DecodingOptions, GrammarSpec, Sampling
+
+if TYPE_CHECKING:
+    from mars_serve.api.keys import Caller
+
+NUM_SEEDS = 2**63
+
+_PRIORITY = {ServiceTier.PRIORITY: 1, ServiceTier.DEFAULT: 0, ServiceTier.FLEX: -1}
+"""Of the engine's queue."""
+
+
+def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
+    """The tier that a request is served in.
+
+    Raises:
+        ApiError: status 403: the caller's key does not allow it.
+    """
+    asked = body.service_tier or ServiceTier.AUTO
+    tier = _usual_tier(caller) if asked is ServiceTier.AUTO else asked
+    if tier not in caller.tiers:
+        allowed = ", ".join(sorted(caller.tiers))
+        raise ApiError(
+            403,
+            f"service_tier: {tier.value!r} is not allowed for this key; use one of: {allowed}",
+            param="service_tier",
+            code="tier_not_allowed",
+        )
+    return tier
+
+
+def _usual_tier(caller: Caller) -> ServiceTier:
+    """The tier of a request that names none: default, or what its key may use instead."""
+    order = (ServiceTier.DEFAULT, ServiceTier.FLEX, ServiceTier.PRIORITY)
+    return next(tier for tier in order if tier in caller.tiers)
+
+
+def decoding_options(
+    body: GenerationRequest,
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    caller: Caller,
+    limits: LimitSettings,
+    *,
+    max_tokens: int,
+    grammar: GrammarSpec | None,
+) -> DecodingOptions:
+    """What the engine is asked for; a field that the body leaves out has the model's setting.
+
+    Raises:
+        ApiError: status 400, naming the field, its value and what it may be; 403: the key does not
+            allow the tier.
+    """
+    tier = tier_of(body, caller)
+    mode = _mode(body, settings, checkpoint, tier)
+    threshold, floor = _threshold_and_floor(body, settings.tiers, caller, mode, tier)
+    return DecodingOptions(
+        max_tokens=max_tokens,
+        mode=mode,
+        threshold=threshold,
+        min_threshold=floor,
+        confidence=body.confidence or Confidence.PROBABILITY,
+        priority=_PRIORITY[tier],
+        sampling=_sampling(body, len(checkpoint.tokenizer), max_tokens),
+        grammar=grammar,
+        stop_ids=_stop_ids(body, len(checkpoint.tokenizer)),
+        num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=_num_prompt_logprobs(body),
+        calibrated=bool(body.calibrated),
+        max_queue_s=limits.queue_wait_s,
+    )
+
+
+def with_seed_of(options: DecodingOptions, index: int) -> DecodingOptions:
+    """The same options for output number ``index`` of a request."""
+    seed = (options.sampling.seed + index) % NUM_SEEDS
+    return replace(options, sampling=replace(options.sampling, seed=seed))
+
+
+def draw_seed() -> int:
+    """A seed for a request that samples and gives none."""
+    return secrets.randbelow(NUM_SEEDS)
+
+
+def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
+    """What ends the text beside the model's own end tokens.
+
+    Raises:
+        ApiError: status 400: more or longer strings than this server takes.
+    """
+    strings = tuple(body.stop or ())
+    if len(strings) > limits.stop_strings:
+        reason = f"{len(strings)} strings are more than the {limits.stop_strings} that are taken"
+        raise invalid_value("stop", f"{reason}; leave some out")
+    longest = max(map(len, strings), default=0)
+    if longest > limits.stop_characters:
+        reason = f"a string of {longest} characters is longer than the {limits.stop_characters}"
+        raise invalid_value("stop", f"{reason} that are taken; shorten it")
+    return StopRules(
+        strings=strings,
+        tokens=frozenset(body.stop_token_ids or ()),
+        in_output=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _mode(
+    body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
+) -> Mode:
+    """The request's own mode, else that of its tier, else the model's setting."""
+    plain = checkpoint.metadata is None and settings.draft is None
+    asked = body.mode is not None or (body.confidence_threshold or 1.0) < 1.0
+    if plain and asked and body.mode is not Mode.AR:
+        param = "mode" if body.mode else "confidence_threshold"
+        raise ApiError(
+            400,
+            f"{param}: {settings.name} is a plain AR checkpoint without mars.json and decodes one "
+            "token a pass; use mode 'ar'",
+            param=param,
+            code="unsupported_value",
+        )
+    if plain:
+        return Mode.AR
+    if tier is not ServiceTier.PRIORITY:
+        return body.mode or settings.mode
+    if body.mode is Mode.THRESHOLD:
+        reason = "'threshold' may lose quality and service_tier 'priority' may not"
+        raise invalid_value("mode", f"{reason}; use 'exact' or 'ar', or another tier")
+    return body.mode or Mode.EXACT
+
+
+def _threshold_and_floor(
+    body: GenerationRequest, tiers: TierSettings, caller: Caller, mode: Mode, tier: ServiceTier
+) -> tuple[float | None, float]:
+    """τ, or None to follow the server's, and what it never falls below."""
+    if mode is not Mode.THRESHOLD:
+        return 1.0, 0.0
+    floor = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
+    if body.confidence_threshold is not None:
+        return max(body.confidence_threshold, floor), 0.0
+    is_flex = tier is ServiceTier.FLEX
+    of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
+    return None, max(floor, of_tier)
+
+
+def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
+    """Likeliest tokens to report beside each prompt token; the engine scores only where asked."""
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return None
+    return 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
+
+
+def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Sampling:
+    bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
+    _check_ids("logit_bias", bias, vocabulary)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        reason = f"{min_tokens} is more than {body.limit[0]}, which is {max_tokens}; lower it"
+        raise invalid_value("min_tokens", reason)
+    temperature = body.temperature or 0.0
+    seed = draw_seed() if body.seed is None else body.seed % NUM_SEEDS
+    return Sampling(
+        temperature=temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=_given(body.top_p, 1.0),
+        min_p=_given(body.min_p, 0.0),
+        seed=seed if temperature > 0 else 0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
+        min_tokens=min_tokens,
+    )
+
+
+def _given(value: float | None, neutral: float) -> float:
+    return neutral if value is None else value
+
+
+def _stop_ids(body: GenerationRequest, vocabulary: int) -> frozenset[int]:
+    ids = frozenset(body.stop_token_ids or ())
+    _check_ids("stop_token_ids", ids, vocabulary)
+    return ids
+
+
+def _check_ids(field: str, ids: Collection[int], vocabulary: int) -> None:
+    largest = max(ids, default=0)
+    if largest >= vocabulary:
+        reason = f"token id {largest} is not below the {vocabulary} known; use the model's own ids"
+        raise invalid_value(field, reason)

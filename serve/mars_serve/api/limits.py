@@ -1,0 +1,175 @@
+"""How much a key may ask for at once and in a minute. Knows no HTTP and no model.
+
+Tokens are charged once they are known: a prompt's with the request, an output's as they come. A key
+is refused while its account is empty. So no guess at an output's length is needed, and none is
+paid for that is not generated; an account may be overdrawn by what already runs, which the
+key has to wait for, so that its rate holds over time. Charges are made when somebody asks what is
+left, not with every token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from mars_serve.api.errors import ApiError
+from mars_serve.api.keys import Caller
+
+_MINUTE_S = 60
+_ROUNDING = 1e-6  # of sums of what has come in
+_BUSY_S = 1
+"""Seconds after which a key with too many requests at once may try again: nobody knows when one of
+them ends."""
+
+
+class Account:
+    """A token bucket: an allowance that refills evenly, up to what a minute gives."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.capacity = per_minute
+        """What a minute gives, and the most that it holds."""
+        self._level = float(per_minute)
+        self._counted_s = now_s
+
+    def update(self, per_minute: int, now_s: float) -> None:
+        """Count in what has come since; the allowance may have been changed."""
+        gained = (now_s - self._counted_s) * per_minute / _MINUTE_S
+        self.capacity, self._counted_s = per_minute, now_s
+        self._level = min(self._level + gained, per_minute)
+
+    def take(self, amount: int) -> None:
+        """Spend; the account may be overdrawn."""
+        self._level -= amount
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much is there; 0 where it is."""
+        missing = amount - self._level
+        return missing * _MINUTE_S / self.capacity if missing > _ROUNDING else 0.0
+
+    @property
+    def remaining(self) -> int:
+        """What may still be spent now."""
+        return max(0, math.floor(self._level + _ROUNDING))
+
+    @property
+    def full_s(self) -> float:
+        """Seconds until it is full again."""
+        return self.wait_s(self.capacity)
+
+
+@dataclass
+class _Usage:
+    """What one key has in use."""
+
+    running: set[Admission] = field(default_factory=set)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    """By what they count: requests or tokens; only those that are limited."""
+
+    def settle(self) -> None:
+        """Charge what the running requests have used."""
+        if tokens := self.accounts.get("tokens"):
+            tokens.take(sum(admission.newly_used() for admission in self.running))
+
+
+class KeyLimits:
+    """What every key has used, in one of ``num_shares`` processes that share its limits evenly."""
+
+    def __init__(self, *, num_shares: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_shares = num_shares
+        self._clock = clock
+        self._usage: dict[str, _Usage] = {}
+
+    def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Admission:
+        """Let a request in, until the context that it returns is left.
+
+        Args:
+            caller: whose limits count.
+            num_tokens: tells the tokens of the request's prompt and output so far.
+
+        Raises:
+            ApiError: 429, with the seconds to wait, if one of the key's limits is reached.
+        """
+        usage = self._usage_of(caller)
+        limit = self._share(caller.max_concurrent)
+        if limit is not None and len(usage.running) >= limit:
+            raise _refusal(f"{len(usage.running)} requests are running, the most", _BUSY_S, usage)
+        waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
+        wait_s = max(waits_s, default=0)
+        if wait_s:
+            raise _refusal(f"too many {waits_s[wait_s]} in a minute", wait_s, usage)
+        if "requests" in usage.accounts:
+            usage.accounts["requests"].take(1)
+        return Admission(usage, num_tokens)
+
+    def _usage_of(self, caller: Caller) -> _Usage:
+        usage = self._usage.setdefault(caller.name, _Usage())
+        usage.settle()  # before what has come in since is cut to what the account holds
+        now_s = self._clock()
+        limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}
+        for kind, limit in limits.items():
+            share = self._share(limit)
+            if share is None:
+                usage.accounts.pop(kind, None)
+            elif kind in usage.accounts:
+                usage.accounts[kind].update(share, now_s)
+            else:
+                usage.accounts[kind] = Account(share, now_s)
+        return usage
+
+    def _share(self, limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // self._num_shares)
+
+
+class Admission:
+    """One request that was let in; a context manager."""
+
+    def __init__(self, usage: _Usage, num_tokens: Callable[[], int]) -> None:
+        self._usage = usage
+        self._num_tokens = num_tokens
+        self._num_charged = 0
+
+    def newly_used(self) -> int:
+        """Tokens since the last time that this was asked."""
+        before, self._num_charged = self._num_charged, self._num_tokens()
+        return self._num_charged - before
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers of what is left to the key."""
+        self._usage.settle()
+        return _headers(self._usage)
+
+    def __enter__(self) -> Admission:
+        self._usage.running.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._usage.settle()
+        self._usage.running.remove(self)
+
+
+def _refusal(reason: str, wait_s: float, usage: _Usage) -> ApiError:
+    wait = max(1, math.ceil(wait_s))
+    return ApiError(
+        429,
+        f"rate limit of this key: {reason}; try again in {wait} s",
+        code="rate_limit_exceeded",
+        retry_after_s=wait,
+        headers=_headers(usage),
+    )
+
+
+def _headers(usage: _Usage) -> dict[str, str]:
+    headers = {}
+    for kind, account in usage.accounts.items():
+        headers[f"x-ratelimit-limit-{kind}"] = str(account.capacity)
+        headers[f"x-ratelimit-remaining-{kind}"] = str(account.remaining)
+        headers[f"x-ratelimit-reset-{kind}"] = f"{account.full_s:.3f}s"
+    return headers

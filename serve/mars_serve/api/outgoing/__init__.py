@@ -1,0 +1,1 @@
+"""Turns what the engine gives into response bodies."""

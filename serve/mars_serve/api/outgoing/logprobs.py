@@ -1,0 +1,59 @@
+"""Log-probabilities in OpenAI's two shapes. Knows no request and no HTTP.
+
+Source: OpenAI API reference, ``logprobs`` of "Completions" and of "Chat".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mars_serve.api.outgoing.choices import ReportedToken
+from mars_serve.api.text import TokenBytes
+from mars_serve.engine.request import TokenLogprob
+
+_LEAST_LOGPROB = -9999.0
+"""What OpenAI reports for tokens that cannot be chosen: JSON has no infinity."""
+
+
+def chat_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
+    """One object a token; ``from_mask`` is marsray's own."""
+    content = []
+    for each in reported:
+        assert each.logprob is not None, "a chat does not echo its prompt"
+        top = [_chat_token(token, value, names) for token, value in each.logprob.top]
+        entry = _chat_token(each.token, each.logprob.logprob, names)
+        content.append({**entry, "top_logprobs": top, "from_mask": each.logprob.from_mask})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
+    """Lists side by side, one item a token; ``from_mask`` is marsray's own."""
+    values = [each.logprob for each in reported]
+    return {
+        "tokens": [names.name_of(each.token) for each in reported],
+        "token_logprobs": [value and max(value.logprob, _LEAST_LOGPROB) for value in values],
+        "top_logprobs": [_top_by_name(each.token, each.logprob, names) for each in reported],
+        "text_offset": [each.offset for each in reported],
+        "from_mask": [value is not None and value.from_mask for value in values],
+    }
+
+
+def _chat_token(token: int, logprob: float, names: TokenBytes) -> dict[str, Any]:
+    return {
+        "token": names.name_of(token),
+        "logprob": max(logprob, _LEAST_LOGPROB),
+        "bytes": list(names.bytes_of(token)),
+    }
+
+
+def _top_by_name(
+    token: int, value: TokenLogprob | None, names: TokenBytes
+) -> dict[str, float] | None:
+    """The likeliest tokens and the one that is there; of those with the same text the likeliest."""
+    if value is None:
+        return None
+    top: dict[str, float] = {}
+    for each, logprob in [*value.top, (token, value.logprob)]:
+        top.setdefault(names.name_of(each), max(logprob, _LEAST_LOGPROB))
+    return top

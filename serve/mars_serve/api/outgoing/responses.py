@@ -1,0 +1,199 @@
+"""Response bodies in OpenAI's shapes, which `schema` describes. Knows no HTTP.
+
+Source: OpenAI API reference, "Completions" and "Chat", the objects and their streamed chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from mars_platform import __version__
+from mars_serve.api.outgoing.choices import (
+    CallPart,
+    Choice,
+    Delta,
+    Passes,
+    ReportedToken,
+    passes_of,
+)
+from mars_serve.api.outgoing.logprobs import chat_logprobs, completion_logprobs
+from mars_serve.api.protocol import ServiceTier, StreamOptions
+from mars_serve.api.text import TokenBytes
+from mars_serve.config.served import ServedModel
+from mars_serve.engine.request import DecodingOptions
+
+
+@dataclass(frozen=True)
+class UsageEvents:
+    """What of a stream counts the tokens."""
+
+    at_end: bool = False
+    """An event of its own behind all others."""
+    in_each: bool = False
+    """Each event, those so far."""
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> UsageEvents:
+        """Those that a request asks for."""
+        if options is None:
+            return cls()
+        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request on its way through the server."""
+
+    id: str
+    is_chat: bool
+    model: ServedModel
+    choices: list[Choice]
+    names: TokenBytes
+    tier: ServiceTier | None = None
+    """The tier used, where the request gave one."""
+    usage_events: UsageEvents = UsageEvents()
+    grammar_field: str | None = None
+    """Field of the request that asked for a grammar."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def response(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """The whole response; ``deltas`` are those of each choice."""
+        return {
+            **self._head("chat.completion" if self.is_chat else "text_completion"),
+            "choices": [self._choice(each) for each in deltas],
+            "usage": self.usage(),
+            "mars": self._mars_block(self.passes),
+        }
+
+    def event(self, delta: Delta) -> dict[str, Any]:
+        """The event of a stream for one forward pass of a choice."""
+        entry: dict[str, Any] = {"index": delta.choice.index}
+        if self.is_chat:
+            entry["delta"] = _chat_delta(delta)
+        else:
+            entry["text"] = delta.text
+        entry["logprobs"] = self._logprobs(delta.choice, delta.reported)
+        entry["finish_reason"] = delta.finish_reason
+        event = {**self._chunk_head, "choices": [entry]}
+        if self.usage_events.in_each:
+            event["usage"] = self.usage()
+        elif self.usage_events.at_end:
+            event["usage"] = None
+        event["mars"] = mars = {"tokens": delta.num_tokens}
+        if delta.finish_reason is not None:
+            mars |= self._mars_block(delta.choice.passes)
+        return event
+
+    def usage_event(self) -> dict[str, Any]:
+        """The event behind all others that counts the tokens of the whole stream."""
+        return {**self._chunk_head, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; a prompt counts once, however many choices share it."""
+        prompts = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
+        num_prompt = sum(len(choice.prompt.tokens) for choice in prompts)
+        num_output = sum(choice.passes.num_tokens for choice in self.choices)
+        num_cached = sum(choice.passes.num_cached for choice in prompts)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    @property
+    def passes(self) -> Passes:
+        """The passes of all choices."""
+        return passes_of(self.choices)
+
+    @property
+    def options(self) -> DecodingOptions:
+        """What the engine was asked for, but for the seeds of other choices than the first."""
+        return self.choices[0].request.options
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.settings.name,
+            "system_fingerprint": _fingerprint(self.model),
+        }
+        return head if self.tier is None else {**head, "service_tier": self.tier}
+
+    def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        last, text = deltas[-1], "".join(delta.text for delta in deltas)
+        entry: dict[str, Any] = {"index": last.choice.index}
+        if self.is_chat:
+            entry["message"] = _message(text, [call for delta in deltas for call in delta.calls])
+        else:
+            entry["text"] = text
+        reported = [each for delta in deltas for each in delta.reported]
+        entry["logprobs"] = self._logprobs(last.choice, reported)
+        return {**entry, "finish_reason": last.finish_reason}
+
+    def _logprobs(self, choice: Choice, reported: Sequence[ReportedToken]) -> dict[str, Any] | None:
+        if choice.request.options.num_logprobs is None:
+            return None
+        shape = chat_logprobs if self.is_chat else completion_logprobs
+        return shape(reported, self.names)
+
+    def _mars_block(self, passes: Passes) -> dict[str, Any]:
+        """What was done to serve some choices."""
+        has_moved = passes.min_threshold < passes.max_threshold
+        lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
+        return {
+            "mode": self.options.mode,
+            "confidence_threshold": passes.mean_threshold,
+            **lowest,
+            "forward_passes": passes.num_passes,
+            "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
+        }
+
+
+def _chat_delta(delta: Delta) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
+    if not delta.calls:
+        return {**entry, "content": delta.text}
+    if delta.text or delta.is_first:
+        entry["content"] = delta.text or None
+    return {**entry, "tool_calls": [_call_chunk(call) for call in delta.calls]}
+
+
+def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:
+    """The model's turn; ``parts`` are those of its tool calls, in order."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.id is not None:
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"id": part.id, "type": "function", "function": function}
+        calls[part.index]["function"]["arguments"] += part.arguments
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": list(calls.values())}
+    return message
+
+
+def _call_chunk(part: CallPart) -> dict[str, Any]:
+    """A part of a tool call as streams have it: the first one has its id and name."""
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.id is None:
+        return {"index": part.index, "function": function}
+    function = {"name": part.name, **function}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _fingerprint(model: ServedModel) -> str:
+    """Changes with the model and the server's version, as far as outputs may depend on them."""
+    settings = model.settings
+    text = "\n".join([__version__, settings.name, settings.path, settings.dtype])
+    return "fp_" + blake2b(text.encode(), digest_size=5).hexdigest()

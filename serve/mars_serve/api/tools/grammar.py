@@ -1,0 +1,135 @@
+"""Writes grammars of outputs with calls: their arguments satisfy the tools' schemas.
+
+The grammars are llguidance's kind of Lark. Tags that are tokens of their own stand in them as
+tokens: spelled out they would be taken for other tokens than those that the model writes.
+
+Source: llguidance, "Grammar syntax": special tokens, lazy lexemes and inline JSON schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mars_serve.api.errors import invalid_value
+from mars_serve.api.messages import NO_PARAMETERS, FunctionDefinition
+from mars_serve.api.tools.formats import (
+    HERMES_BEGIN,
+    LLAMA_TAG,
+    MISTRAL_TAG,
+    PROBE_ID,
+    CallFormat,
+    Family,
+)
+
+_TRIGGERS = {
+    Family.HERMES: HERMES_BEGIN,
+    Family.MISTRAL_LIST: MISTRAL_TAG,
+    Family.MISTRAL_NAMED: MISTRAL_TAG,
+}
+# White space as templates render objects: few tokens, and no endless runs of it.
+_AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_OBJECT = {"type": "object"}
+# Where a schema may name further properties.
+_OTHER_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"}
+_TEXT = r"TEXT: /(.|\n)+/"
+_TEXT_NO_OBJECT = r"TEXT: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"  # an object would be taken for a call
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Grammar of the calls that one request allows."""
+
+    form: CallFormat
+    tags: Mapping[str, int]
+    """Ids of the tags that are tokens."""
+    is_parallel: bool
+    """Whether there may be several calls."""
+    is_forced: bool
+    """Whether there has to be one, and no other text; else there may be calls in a text."""
+
+    def text(self, functions: Sequence[FunctionDefinition]) -> str:
+        """The grammar's text. Where calls are not forced, only strict functions' schemas count.
+
+        Raises:
+            ApiError: status 400: a schema is not one of an object, or no JSON.
+        """
+        names = [f"call_{index}" for index in range(len(functions))]
+        lines = [f"start: {self._start()}", f"call: {' | '.join(names)}", *self._text_rules()]
+        for index, function in enumerate(functions):
+            opening, middle = self._literal(self.form.opening), self._literal(self.form.middle)
+            name, closing = json.dumps(function.name), self._literal(self.form.closing)
+            lines.append(f"call_{index}: {opening} {name} {middle} arguments_{index} {closing}")
+            schema = function if self.is_forced or function.strict else None
+            lines.append(f"arguments_{index}: %json {_schema_text(schema)}")
+        return "\n".join(lines)
+
+    def _start(self) -> str:
+        form, trigger = self.form, self._trigger
+        # Separators of calls that each have a tag are text like any other where there may be text.
+        has_list = self.is_forced or form.family is Family.MISTRAL_LIST
+        separator = form.separator if self.is_parallel and has_list else None
+        more = "" if separator is None else f"({self._literal(separator)} call)*"
+        calls = f"{self._literal(form.first)} call {more} {self._literal(form.final)}"
+        if self.is_forced:
+            return calls
+        if trigger is None:
+            tag = f"{self._literal(LLAMA_TAG)}?" if LLAMA_TAG in self.tags else ""
+            return f"({tag} {calls} | TEXT)?"
+        return f"({calls}){'*' if self.is_parallel else '?'} TEXT?"
+
+    def _text_rules(self) -> list[str]:
+        """The rules of text, and of what begins calls, with the text before it."""
+        trigger = self._trigger
+        if trigger is None:
+            return [] if self.is_forced else [_TEXT_NO_OBJECT]
+        token = self._token(trigger)
+        if self.is_forced:
+            return [f"begin: {token}"]
+        if trigger in self.tags:
+            return [f"begin: TEXT? {token}", _TEXT]
+        return [rf"begin[lazy]: /(.|\n)*{re.escape(trigger)}/", _TEXT]
+
+    @property
+    def _trigger(self) -> str | None:
+        """The tag that cannot be anything but the beginning of calls."""
+        return _TRIGGERS.get(self.form.family)
+
+    def _literal(self, text: str) -> str:
+        parts = "|".join(re.escape(part) for part in (*self.form.tags, PROBE_ID))
+        return " ".join(self._part(part) for part in re.split(f"({parts})", text) if part)
+
+    def _part(self, part: str) -> str:
+        if part == PROBE_ID:
+            return "/[a-zA-Z0-9]{9}/"
+        return "begin" if part == self._trigger else self._token(part)
+
+    def _token(self, text: str) -> str:
+        return f"<[{self.tags[text]}]>" if text in self.tags else json.dumps(text)
+
+
+def _schema_text(function: FunctionDefinition | None) -> str:
+    """Schema of a function's arguments; of any object without a function."""
+    schema = _ANY_OBJECT if function is None else _schema_of(function)
+    try:
+        return json.dumps({"x-guidance": _AS_RENDERED, **schema}, allow_nan=False)
+    except ValueError as error:  # NaN and infinity, which Python reads as JSON
+        reason = "a schema has a number that is not finite; use finite ones"
+        raise invalid_value("tools", reason) from error
+    except RecursionError as error:
+        raise invalid_value("tools", "a schema is nested too deeply; make it flatter") from error
+
+
+def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
+    """As a definition has it, without parameters that it does not name where it names any."""
+    schema = NO_PARAMETERS if function.parameters is None else function.parameters
+    kind = schema.get("type", "object")
+    if kind != "object":
+        reason = f"the parameters of {function.name!r} are of type {kind!r}; use 'object'"
+        raise invalid_value("tools", reason)
+    is_closed = "properties" in schema and not _OTHER_PROPERTIES & schema.keys()
+    closing = {"additionalProperties": False} if is_closed else {}
+    return {"type": "object", **closing, **schema}

@@ -1,0 +1,1 @@
+"""`marsray bench decode`: the engine beside other ways to decode the same model."""

@@ -1,0 +1,284 @@
+"""A rival of the engine: static batches on one block-synchronised cache.
+
+This is the cache that the MARS paper describes (arXiv 2604.07023, sections 3.4 and 3.5), written
+from the description and meant to be as fast as that scheme allows. All rows of a batch share one
+cache length. The batch goes on in blocks of a fixed number of tokens: within a block every step
+feeds all tokens that the block has so far, then masks, against the frozen cache; a row that has
+filled its block waits until all rows have; then one forward stores the block.
+
+Three choices are in the scheme's favour. The forward that stores a block also feeds the masks of
+the next one, so that storing costs no pass of its own. Rows that have ended leave the batch with
+the block. The cache is one tensor that steps write behind its length: nothing is copied or cropped.
+
+Knows no engine but its acceptance rule, which it shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.mode import Confidence
+from mars_serve.bench.decode.workload import BenchRequest
+from mars_serve.engine.acceptance import Reads, accept, unpack
+
+ATTENTION_NAME = "marsray_block_sync"
+
+
+class SharedCache:
+    """Keys and values of a batch: each [layers, rows, kv_heads, capacity, head_dim]."""
+
+    def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int) -> None:
+        config = model.config
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = (config.num_hidden_layers, num_rows, kv_heads, capacity, head_dim)
+        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.values = torch.empty_like(self.keys)
+        self.group_size = heads // kv_heads
+        """Query heads that share a key/value head."""
+        self.length = 0
+        """Stored tokens of every row, padding on the left included."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all other rows."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """What attention needs to know of one forward over ``rows * width`` places."""
+
+    cache: SharedCache
+    bias: Tensor  # [rows, 1, group_size * width, length + width], 0 or -inf
+
+
+@dataclass
+class Row:
+    """One request of a batch, with what it has got so far."""
+
+    request: BenchRequest
+    padding: int
+    """Places left of its prompt."""
+    passes: list[list[int]] = field(default_factory=list)
+    """Tokens of each pass that gave it some."""
+    num_waits: int = 0
+    """Passes in which it waited for other rows to fill their block."""
+    done: bool = False
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def place(self) -> int:
+        """Where its next token goes, padding included."""
+        return self.padding + len(self.tokens)
+
+
+class BlockSyncDecoder:
+    """Decodes batches greedily on a block-synchronised cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        special: SpecialTokens,
+        *,
+        block_length: int,
+        threshold: float,
+        num_masks: int,
+        mask_token_id: int,
+        draw: Callable[[str, int, int], int] | None = None,
+    ) -> None:
+        """Take over a model whose attention is switched to `ATTENTION_NAME`.
+
+        Args:
+            model: any decoder that the engine serves.
+            special: ids that end a row, and ids never emitted.
+            block_length: tokens that rows store together.
+            threshold: τ in (0, 1]; at 1 no mask is fed.
+            num_masks: window, masks behind the cursor; the end of a block cuts it short.
+            mask_token_id: id of the mask.
+            draw: replaces the acceptance rule: from request id, output tokens so far and number
+                of proposals to accepted tokens.
+        """
+        self.model, self.special = model, special
+        self.block_length = block_length
+        self.threshold = threshold
+        self.window = num_masks if threshold < 1.0 else 0
+        self.mask_token_id = mask_token_id
+        self._draw = draw
+        self._banned = torch.tensor(
+            sorted(special.never_emitted), dtype=torch.long, device=model.device
+        )
+
+    @torch.inference_mode()
+    def decode(self, requests: Sequence[BenchRequest]) -> list[Row]:
+        """Decode one batch to the end; rows come back in the order of the requests."""
+        prompt_length = max(len(request.prompt) for request in requests)
+        rows = [Row(request, prompt_length - len(request.prompt)) for request in requests]
+        num_blocks = -(-max(request.max_tokens for request in requests) // self.block_length)
+        capacity = prompt_length + num_blocks * self.block_length
+        cache, live, start = SharedCache(self.model, len(rows), capacity), rows, prompt_length
+        while live:
+            end = start + self.block_length
+            self._step(live, cache, end)
+            cache.length = start  # the step has written everything before the block
+            while any(_is_open(row, end) for row in live):
+                self._step(live, cache, end)
+            if any(row.done for row in live):
+                left = [index for index, row in enumerate(live) if not row.done]
+                live = [live[index] for index in left]
+                cache.keep(left)
+            start = end
+        return rows
+
+    def _step(self, rows: list[Row], cache: SharedCache, end: int) -> None:
+        """Feed each row what is not stored yet, then masks, and commit what is accepted."""
+        masks = [self._num_masks(row, end) for row in rows]
+        unstored = [row.place - cache.length for row in rows]
+        is_open = [_is_open(row, end) for row in rows]
+        # rows that wait are cut: nothing is read from them
+        width = max(n + m for n, m, used in zip(unstored, masks, is_open, strict=True) if used)
+        cursors = [index * width + n - 1 for index, n in enumerate(unstored)]
+        chosen = [index for index, used in enumerate(is_open) if used]
+        depths = [range(masks[index] + 1) for index in chosen]
+        places = [
+            cursors[i] + depth for i, each in zip(chosen, depths, strict=True) for depth in each
+        ]
+        logits = self._forward(rows, cache, width, places)
+        packed = accept(
+            logits,
+            self._reads([len(each) for each in depths]),
+            self._banned,
+            self._counts([rows[index] for index in chosen], depths),
+        )
+        for index, (tokens, _) in zip(chosen, unpack(packed), strict=True):
+            self._commit(rows[index], tokens)
+        for row, used in zip(rows, is_open, strict=True):
+            row.num_waits += not used and not row.done
+
+    def _num_masks(self, row: Row, end: int) -> int:
+        room = min(end - row.place, row.request.max_tokens - row.num_output)
+        return max(0, min(self.window, room - 1))
+
+    def _forward(
+        self, rows: list[Row], cache: SharedCache, width: int, places: list[int]
+    ) -> Tensor:
+        """Logits at ``places`` of the rows laid flat: [places, vocabulary]."""
+        device = self.model.device
+        begin = cache.length
+        ids = []
+        for row in rows:
+            own = row.tokens[max(begin - row.padding, 0) :]
+            # the padding of the prompts only occurs where nothing is stored yet
+            own = [self.mask_token_id] * max(row.padding - begin, 0) + own
+            ids += (own + [self.mask_token_id] * width)[:width]
+        place = torch.arange(begin, begin + width)
+        padding = torch.tensor([row.padding for row in rows])[:, None]
+        positions = (place - padding).clamp(min=0)  # [rows, width]
+        output = self.model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=positions.view(1, -1).to(device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(places, device=device),
+            block=BlockStep(cache, self._bias(cache, place, padding).to(device)),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _bias(self, cache: SharedCache, place: Tensor, padding: Tensor) -> Tensor:
+        """What each place of each row sees: the row's own tokens up to the place itself."""
+        key = torch.arange(int(place[-1]) + 1)
+        causal = key <= place[:, None]  # [width, keys]
+        itself = key == place[:, None]  # padding sees at least itself: no empty row
+        visible = (causal & (key >= padding[:, :, None])) | itself  # [rows, width, keys]
+        bias = torch.zeros(visible.shape, dtype=self.model.dtype)
+        bias = bias.masked_fill_(~visible, -torch.inf).unsqueeze(1)
+        return bias.repeat(1, 1, cache.group_size, 1)
+
+    def _reads(self, counts: list[int]) -> Reads:
+        device = self.model.device
+        return Reads(
+            row=torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], device=device),
+            depth=torch.tensor([depth for n in counts for depth in range(n)], device=device),
+            num_proposed=torch.tensor(counts, device=device),
+            thresholds=torch.full((len(counts),), self.threshold, device=device),
+            measures=torch.zeros(len(counts), dtype=torch.long, device=device),
+            used=frozenset({Confidence.PROBABILITY}),
+            max_depth=max(counts),
+        )
+
+    def _counts(self, rows: list[Row], depths: list[range]) -> Tensor | None:
+        if self._draw is None:
+            return None
+        counts = [
+            self._draw(row.request.id, row.num_output, len(each))
+            for row, each in zip(rows, depths, strict=True)
+        ]
+        return torch.tensor(counts, device=self.model.device)
+
+    def _commit(self, row: Row, tokens: list[int]) -> None:
+        ends = [index for index, token in enumerate(tokens) if token in self.special.eos]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        row.passes.append(tokens)
+        row.tokens += tokens
+        row.done = bool(ends) or row.num_output >= row.request.max_tokens
+
+
+def _is_open(row: Row, end: int) -> bool:
+    """Whether a row still has tokens to find in the block."""
+    return not row.done and row.place < end
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, rows * width, head_dim]
+    key: Tensor,  # [1, kv_heads, rows * width, head_dim]
+    value: Tensor,  # [1, kv_heads, rows * width, head_dim]
+    _attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    block: BlockStep,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in each layer; ``block`` comes through the forward."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    cache, head_dim = block.cache, query.shape[-1]
+    rows, kv_heads = cache.keys.shape[1:3]
+    width = block.bias.shape[2] // cache.group_size
+    begin, end = cache.length, cache.length + width
+
+    def by_row(part: Tensor) -> Tensor:  # [rows, kv_heads, n * width, head_dim]
+        split = part.view(kv_heads, -1, rows, width, head_dim).permute(2, 0, 1, 3, 4)
+        return split.reshape(rows, kv_heads, -1, head_dim)
+
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[:, :, begin:end] = by_row(key)
+    values[:, :, begin:end] = by_row(value)
+    # Query heads that share a key/value head become further queries of it: nothing is repeated.
+    output = F.scaled_dot_product_attention(
+        by_row(query),
+        keys[:, :, :end],
+        values[:, :, :end],
+        attn_mask=block.bias,
+        scale=scaling,
+    )
+    output = output.view(rows, kv_heads, cache.group_size, width, head_dim).permute(0, 3, 1, 2, 4)
+    return output.reshape(1, rows * width, -1, head_dim), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -1,0 +1,167 @@
+"""The model that a benchmark decodes with: a checkpoint, or random weights of a given shape.
+
+Contenders change their model in place (attention, layout of the weights), so that each form of it
+is made anew; the same seed gives the same random weights every time. Knows no contender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mars_platform.checkpoint.directory import (
+    Checkpoint,
+    MarsMetadata,
+    SpecialTokens,
+    load_model,
+    read_checkpoint,
+    refuse_unsupported,
+)
+from mars_platform.errors import UserError
+from mars_serve.bench.decode.workload import read_json
+from mars_serve.engine.execution.linear import pack_linears
+
+_UNTRAINED_BLOCK_SIZE = 4
+_QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 32768,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2-100m": {  # no published model: about 100 million weights
+        **_QWEN2,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+    },
+    "qwen2.5-0.5b": {  # config.json of Qwen/Qwen2.5-0.5B-Instruct
+        **_QWEN2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+    },
+    "qwen2.5-7b": {  # config.json of Qwen/Qwen2.5-7B-Instruct
+        **_QWEN2,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+}
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model that can be made as often as contenders need it."""
+
+    name: str
+    checkpoint: Checkpoint
+    is_trained: bool
+    create: Callable[[], PreTrainedModel]
+    """Makes it anew, on its device, in evaluation mode, with sdpa attention."""
+    dtype: torch.dtype
+    device: str
+
+    def without_end(self) -> BenchModel:
+        """The same model with no end token: an output ends at its limit alone."""
+        special = replace(self.checkpoint.special, eos=frozenset())
+        return replace(self, checkpoint=replace(self.checkpoint, special=special))
+
+
+class ModelForms:
+    """The forms of a model that contenders share, each made when first asked for."""
+
+    def __init__(self, model: BenchModel) -> None:
+        self.plain: Callable[[], PreTrainedModel] = cache(model.create)
+        """As transformers makes it."""
+        self.packed: Callable[[], PreTrainedModel] = cache(lambda: _packed(model.create()))
+        """With the engine's layout of the linear layers' weights."""
+
+
+def trained_model(name: str, dtype: torch.dtype, device: str) -> BenchModel:
+    """A checkpoint directory or hub id.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    checkpoint = read_checkpoint(name)
+
+    def create() -> PreTrainedModel:
+        return load_model(checkpoint.path, dtype=dtype).to(device)
+
+    return BenchModel(name, checkpoint, True, create, dtype, device)
+
+
+def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> BenchModel:
+    """Random weights, as the family initialises them, for a preset or a ``config.json``.
+
+    Its last token id is the mask, its block size is 4, and it has no tokenizer and no end token.
+
+    Raises:
+        UserError: there is no such preset or file, or the family is not supported.
+    """
+    config = _config(name)
+    metadata = MarsMetadata(
+        block_size=_UNTRAINED_BLOCK_SIZE, mask_token_id=int(config.vocab_size) - 1
+    )
+    special = SpecialTokens(eos=frozenset(), never_emitted=frozenset())
+    checkpoint = Checkpoint(Path(name), config, None, metadata, special)
+
+    def create() -> PreTrainedModel:
+        devices = [torch.cuda.current_device()] if device == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config),  # a model's attention is noted in its config
+                dtype=dtype,
+                attn_implementation="sdpa",
+            )
+        assert isinstance(model, PreTrainedModel)
+        return model.eval()
+
+    return BenchModel(name, checkpoint, False, create, dtype, device)
+
+
+def _config(name: str) -> PreTrainedConfig:
+    if name in PRESETS:
+        return AutoConfig.for_model(**PRESETS[name])
+    if not Path(name).is_file():
+        raise UserError(
+            f"--untrained: {name} is neither a config.json nor one of {', '.join(PRESETS)}"
+        )
+    content = dict(read_json(Path(name), "--untrained"))
+    if "model_type" not in content:
+        raise UserError(f"--untrained: {name} has no model_type; add it, 'qwen2' for example")
+    try:
+        config = AutoConfig.for_model(**content)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--untrained: {name} is no model's config ({reason})") from error
+    refuse_unsupported(config, Path(name))
+    return config
+
+
+def _packed(model: PreTrainedModel) -> PreTrainedModel:
+    pack_linears(model)
+    return model

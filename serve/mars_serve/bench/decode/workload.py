@@ -1,0 +1,226 @@
+"""What a benchmark decodes: prompts, output limits, and drawn lengths of accepted runs.
+
+Everything here follows from its seed and arguments alone. Knows no model and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from mars_platform.config import Settings, build_settings
+from mars_platform.errors import UserError
+from mars_serve.measure.evaluation.scoring import EvalItem
+
+PAPER_ACCEPTANCE = "paper-gsm8k-0.95"
+"""Name of the acceptance distribution that comes with the project."""
+_PAPER_FILE = "paper_gsm8k_0.95.json"
+_SUM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One prompt to decode, the same for every contender."""
+
+    id: str
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_tokens: int
+    """Output tokens at the most; exactly, where nothing ends an output early."""
+
+
+@dataclass(frozen=True)
+class RaggedShape:
+    """Lengths of generated requests, drawn uniformly; both ends of a range are included."""
+
+    prompt: tuple[int, int] = (16, 256)
+    """Prompt tokens, least and most."""
+    output: tuple[int, int] = (16, 256)
+    """Output tokens, least and most."""
+
+    def check(self, max_length: int) -> None:
+        """Refuse ranges that are empty or that the model's context cannot hold.
+
+        Raises:
+            UserError: naming the option.
+        """
+        for option, (least, most) in (
+            ("--prompt-tokens", self.prompt),
+            ("--output-tokens", self.output),
+        ):
+            if not 1 <= least <= most:
+                raise UserError(
+                    f"{option}: {least} {most} is no range of lengths; give the least and the "
+                    "most, both at least 1"
+                )
+        longest = self.prompt[1] + self.output[1]
+        if longest > max_length:
+            raise UserError(
+                f"--prompt-tokens, --output-tokens: up to {longest} tokens do not fit the model's "
+                f"context of {max_length}; lower the upper ends"
+            )
+
+
+def generated_requests(
+    count: int, shape: RaggedShape, vocabulary: Sequence[int], seed: int
+) -> list[BenchRequest]:
+    """Random prompts with output limits; the first requests do not depend on ``count``.
+
+    Args:
+        count: how many.
+        shape: ranges of the lengths.
+        vocabulary: token ids that prompts are made of.
+        seed: of lengths and tokens.
+    """
+    source = random.Random(seed)
+    requests = []
+    for index in range(count):
+        num_prompt, max_tokens = source.randint(*shape.prompt), source.randint(*shape.output)
+        prompt = tuple(source.choices(vocabulary, k=num_prompt))
+        requests.append(BenchRequest(str(index), prompt, max_tokens))
+    return requests
+
+
+def prompted_requests(
+    items: Sequence[EvalItem], max_tokens: int, max_length: int
+) -> list[BenchRequest]:
+    """Requests for conversations, within what the context of ``max_length`` tokens leaves."""
+    return [
+        BenchRequest(str(index), item.prompt, min(max_tokens, max_length - len(item.prompt)))
+        for index, item in enumerate(items)
+    ]
+
+
+def requests_in_run(batch: int, num_requests: int) -> int:
+    """How many requests one run at a batch size decodes: whole batches, two to four of them.
+
+    Work grows with the batch, up to ``num_requests`` where two batches are not more.
+    """
+    return batch * max(2, min(4, num_requests // batch))
+
+
+class Acceptance(Settings):
+    """Distribution of the length of the accepted run, in place of a trained model's own."""
+
+    source: str = ""
+    """Where the figures come from, in words."""
+    tokens_per_forward: dict[int, float] = Field(min_length=1)
+    """Probability of each number of tokens that a pass gives, 1 or more, where enough masks are
+    fed; fewer masks cut a longer run off."""
+
+    @field_validator("tokens_per_forward")
+    @classmethod
+    def _is_distribution(cls, value: dict[int, float]) -> dict[int, float]:
+        if min(value) < 1:
+            raise ValueError(f"a pass gives at least 1 token, not {min(value)}; leave it out")
+        if any(not 0 <= probability <= 1 for probability in value.values()):
+            raise ValueError("every probability must lie in [0, 1]; mend the one that does not")
+        if abs(sum(value.values()) - 1) > _SUM_TOLERANCE:
+            raise ValueError(
+                f"the probabilities add up to {sum(value.values()):g}; make them add up to 1"
+            )
+        return dict(sorted(value.items()))
+
+    @property
+    def mean(self) -> float:
+        """Tokens a pass on average, where enough masks are fed."""
+        total = sum(self.tokens_per_forward.values())
+        return sum(length * share for length, share in self.tokens_per_forward.items()) / total
+
+    def chance(self, depth: int) -> float:
+        """Chance that the proposal at a depth, 1 or more, is right if all before it are."""
+        reached, passed = (
+            sum(share for length, share in self.tokens_per_forward.items() if length >= least)
+            for least in (depth, depth + 1)
+        )
+        return passed / reached if reached else 0.0
+
+    def draw(self, seed: int, request_id: str, num_output: int, num_proposed: int) -> int:
+        """Tokens that a pass gives.
+
+        A draw depends on the request and on how far it is, not on what it is batched with: every
+        contender that feeds the same masks at the same place gets the same number.
+
+        Args:
+            seed: of all draws.
+            request_id: whose pass it is.
+            num_output: output tokens so far.
+            num_proposed: proposals of the pass; at most as many are accepted.
+
+        Returns:
+            Between 1 and ``num_proposed``.
+        """
+        key = f"{seed}/{request_id}/{num_output}".encode()
+        uniform = int.from_bytes(blake2b(key, digest_size=8).digest()) / 2**64
+        bounds = list(accumulate(self.tokens_per_forward.values()))
+        lengths = list(self.tokens_per_forward)
+        below = sum(uniform * bounds[-1] >= bound for bound in bounds)
+        return min(lengths[below], num_proposed)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the lengths of accepted runs come from, if not from the model."""
+
+    acceptance: Acceptance
+    exact: Acceptance
+    """In mode exact: of a run of right drafts and the token behind it."""
+    seed: int
+
+
+def agreeing(agreement: float, most: int) -> Acceptance:
+    """Distribution where each draft is right with the same probability if all before it are.
+
+    Args:
+        agreement: that probability, in [0, 1].
+        most: drafts of a pass at the most, at least 1.
+    """
+    shares = {right + 1: agreement**right * (1 - agreement) for right in range(most)}
+    return Acceptance(
+        source=f"each draft is right with probability {agreement:g} if all before it are",
+        tokens_per_forward={**shares, most + 1: agreement**most},
+    )
+
+
+def read_acceptance(name: str) -> Acceptance:
+    """Read a distribution from a JSON file, or the one that comes with the project by its name.
+
+    Raises:
+        UserError: the file cannot be read or does not hold a distribution; it says which field.
+    """
+    if name == PAPER_ACCEPTANCE:
+        text = (files("mars_serve.bench.decode") / _PAPER_FILE).read_text(encoding="utf-8")
+        return Acceptance.model_validate_json(text)
+    return build_settings(dict(read_json(Path(name), "--acceptance")), Acceptance, source=name)
+
+
+def read_json(path: Path, option: str) -> Mapping[str, Any]:
+    """Read a JSON file whose top level is an object.
+
+    Args:
+        path: the file.
+        option: what named it, for messages.
+
+    Raises:
+        UserError: the file is missing, malformed or something else than an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{option}: {path} cannot be read ({error.strerror}); check the path"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{option}: {path} is not valid JSON ({error}); mend the file") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{option}: {path} must hold an object; see the command's help")
+    return content

@@ -1,0 +1,1 @@
+"""`marsray bench load`: replays a trace against a running server."""

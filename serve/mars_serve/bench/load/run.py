@@ -1,0 +1,183 @@
+"""``marsray bench load``: replays a request trace against a live server, and measures at clients.
+
+Each request is sent at its time, whatever became of those before: a slow server gets no relief.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from pydantic import Field
+
+from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
+from mars_autoscale.traces.synthetic import TraceChange, changed
+from mars_platform.cli.output_files import check_output_file, check_plot_file
+from mars_platform.config import Settings, build_settings
+from mars_platform.errors import UserError
+from mars_serve.bench.load.costs import Losses
+from mars_serve.bench.load.figures import LoadFigures, figures_of
+from mars_serve.bench.load.plan import (
+    Plan,
+    Question,
+    made_up_requests,
+    question_requests,
+    read_questions,
+)
+from mars_serve.bench.load.send import Replayed, replay
+from mars_serve.bench.load.target import (
+    allow_connections,
+    checked_url,
+    losses_of,
+    max_length_of,
+    open_client,
+    prompt_length_of,
+    vocabulary_of,
+)
+
+
+class LoadOptions(Settings):
+    """What ``marsray bench load`` is asked for."""
+
+    trace: Path
+    """File of requests."""
+    trace_format: TraceFormat | None = None
+    """None guesses it."""
+    speedup: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Times that the trace is played faster than it was."""
+    url: str = "http://127.0.0.1:8000"
+    """Of the server."""
+    allow_remote: bool = False
+    """Whether it may be another machine."""
+    model: str
+    """Name of the served model."""
+    data: Path | None = None
+    """Conversations to ask; None makes prompts up."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Output tokens for a conversation; None takes the trace's."""
+    classes: str | None = None
+    """Share of each class, as ``priority=.1,default=.9``; None keeps the trace's."""
+    objective_ttft_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Seconds in which the first token should come."""
+    duration_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds of sending at the most."""
+    max_requests: int = Field(default=100_000, ge=1)
+    """Requests at the most, the first ones."""
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds after which a request is given up."""
+    seed: int = Field(default=0, ge=0)
+    """Of drawn classes and made-up prompts."""
+    key_env: str | None = None
+    """Environment variable with the server's key."""
+    json_file: Path | None = None
+    csv_file: Path | None = None
+    plot_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """A test that has ended."""
+
+    options: LoadOptions
+    replayed: Replayed
+    figures: LoadFigures
+    losses: Losses
+    """What each τ costs in quality, by the server."""
+
+
+def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
+    """Run a test; an interrupt while it sends ends it with what there is.
+
+    Args:
+        options: what to do.
+        on_progress: see `replay`.
+
+    Raises:
+        UserError: an option, the trace or the data is bad, a file could not be written in the end,
+            or the server cannot be used.
+    """
+    url = checked_url(options.url, allow_remote=options.allow_remote)
+    _check_files(options)
+    trace = _trace(options)
+    if options.data is None and options.max_tokens is not None:
+        raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")
+    questions = read_questions(options.data, len(trace)) if options.data is not None else []
+    allow_connections()
+    replayed, losses = asyncio.run(_run(options, url, trace, questions, on_progress))
+    figures = figures_of(replayed, options.objective_ttft_s, losses)
+    return LoadTest(options, replayed, figures, losses)
+
+
+def _check_files(options: LoadOptions) -> None:
+    files = {"--json": options.json_file, "--csv": options.csv_file}
+    for option, path in files.items():
+        if path is not None:
+            check_output_file(path, option)
+    if options.plot_file is not None:
+        check_plot_file(options.plot_file)
+
+
+def _trace(options: LoadOptions) -> list[TraceRequest]:
+    given = read_trace(options.trace, options.trace_format)
+    content = {"classes": _shares(options.classes) if options.classes is not None else {}}
+    change = build_settings(content, TraceChange, source="--classes")
+    if options.duration_s is not None:
+        change = change.model_copy(update={"cut_s": options.duration_s * options.speedup})
+    return changed(given, change, options.seed)[: options.max_requests]
+
+
+def _shares(text: str) -> dict[str, str]:
+    shares = {}
+    for part in text.split(","):
+        name, separator, share = part.partition("=")
+        if not separator:
+            raise UserError(
+                f"--classes: {part!r} is no share; write it as priority=.1,default=.6,flex=.3"
+            )
+        shares[name.strip()] = share.strip()
+    return shares
+
+
+def _key(options: LoadOptions) -> str | None:
+    if options.key_env is None:
+        return None
+    key = os.environ.get(options.key_env)
+    if not key:
+        raise UserError(f"--key-env: {options.key_env} is not set; put the server's key into it")
+    return key
+
+
+async def _run(
+    options: LoadOptions,
+    url: str,
+    trace: Sequence[TraceRequest],
+    questions: Sequence[Question],
+    on_progress: Callable[[int, int, str], None],
+) -> tuple[Replayed, Losses]:
+    async with open_client(url, _key(options)) as client:
+        plan = await _plan(options, client, trace, questions)
+        losses = await losses_of(client, options.model)
+        replayed = await replay(client, plan, timeout_s=options.timeout_s, on_progress=on_progress)
+    return replayed, losses
+
+
+async def _plan(
+    options: LoadOptions,
+    client: httpx.AsyncClient,
+    trace: Sequence[TraceRequest],
+    questions: Sequence[Question],
+) -> Plan:
+    model, speedup = options.model, options.speedup
+    max_length = await max_length_of(client, model)
+    if not questions:
+        vocabulary = await vocabulary_of(client, model)
+        requests = made_up_requests(trace, speedup, max_length)
+        return Plan(model, requests, vocabulary, options.seed)
+    lengths = [await prompt_length_of(client, model, each.messages) for each in questions]
+    pairs = list(zip(questions, lengths, strict=True))
+    requests = question_requests(trace, speedup, max_length, pairs, options.max_tokens)
+    return Plan(model, requests, (), options.seed)

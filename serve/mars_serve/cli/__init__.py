@@ -1,0 +1,1 @@
+"""The server's commands, as `marsray` loads them."""

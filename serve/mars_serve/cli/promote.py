@@ -1,0 +1,58 @@
+"""The command ``marsray promote``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def promote(
+    candidate: Annotated[Path, typer.Argument(help="Checkpoint directory, with frontier.json.")],
+    service: Annotated[
+        Path, typer.Option(help="Symbolic link to the checkpoint in service; may not exist yet.")
+    ],
+    max_loss: Annotated[
+        float, typer.Option(min=0, help="Points of quality that it may be worse by.")
+    ] = 1.0,
+    max_slower: Annotated[
+        float, typer.Option(min=0, help="Share of tokens a pass that it may give fewer.")
+    ] = 0.05,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Do not compare it with the one that is there; to go back."),
+    ] = False,
+) -> None:
+    """Put a checkpoint in service, unless it is worse than the one that is there.
+
+    Both must have been calibrated on the same conversations, with an answer to check in each row.
+    All files of the new one are compared with its manifest, which is written if there is none. The
+    link changes in one step; servers that are to serve the new checkpoint are deployed again.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from mars_platform.config import build_settings
+    from mars_serve.measure.promote import Gate
+    from mars_serve.measure.promote import promote as put_in_service
+
+    gate = build_settings({"max_loss": max_loss, "max_slower": max_slower}, Gate, source="options")
+    before = service.resolve() if service.is_symlink() else None
+    compared = put_in_service(candidate, service, None if force else gate)
+    console = Console()
+    if compared:
+        table = Table("", "quality", "in service", "tokens a pass", "in service")
+        for each in compared:
+            new, old = each.candidate, each.current
+            table.add_row(
+                "mode ar" if old.mode == "ar" else f"τ {old.threshold:g}",
+                f"{new.quality:.1f}",
+                f"{old.quality:.1f}",
+                f"{new.tokens_per_forward:.2f}",
+                f"{old.tokens_per_forward:.2f}",
+            )
+        console.print(table)
+    console.print(f"{service} is now {service.resolve()}", highlight=False, soft_wrap=True)
+    if before is not None:
+        console.print(f"before, it was {before}", highlight=False, soft_wrap=True)

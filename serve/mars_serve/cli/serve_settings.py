@@ -1,0 +1,48 @@
+"""Settings of ``marsray serve`` from its config file and its command-line options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mars_platform.config import apply_overrides, build_settings, read_yaml
+from mars_platform.errors import UserError
+from mars_serve.config.settings import ServeSettings
+
+
+def serve_settings(
+    config: Path | None,
+    models: list[str],
+    *,
+    host: str | None,
+    port: int | None,
+    replicas: int | None,
+    insecure: bool,
+    overrides: list[str],
+) -> ServeSettings:
+    """Merge the sources: options win over the file, ``--set`` wins over both.
+
+    Raises:
+        UserError: neither a file nor a model is given, or a value is invalid.
+    """
+    if config is None and not models:
+        raise UserError("give a config file, or a model with --model DIR")
+    content: dict[str, Any] = read_yaml(config) if config else {}
+    if models:
+        content["models"] = [_model_entry(model) for model in models]
+    if replicas is not None and isinstance(content.get("models"), list):
+        entries = [entry for entry in content["models"] if isinstance(entry, dict)]
+        for entry in entries:
+            entry["num_replicas"] = replicas
+    options = {"host": host, "port": port, "insecure": insecure or None}
+    content |= {key: value for key, value in options.items() if value is not None}
+    apply_overrides(content, overrides)
+    return build_settings(content, ServeSettings, source=str(config or "options"))
+
+
+def _model_entry(text: str) -> dict[str, Any]:
+    """``NAME=DIR``, or a directory or hub id, whose last part becomes the name."""
+    name, separator, path = text.partition("=")
+    if not separator:
+        name, path = Path(text).resolve().name if Path(text).exists() else text, text
+    return {"name": name, "path": path}

@@ -1,0 +1,1 @@
+"""Settings of a server, and the types that describe what it serves."""

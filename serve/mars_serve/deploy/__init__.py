@@ -1,0 +1,1 @@
+"""Puts the server on Ray Serve: deployments, routing, proxies, start and stop."""

@@ -1,0 +1,164 @@
+"""The Ray Serve application: one ingress deployment, one deployment of replicas per model.
+
+`application` is a builder for ``serve run`` and for Serve's config files
+(``import_path: mars_serve.app:application``), `build_application` the same from settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from mars_autoscale.ray.ray_policy import JointPolicy
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.config import build_settings
+from mars_serve.config.served import ServedModel
+from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.deploy.backend import HandleBackend
+from mars_serve.http.app import create_app
+from mars_serve.http.middleware.records import write_records_to_stderr
+from mars_serve.observability.ray_metrics import RayMirror
+from mars_serve.replica.replica import ModelReplica
+
+_MAX_ONGOING = 100_000
+"""Far above any batch: requests queue in the engine, the only place that knows its load."""
+_UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - nothing is bound to it: it is what is assumed
+_DRAIN_POLL_S = 0.2
+"""Seconds between two looks at what a replica that is to end still has running."""
+
+
+class Ingress:
+    """Serves the REST application over the models' handles."""
+
+    def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
+        created, context = int(time.time()), serve.get_replica_context()
+        self._settings = settings
+        self._replica: str = context.replica_id.unique_id
+        self._models = {
+            model.name: ServedModel(
+                model,
+                read_checkpoint(model.path),
+                HandleBackend(_own_handle(handle, context.app_name), model, context.app_name),
+                created,
+            )
+            for model, handle in zip(settings.models, handles, strict=True)
+        }
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve once the replica is constructed."""
+        write_records_to_stderr()
+        app = create_app(self._models, self._settings, replica=self._replica)
+        RayMirror(app.state.telemetry).start()
+        return app
+
+
+def _own_handle(handle: DeploymentHandle, application: str) -> DeploymentHandle:
+    """The same, made anew: one that was passed in talks to replicas in the way that the environment
+    of the process that deployed says, which may not be the cluster's.
+    """
+    return serve.get_deployment_handle(handle.deployment_name, application)
+
+
+def application(args: dict[str, Any]) -> Application:
+    """The application, from the settings as a config file of ``marsray serve`` has them.
+
+    The cluster is not this function's to start: ``port``, ``cluster`` and ``proxy.kind`` have no
+    effect, Serve's own ``http_options`` and environment have. ``host`` is taken to be open to the
+    network, so there have to be keys, unless it is said to be loopback.
+
+    Raises:
+        UserError: a setting is unknown or invalid, or there are no keys.
+    """
+    content = {"host": _UNKNOWN_HOST, **args}
+    return build_application(build_settings(content, ServeSettings, source="args"))
+
+
+def build_application(settings: ServeSettings) -> Application:
+    """The application graph that ``serve.run`` deploys, with the keys of this environment."""
+    settings = settings.model_copy(update={"keys": settings.keys.captured()})
+    threads = _default_threads(settings.models)
+    handles = [
+        _bind_model(settings, index, model.num_threads or threads)
+        for index, model in enumerate(settings.models)
+    ]
+    options = {
+        **_common_options(settings),
+        "name": "ingress",
+        "num_replicas": settings.proxy.num_replicas,
+        "ray_actor_options": {"num_cpus": 0},
+    }
+    ingress = serve.deployment(serve.ingress()(Ingress), **options)
+    return ingress.bind(settings, handles)
+
+
+def _default_threads(models: list[ModelSettings]) -> int:
+    """A replica's share of the machine's cores, of which one is left to what speaks HTTP."""
+    num_replicas = sum(model.most_replicas for model in models)
+    return max(1, ((os.cpu_count() or 1) - 1) // num_replicas)
+
+
+def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Application:
+    model = settings.models[index]
+    options = {
+        **_common_options(settings),
+        "name": _deployment_name(settings.models, index),
+        **_replicas(model),
+        "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
+        "health_check_period_s": 2,
+    }
+    if model.most_replicas > 1:
+        options["request_router_config"] = _router_config(model)
+    return serve.deployment(ModelReplica, **options).bind(model, num_threads)
+
+
+def _deployment_name(models: list[ModelSettings], index: int) -> str:
+    """The same whatever other models come or go: an update ends at once what has lost its name."""
+    names = [re.sub(r"[^A-Za-z0-9._-]", "-", model.name) for model in models]
+    return f"model-{names[:index].count(names[index])}-{names[index]}"
+
+
+def _replicas(model: ModelSettings) -> dict[str, Any]:
+    """How many replicas there are, or who says so."""
+    autoscaling = model.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": model.num_replicas}
+    limits: dict[str, Any] = {
+        "min_replicas": autoscaling.min_replicas,
+        "max_replicas": autoscaling.max_replicas,
+    }
+    if autoscaling.policy == "ongoing_requests":
+        limits["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+        return {"autoscaling_config": limits}
+    policy = AutoscalingPolicy(policy_function=JointPolicy, policy_kwargs={"model": model.name})
+    # what is decided has waited long enough already
+    no_delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
+    return {"autoscaling_config": AutoscalingConfig(**limits, **no_delays, policy=policy)}
+
+
+def _common_options(settings: ServeSettings) -> dict[str, Any]:
+    return {
+        "max_ongoing_requests": _MAX_ONGOING,
+        "graceful_shutdown_timeout_s": settings.drain_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+        "max_surge_percent": settings.surge_percent,
+    }
+
+
+def _router_config(model: ModelSettings) -> RequestRouterConfig:
+    # Rows up to a fraction of the batch cost little; a computed prefix is worth that much.
+    page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
+    return RequestRouterConfig(
+        request_router_class="mars_serve.deploy.router.PrefixRouter",
+        request_router_kwargs={
+            "page_size": page_size if model.engine.reuse_prefixes else None,
+            "slack": max(1, model.engine.max_batch // 4),
+        },
+    )

@@ -1,0 +1,104 @@
+"""Starts the server on Ray, keeps it up until told to end, and takes it down again."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ray import serve
+from rich.console import Console
+
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.cluster.session import ray_session
+from mars_platform.errors import UserError
+from mars_serve.config.settings import ServeSettings
+from mars_serve.control.governor import end_governor
+from mars_serve.deploy.app import build_application
+from mars_serve.deploy.proxies import proxy_environment
+
+_APPLICATION = "marsray"
+
+
+def run_server(settings: ServeSettings, console: Console) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: a model cannot be read, the port is taken, or the models do not start.
+    """
+    stop = threading.Event()
+    with _ending_on_signal(stop), serving(settings, console):
+        stop.wait()
+        console.print("shutting down", highlight=False)
+
+
+@contextmanager
+def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
+    """Serve for the length of the block."""
+    for model in settings.models:
+        checkpoint = read_checkpoint(model.path)
+        if checkpoint.metadata is None:
+            console.print(
+                f"model {model.name}: {model.path} has no mars.json, so it is served as plain AR; "
+                "threshold mode is refused",
+                highlight=False,
+            )
+    _refuse_taken_port(settings.host, settings.port)
+    min_cpus = sum(int(model.num_cpus * model.most_replicas) + 1 for model in settings.models)
+    with (
+        proxy_environment(settings) as environment,
+        ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),
+    ):
+        try:
+            _deploy(settings, console)
+            yield
+        finally:
+            serve.delete(_APPLICATION)  # other applications of a shared cluster go on
+            end_governor(_APPLICATION)
+
+
+def _deploy(settings: ServeSettings, console: Console) -> None:
+    serve.start(
+        http_options={"host": settings.host, "port": settings.port},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    with console.status("starting the models"):
+        try:
+            serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:400]
+            raise UserError(f"models: they did not start ({reason})") from error
+    names = ", ".join(model.name for model in settings.models)
+    console.print(f"serving {names} on http://{settings.host}:{settings.port}", highlight=False)
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"port: cannot listen on {host}:{port} ({error.strerror}); "
+                "end what uses it or choose another with --port"
+            ) from error
+
+
+@contextmanager
+def _ending_on_signal(stop: threading.Event) -> Iterator[None]:
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt  # a second signal does not wait
+        stop.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, end) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in zip(handled, previous, strict=True):
+            signal.signal(number, handler)

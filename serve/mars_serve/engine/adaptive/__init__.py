@@ -1,0 +1,1 @@
+"""Chooses how many masks a step feeds, from measured step times and acceptance."""

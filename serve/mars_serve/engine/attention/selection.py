@@ -1,0 +1,83 @@
+"""Chooses how a model attends here, and says why. Knows no request and no step."""
+
+from __future__ import annotations
+
+import logging
+
+from transformers import PreTrainedModel
+
+from mars_platform.errors import UserError
+from mars_serve.engine.attention.gathered import Attention, GatheredAttention, KeyValueShape
+from mars_serve.engine.attention.paged_kernel import load_kernel, varlen_available
+from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.settings import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+
+def choose_attention(
+    model: PreTrainedModel,
+    settings: EngineSettings,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_masks: int,
+) -> Attention:
+    """Pages for a model, read in place by a kernel where one can, and gathered elsewhere.
+
+    Args:
+        model: on its device and in its type.
+        settings: sizes.
+        num_pages: of committed tokens.
+        page_size: tokens a page.
+        max_masks: masks of a row at the most.
+
+    Raises:
+        UserError: the model's attention cannot be replaced; it names the family.
+    """
+    _refuse_unserved(model)
+    shape = KeyValueShape.of(model.config)
+    device, dtype = model.device, model.dtype
+    if settings.batch_invariant:
+        # where a prompt is cut into chunks depends on its neighbours, and with it what is merged
+        reason: str | None = "engine.batch_invariant is set"
+    else:
+        reason = varlen_available(device, dtype, page_size=page_size, head_dim=shape.head_dim)
+    if reason is None:
+        kernel = load_kernel(device)
+        _log.info("attention reads pages in place with %s", kernel.name)
+        return VarlenAttention(
+            shape,
+            num_query_heads=model.config.num_attention_heads,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            kernel=kernel,
+        )
+    _log.info("attention gathers pages: %s", reason)
+    return GatheredAttention(
+        shape,
+        num_query_heads=model.config.num_attention_heads,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_rows=settings.max_batch,
+        max_masks=max_masks,
+        dtype=dtype,
+        device=device,
+        batch_invariant=settings.batch_invariant,
+    )
+
+
+def _refuse_unserved(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention does not go through transformers' attention interface."""
+    reason = None
+    if not getattr(model, "_supports_attention_backend", False):
+        reason = "whose attention cannot be replaced"
+    elif any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        reason = "whose attention is not causal"
+    if reason is not None:
+        raise UserError(
+            f"model: it is of the family {model.config.model_type!r}, {reason}; use a decoder such "
+            "as Qwen2, Qwen3, Llama or Mistral"
+        )

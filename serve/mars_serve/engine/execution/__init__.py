@@ -1,0 +1,1 @@
+"""Runs the model on one step: forward pass, CUDA graphs, compiled model, packed weights."""

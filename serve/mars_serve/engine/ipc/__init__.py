@@ -1,0 +1,1 @@
+"""Runs the engine in a process of its own and speaks with it over a socket pair."""

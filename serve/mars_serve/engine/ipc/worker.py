@@ -1,0 +1,169 @@
+"""Steps an engine for whoever holds the other end of a channel. Knows no process and no asyncio."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from mars_autoscale.policy.control import Plan
+from mars_platform.errors import UserError
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.ipc.channel import Channel, ChannelClosed
+from mars_serve.engine.ipc.messages import Cancel, Ready, SetLive, StepReport
+from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
+
+_NUM_COMPILERS = 4
+"""Grammars compiled at once: a large one takes seconds, and the small ones do not wait for it."""
+
+_log = logging.getLogger(__name__)
+
+
+class EngineWorker:
+    """Takes orders from a channel and sends reports, until the other end is closed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        channel: Channel,
+        on_closed: Callable[[], None] | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Prepare; see `run`.
+
+        Args:
+            engine: warm, and the worker's own from now on.
+            channel: where orders come from and reports go to.
+            on_closed: called, in another thread than that of `run`, when the other end is closed.
+            plan: told to the other end.
+        """
+        self._engine = engine
+        self._channel = channel
+        self._on_closed = on_closed
+        self._plan = plan
+        self._changed = threading.Condition()
+        self._inbox: deque[Request | Cancel] = deque()
+        self._compiling: set[str] = set()
+        """Requests that come into the inbox once their grammar is known."""
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
+        self._is_closed = False
+        self._reported: EngineStatus = engine.status()
+
+    def run(self) -> None:
+        """Step until the other end is closed; closes the channel however it ends."""
+        threading.Thread(target=self._read, name="engine-orders", daemon=True).start()
+        try:
+            engine = self._engine
+            self._channel.send(
+                Ready(engine.settings.max_requests, engine.live, self._reported, self._plan)
+            )
+            self._step()
+        except ChannelClosed:
+            pass  # nobody is left to work for
+        except Exception:
+            _log.exception("the engine failed")
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._channel.close()
+
+    def _step(self) -> None:
+        engine, outputs = self._engine, list[StepOutput]()
+        while self._take_inbox():
+            step = engine.begin_step()
+            self._report(outputs)  # of the step before, while a GPU runs this one
+            outputs = engine.finish_step(step)
+            if not (engine.overlaps and engine.has_work):
+                self._report(outputs)
+                outputs = []
+
+    def _take_inbox(self) -> bool:
+        """Apply what came in, waiting for work where there is none; False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._inbox or self._engine.has_work)
+            orders = list(self._inbox)
+            self._inbox.clear()
+        for order in orders:
+            if isinstance(order, Cancel):
+                self._engine.cancel(order.request_id)
+            else:
+                self._engine.add(order)
+        return not self._is_closed
+
+    def _report(self, outputs: list[StepOutput]) -> None:
+        status = self._engine.status()
+        if outputs or status != self._reported:
+            self._channel.send(StepReport(outputs, status))
+            self._reported = status
+
+    # In the thread that reads orders
+
+    def _read(self) -> None:
+        with suppress(ChannelClosed):
+            while True:
+                for order in self._channel.receive():
+                    self._take(order)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._on_closed is not None:
+            self._on_closed()
+
+    def _take(self, order: object) -> None:
+        if isinstance(order, SetLive):
+            self._engine.live = order.live
+        elif isinstance(order, Cancel):
+            self._cancel(order)
+        else:
+            assert isinstance(order, Request)
+            if order.options.grammar is None:
+                self._take_request(order)
+            else:
+                self._compiling.add(order.id)
+                self._compilers.submit(self._take_compiled, order)
+
+    def _cancel(self, order: Cancel) -> None:
+        with self._changed:
+            if order.request_id in self._compiling:
+                self._compiling.remove(order.request_id)
+                return
+            self._inbox.append(order)
+            self._changed.notify()
+
+    def _take_compiled(self, request: Request) -> None:
+        """In a thread of its own: the first request with a grammar waits until it is compiled."""
+        if request.id in self._compiling and self._accepts(request):
+            with self._changed:
+                if request.id in self._compiling:
+                    self._compiling.remove(request.id)
+                    self._enqueue(request)
+        self._compiling.discard(request.id)
+
+    def _take_request(self, request: Request) -> None:
+        if self._accepts(request):
+            with self._changed:
+                self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._inbox.append(request)
+        self._changed.notify()
+
+    def _accepts(self, request: Request) -> bool:
+        """Whether a request can run; if not, its sender is told."""
+        try:
+            self._engine.check(request)
+        except UserError as error:
+            self._refuse(request, FinishReason.REFUSED, error)
+            return False
+        except Exception as error:
+            _log.exception("request %s cannot be checked", request.id)
+            self._refuse(request, FinishReason.ERROR, error)
+            return False
+        return True
+
+    def _refuse(self, request: Request, reason: FinishReason, error: Exception) -> None:
+        output = StepOutput(request.id, [], reason, error=str(error))
+        with suppress(ChannelClosed):
+            self._channel.send(StepReport([output], self._engine.status()))

@@ -1,0 +1,1 @@
+"""The HTTP side of the server: FastAPI application, endpoints and middleware."""

@@ -1,0 +1,61 @@
+"""The FastAPI application, put together. Reaches models through `Backend`; knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+
+from mars_platform import __version__
+from mars_serve.config.served import ServedModel
+from mars_serve.config.settings import ServeSettings, TelemetrySettings
+from mars_serve.http.endpoints.admin import admin_router
+from mars_serve.http.endpoints.generation import generation_router
+from mars_serve.http.endpoints.information import information_router
+from mars_serve.http.endpoints.metrics import metrics_router
+from mars_serve.http.endpoints.tokens import tokens_router
+from mars_serve.http.middleware.errors import add_error_handlers
+from mars_serve.http.middleware.records import Recorder, RecordMiddleware
+from mars_serve.http.middleware.security import add_security
+from mars_serve.observability.telemetry import IngressTelemetry
+
+
+def create_app(
+    models: Mapping[str, ServedModel], settings: ServeSettings, *, replica: str | None = None
+) -> FastAPI:
+    """The REST application over some models.
+
+    Args:
+        models: By the name that requests give.
+        settings: Of the server.
+        replica: Name of the Ray Serve replica that it runs in, for its metrics' label; Serve
+            returns X-Request-Id itself. None outside of Serve.
+
+    Raises:
+        UserError: the keys or the packages that the settings ask for are missing.
+    """
+    telemetry = IngressTelemetry(models, replica or "ingress")
+    # A redirect would name the host that the request claims to be for.
+    app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
+    add_error_handlers(app)
+    add_security(app, settings)
+    recorder = _recorder(settings.telemetry, telemetry, is_id_echoed=replica is not None)
+    app.add_middleware(RecordMiddleware, recorder=recorder)  # the last one is the outermost
+    app.state.telemetry = telemetry
+    app.include_router(information_router(models))
+    app.include_router(admin_router(models))
+    app.include_router(metrics_router(models, telemetry))
+    app.include_router(generation_router(models, settings.limits))
+    app.include_router(tokens_router(models))
+    return app
+
+
+def _recorder(
+    settings: TelemetrySettings, telemetry: IngressTelemetry, *, is_id_echoed: bool
+) -> Recorder:
+    tracer = None
+    if settings.tracing:
+        from mars_serve.http.middleware.tracing import tracer_from_environment
+
+        tracer = tracer_from_environment()
+    return Recorder(telemetry, logs=settings.log_requests, tracer=tracer, is_id_echoed=is_id_echoed)

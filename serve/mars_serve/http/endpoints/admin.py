@@ -1,0 +1,108 @@
+"""``/admin/threshold``: the live τ of models, read and changed while they serve, and
+``/admin/autoscaler``: why it is what it is.
+
+Who may come here is decided before, by the keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from mars_serve.api.errors import invalid_value
+from mars_serve.api.schema import Shape, errors_described
+from mars_serve.config.served import ServedModel
+from mars_serve.http.endpoints.autoscaler import Autoscalers, explanations
+from mars_serve.http.endpoints.information import find_model, live_state
+
+_Threshold = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class ThresholdChange(BaseModel):
+    """A new live τ."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    confidence_threshold: _Threshold | None
+    """In (0, 1]. Requests whose own floor, or whose key's or tier's, is higher keep that. It stays
+    until the next change; null gives it back to the autoscaler."""
+    model: str | None = None
+    """Which model's; all of them if left out."""
+
+
+class Live(Shape):
+    """A live τ."""
+
+    confidence_threshold: _Threshold
+    version: int
+    """Grows with every change."""
+
+
+class ModelLive(Live):
+    """What was set last for a model, and what its replicas decode with."""
+
+    is_automatic: bool
+    """Whether the autoscaler moves it; then it is the mean over the replicas."""
+    replicas: dict[str, Live]
+
+
+class LiveThresholds(Shape):
+    """The live τ of models, by name."""
+
+    models: dict[str, ModelLive]
+
+
+def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
+    """The endpoints that an administrator's key opens."""
+    router = APIRouter()
+    described = {200: {"model": LiveThresholds}, **errors_described()}
+
+    @router.get("/admin/threshold", responses=described)
+    async def read_threshold() -> JSONResponse:
+        """What was set last, and what every replica decodes with."""
+        return JSONResponse(await _states(models))
+
+    @router.put("/admin/threshold", responses=described)
+    async def change_threshold(body: ThresholdChange) -> JSONResponse:
+        """Change the τ of the requests that give none, those that run now included.
+
+        The answer may come before every replica has the change: its version tells.
+        """
+        changed = models if body.model is None else {body.model: find_model(models, body.model)}
+        threshold = body.confidence_threshold
+        if threshold is None:
+            _check_governed(changed)
+        backends = [model.backend for model in changed.values()]
+        await asyncio.gather(*(each.set_live_threshold(threshold) for each in backends))
+        return JSONResponse(await _states(changed))
+
+    @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}, **errors_described()})
+    async def explain_autoscaler() -> JSONResponse:
+        """The latest decisions, with their reasons and the numbers behind them."""
+        return JSONResponse(await explanations(models))
+
+    return router
+
+
+def _check_governed(models: Mapping[str, ServedModel]) -> None:
+    for name, model in models.items():
+        if not model.settings.is_governed:
+            reason = f"model {name!r} has no autoscaler to give it back to; give a number"
+            raise invalid_value("confidence_threshold", f"null, but {reason}")
+
+
+async def _states(models: Mapping[str, ServedModel]) -> dict[str, Any]:
+    states = await asyncio.gather(*(_state(model) for model in models.values()))
+    return {"models": dict(zip(models, states, strict=True))}
+
+
+async def _state(model: ServedModel) -> dict[str, Any]:
+    live, reports = await asyncio.gather(model.backend.live_threshold(), model.backend.replicas())
+    replicas = {report.replica: live_state(report.live) for report in reports}
+    is_automatic = model.settings.is_governed and not live.is_pinned
+    return {**live_state(live), "is_automatic": is_automatic, "replicas": replicas}

@@ -1,0 +1,164 @@
+"""What the server is and has: health, readiness, version and models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from mars_platform import __version__
+from mars_platform.method.mode import Mode
+from mars_serve.api.errors import ApiError, clipped
+from mars_serve.api.schema import Shape, errors_described
+from mars_serve.config.served import LiveThreshold, ReplicaReport, ServedModel
+
+_MAX_NAME = 128  # characters of a name that a message quotes
+
+
+class Alive(Shape):
+    """The server runs."""
+
+    status: Literal["ok"]
+
+
+class ReplicaState(Shape):
+    """One replica."""
+
+    replica: str
+    status: dict[str, int | float | None]
+    """How full its engine is, and what it has done since its start."""
+    confidence_threshold: float
+    """τ that it decodes with where a request gives none."""
+    version: int
+    """Of that τ."""
+
+
+class Readiness(Shape):
+    """Whether every model can be used."""
+
+    status: Literal["ready", "not_ready"]
+    models: dict[str, list[ReplicaState]]
+
+
+class Version(Shape):
+    """The server's version."""
+
+    version: str
+
+
+class ModelAbilities(Shape):
+    """What marsray can do with a model."""
+
+    modes: list[Mode]
+    block_size: int | None
+    """Tokens of a block; null for a plain AR model."""
+
+
+class ModelEntry(Shape):
+    """One model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    """Unix time, in seconds."""
+    owned_by: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    mars: ModelAbilities
+
+
+class ModelList(Shape):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
+    """The endpoints that tell about the server."""
+    router = APIRouter()
+
+    @router.get("/health", responses={200: {"model": Alive}})
+    async def health() -> JSONResponse:
+        """Whether the server is alive."""
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
+    async def ready() -> JSONResponse:
+        """Whether every model has a replica that can serve, and how full each replica is."""
+        found = await asyncio.gather(*(model.backend.replicas() for model in models.values()))
+        is_ready = all(found)
+        body = {
+            "status": "ready" if is_ready else "not_ready",
+            "models": {
+                name: [_replica_state(each) for each in reports]
+                for name, reports in zip(models, found, strict=True)
+            },
+        }
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    @router.get("/version", responses={200: {"model": Version}})
+    async def version() -> JSONResponse:
+        """The server's version."""
+        return JSONResponse({"version": __version__})
+
+    @router.get("/v1/models", responses={200: {"model": ModelList}, **errors_described()})
+    async def list_models() -> JSONResponse:
+        """The models that requests can name."""
+        entries = [_model_entry(model) for model in models.values()]
+        return JSONResponse({"object": "list", "data": entries})
+
+    # a name may have slashes
+    @router.get(
+        "/v1/models/{model:path}", responses={200: {"model": ModelEntry}, **errors_described()}
+    )
+    async def retrieve_model(model: str) -> JSONResponse:
+        """One model."""
+        return JSONResponse(_model_entry(find_model(models, model)))
+
+    return router
+
+
+def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
+    """The model of a name.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    if name not in models:
+        names = ", ".join(models)
+        message = f"model: there is no {clipped(name, _MAX_NAME)!r} here; this server has {names}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return models[name]
+
+
+def live_state(live: LiveThreshold) -> dict[str, Any]:
+    """A live τ, as responses have it."""
+    return {"confidence_threshold": live.threshold, "version": live.version}
+
+
+def _replica_state(report: ReplicaReport) -> dict[str, Any]:
+    return {
+        "replica": report.replica,
+        "status": asdict(report.status),
+        **live_state(report.live),
+    }
+
+
+def _model_entry(model: ServedModel) -> dict[str, Any]:
+    metadata = model.checkpoint.metadata
+    return {
+        "id": model.settings.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "marsray",
+        "max_model_len": model.max_length,
+        "mars": {
+            "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],
+            "block_size": metadata.block_size if metadata else None,
+        },
+    }

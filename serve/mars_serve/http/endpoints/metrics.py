@@ -1,0 +1,64 @@
+"""``GET /metrics``: what the ingress and every replica counted, in one answer.
+
+With several ingress replicas an answer holds the counts of the one that answers, under its own
+label; Ray's exporter has those of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from mars_serve.api.schema import errors_described
+from mars_serve.config.served import ServedModel
+from mars_serve.observability.telemetry import IngressTelemetry
+
+_CONTENT = {"schema": {"type": "string"}}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Metrics of the server and of every replica.",
+        "content": {"text/plain": _CONTENT, "application/openmetrics-text": _CONTENT},
+    },
+    **errors_described(),
+}
+
+
+def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetry) -> APIRouter:
+    """The endpoint that Prometheus scrapes."""
+    router = APIRouter()
+
+    @router.get("/metrics", response_class=Response, responses=_RESPONSES)
+    async def metrics(request: Request) -> Response:
+        """Metrics in Prometheus' text format, or in OpenMetrics where it is asked for."""
+        asked = (model.backend.metrics() for model in models.values())
+        texts = [text for found in await asyncio.gather(*asked) for text in found]
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        texts.append(telemetry.exposition())
+        # reading takes 5 ms a replica, too long to keep streams waiting for
+        content = await asyncio.to_thread(lambda: encode(_Merged(texts)))
+        return Response(content, headers={"Content-Type": content_type})
+
+    return router
+
+
+class _Merged(Collector):
+    """Several expositions as one: each family once, with the samples of all."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._families: dict[str, Metric] = {}
+        for text in texts:
+            for family in text_string_to_metric_families(text):
+                known = self._families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families.values()

@@ -1,0 +1,52 @@
+"""Holds every key to its limits while it generates text. Knows no endpoint but by its path."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mars_serve.api.keys import Caller
+from mars_serve.api.limits import KeyLimits
+from mars_serve.http.middleware.authentication import path_within
+from mars_serve.http.middleware.records import RequestRecord
+
+_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+
+class AdmissionMiddleware:
+    """Counts a request from its start to the end of its response, streams included.
+
+    The tokens are those that the handler writes into the request's record. Raises `ApiError` 429
+    where the key's limits are reached.
+    """
+
+    def __init__(self, app: ASGIApp, limits: KeyLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] != "http" or not _generates(scope):
+            await self._app(scope, receive, send)
+            return
+        caller: Caller = scope["state"]["caller"]
+        if not caller.is_limited:
+            await self._app(scope, receive, send)
+            return
+        record: RequestRecord = scope["state"]["record"]
+        with self._limits.admit(caller, lambda: _num_tokens(record)) as admission:
+
+            async def telling(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message).update(admission.headers())
+                await send(message)
+
+            await self._app(scope, receive, telling)
+
+
+def _generates(scope: Scope) -> bool:
+    return scope["method"] == "POST" and path_within(scope) in _GENERATING
+
+
+def _num_tokens(record: RequestRecord) -> int:
+    return (record.prompt_tokens or 0) + (record.completion_tokens or 0)

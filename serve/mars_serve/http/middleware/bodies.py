@@ -1,0 +1,126 @@
+"""Reads a request's body whole, and refuses what no endpoint could take.
+
+Knows no endpoint. Needs to stand behind the check of keys: nobody else may send a body.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mars_serve.api.errors import ApiError
+
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # what comes with them is not read
+_MAX_DEPTH = 100
+"""Levels of nested JSON. Templates and grammars walk what they are given level by level, and Python
+and its libraries end in their own ways where the stack does."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_DEPTH_OF = np.zeros(256, np.int8)
+_DEPTH_OF[[ord("["), ord("{")]] = 1
+_DEPTH_OF[[ord("]"), ord("}")]] = -1
+
+
+class BodyMiddleware:
+    """Hands on requests with bodies of JSON within the limits.
+
+    Raises `ApiError`: 413 for more bytes than allowed, 415 for an encoding or type that is not
+    read, 422 for JSON that is nested too deeply or is not UTF-8.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        self._check_encoding(headers)
+        try:
+            body = await self._read(headers, receive)
+        except ClientDisconnect:
+            return
+        if body:
+            _check_type(headers)
+            _check_json(body)
+        await self._app(scope, _replayed(body, receive), send)
+
+    def _check_encoding(self, headers: Headers) -> None:
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(
+                415,
+                "Content-Encoding: compressed bodies are not read; send the JSON as it is",
+                code="unsupported_encoding",
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The body. What follows one that is too large is left to the HTTP server to discard."""
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            raise self._too_large()
+        parts, num_bytes, is_more = [], 0, True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            is_more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"body: more than the {self._max_bytes} bytes that this server takes; send less",
+            code="body_too_large",
+        )
+
+
+def _check_type(headers: Headers) -> None:
+    """Only JSON: a web page can make a browser send other types here without being asked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
+        raise ApiError(415, "Content-Type: send application/json", code="unsupported_content_type")
+
+
+def _check_json(body: bytes) -> None:
+    if not json.detect_encoding(body).startswith("utf-8"):
+        raise ApiError(422, "body: not UTF-8; JSON has to be", code="unparsable")
+    if _depth(body) > _MAX_DEPTH:
+        raise ApiError(
+            422,
+            f"body: nested more than {_MAX_DEPTH} levels deep; send a flatter one",
+            code="unparsable",
+        )
+
+
+def _depth(body: bytes) -> int:
+    """Levels of JSON, right where it is valid."""
+    if body.count(b"[") + body.count(b"{") <= _MAX_DEPTH:
+        return 0  # cannot be deeper, and nearly no request has more
+    steps = _DEPTH_OF[np.frombuffer(_STRING.sub(b"", body), np.uint8)]
+    return int(steps.cumsum(dtype=np.int32).max(initial=0))
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """First the body, then what the connection reports."""
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

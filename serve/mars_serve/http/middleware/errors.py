@@ -1,0 +1,181 @@
+"""Turns what goes wrong into OpenAI's error responses. Knows no endpoint."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from ray.exceptions import RayError, RayTaskError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mars_platform.errors import UserError
+from mars_serve.api.errors import ApiError, clipped, invalid_value
+from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
+
+RETRY_AFTER_S = 1
+_GRAMMAR = "grammar"  # how the engine calls the field that asks for a structure
+_BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's, for bad encodings
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+_MAX_INPUT = 80  # characters of a value that a message quotes
+_MAX_NAME = 64  # of a field's name, some of which are the client's own
+
+_log = logging.getLogger(__name__)
+
+
+def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError:
+    """What a backend raised, as an error of the API.
+
+    What nobody foresaw is logged, and its response tells nothing of it.
+    """
+    if isinstance(error, ApiError):
+        return error
+    cause = _cause_of(error)
+    if isinstance(cause, UserError):
+        return _refused(cause, grammar_field)
+    if isinstance(cause, RequestFailed):
+        return ApiError(500, "the model failed on this request", code="request_failed")
+    unavailable = _unavailable(cause)
+    if unavailable is not None:
+        code, message = unavailable
+        return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has more", code="internal_error")
+
+
+def _cause_of(error: Exception) -> BaseException:
+    """What was raised in the process that Ray ran the call in."""
+    cause: BaseException = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+        cause = cause.cause
+    return cause
+
+
+def _unavailable(error: BaseException) -> tuple[str, str] | None:
+    """Code and message of an error that means "not now"."""
+    # Ray Serve reads its environment when it is imported, which is the command's to choose.
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    if isinstance(error, QueueFull | BackPressureError):
+        return "queue_full", "the queue is full; try again shortly"
+    if isinstance(error, QueueTimeout):
+        return "queue_timeout", "the request waited too long in the queue; try again shortly"
+    if isinstance(error, EngineDied):
+        return "not_ready", "the replica has failed; try again shortly"
+    # Of Ray itself: no replica is there, or the one that was asked has gone.
+    if isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError):
+        return "not_ready", "no replica can serve this now; try again shortly"
+    return None
+
+
+def _refused(error: UserError, grammar_field: str | None) -> ApiError:
+    """What the engine refuses; the field that its message begins with is the request's own."""
+    message = str(error)
+    param, separator, reason = message.partition(": ")
+    if not (separator and param.isidentifier()):
+        return ApiError(400, message, code="invalid_value")
+    if param == _GRAMMAR and grammar_field is not None:
+        param = grammar_field
+    return invalid_value(param, reason)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as a response."""
+    headers = dict(error.headers)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+class ErrorMiddleware:
+    """Answers with an error's response whatever is raised before a response has begun.
+
+    The innermost handlers of an application see only its endpoints' errors; this one stands outside
+    of every other middleware that may refuse a request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            await _respond(scope, as_api_error(error))(scope, receive, send)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Report every error of an application's endpoints in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return _respond(request.scope, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _respond(request.scope, _describe(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _respond(request.scope, _of_framework(app, request, error))
+
+
+def _respond(scope: Scope, error: ApiError) -> JSONResponse:
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.error_code = error.code
+    return error_response(error)
+
+
+def _of_framework(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
+    if (error.status_code, error.detail) == _BODY_NOT_PARSED:
+        return _unparsable(error.detail)
+    status, headers = error.status_code, dict(error.headers or {})
+    if status == 405:
+        headers["Allow"] = ", ".join(_methods_of(app, request))
+    path = clipped(request.url.path, _MAX_INPUT)
+    message = f"{request.method} {path}: {error.detail}"
+    return ApiError(status, message, code=_CODES.get(status), headers=headers)
+
+
+def _methods_of(app: FastAPI, request: Request) -> list[str]:
+    """Methods that a path takes; the framework names only those of its first route."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    return [
+        method
+        for method, scope in scopes.items()
+        if any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+    ]
+
+
+def _unparsable(reason: str) -> ApiError:
+    return ApiError(422, f"body: not a valid JSON object ({reason})", code="unparsable")
+
+
+def _describe(error: RequestValidationError) -> ApiError:
+    """The first problem of a request body: 422 if it cannot be parsed, else 400."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid" or not where:
+        return _unparsable(first["msg"])
+    shown = [clipped(part, _MAX_NAME) for part in where if re.fullmatch(r"\w+", part)]
+    param = ".".join(shown)
+    message = f"{param}: {first['msg']}"
+    if first["type"] != "missing":
+        message += f" (got {str(first['input'])[:_MAX_INPUT]!r})"
+    return ApiError(400, message, param=clipped(where[0], _MAX_NAME), code="invalid_value")

@@ -1,0 +1,54 @@
+"""What stands before every endpoint: keys, limits by key, bodies, and errors' responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from mars_platform.errors import UserError
+from mars_serve.api.keys import KeyRing
+from mars_serve.api.limits import KeyLimits
+from mars_serve.config.settings import ServeSettings
+from mars_serve.http.middleware.admission import AdmissionMiddleware
+from mars_serve.http.middleware.authentication import PUBLIC_PATHS, KeyMiddleware
+from mars_serve.http.middleware.bodies import BodyMiddleware
+from mars_serve.http.middleware.errors import ErrorMiddleware
+
+
+def add_security(app: FastAPI, settings: ServeSettings) -> None:
+    """Put keys, limits and what reports their errors before an application's endpoints.
+
+    Raises:
+        UserError: the keys cannot be read, or there are none where there have to be.
+    """
+    keys = KeyRing(settings.keys)
+    if keys.is_open and not (settings.is_local or settings.insecure):
+        raise UserError(
+            "keys: the process that takes requests has none, and other machines reach it; give "
+            f"keys.file, or set {settings.keys.environment} there"
+        )
+    limits = KeyLimits(num_shares=settings.proxy.num_replicas)
+    # The one that is added last comes first.
+    app.add_middleware(BodyMiddleware, max_bytes=settings.limits.body_bytes)
+    app.add_middleware(AdmissionMiddleware, limits=limits)
+    app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
+    app.add_middleware(ErrorMiddleware)
+    if not keys.is_open:
+        _describe_keys(app)
+
+
+def _describe_keys(app: FastAPI) -> None:
+    """Say in the application's OpenAPI document which paths need a key."""
+    without_keys = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = without_keys()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes["key"] = {"type": "http", "scheme": "bearer"}
+        document["security"] = [{"key": []}]
+        for path in PUBLIC_PATHS & document["paths"].keys():
+            document["paths"][path]["get"]["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way of extending it

@@ -1,0 +1,1 @@
+"""Measures checkpoints: quality, calibration, the frontier, and whether one may replace another."""

@@ -1,0 +1,1 @@
+"""`marsray calibrate`: fits confidences to how often they are right."""

@@ -1,0 +1,59 @@
+"""Draws what ``marsray calibrate`` measured: reliability by depth, and the frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mars_platform.checkpoint.calibration import Bin
+from mars_serve.measure.calibration.collect import Measured
+from mars_serve.measure.frontier.measure import MeasuredFrontier
+from mars_serve.measure.frontier.plot import draw_gains, draw_quality
+
+
+def plot_calibration(
+    title: str, measured: Measured, frontier: MeasuredFrontier, path: Path
+) -> None:
+    """Draw accuracy over confidence before and after, quality over speed, and speed over batch.
+
+    Args:
+        title: of the picture.
+        measured: reliability, a line for each depth from 1.
+        frontier: quality and speed.
+        path: the picture; its suffix says the format.
+    """
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    (before, after), (quality, gains) = figure.subplots(2, 2)
+    after.sharex(before)
+    after.sharey(before)
+    diagrams = measured.reliability[1:]
+    temperatures = measured.calibration.temperatures[1:]
+    _draw(before, "reliability before", [(diagram.before, 1.0) for diagram in diagrams])
+    after_bins = [diagram.after for diagram in diagrams]
+    _draw(after, "reliability after", list(zip(after_bins, temperatures, strict=True)))
+    before.set_ylabel("share of proposed tokens that are right")
+    draw_quality(quality, frontier)
+    draw_gains(gains, frontier)
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=110)
+
+
+def _draw(axis: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> None:
+    """One panel: bins and temperature of each depth from 1."""
+    axis.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
+    for depth, (bins, temperature) in enumerate(lines, start=1):
+        if bins:
+            axis.plot(
+                [part.confidence for part in bins],
+                [part.accuracy for part in bins],
+                marker=".",
+                linewidth=1,
+                label=f"depth {depth}, T = {temperature:.2f}",
+            )
+    axis.set_title(title, fontsize="small")
+    axis.set_xlabel("confidence (mean of the bin)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small", loc="lower right")

@@ -1,0 +1,1 @@
+"""Measures what each τ costs in quality and gives in speed."""

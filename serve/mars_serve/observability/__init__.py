@@ -1,0 +1,1 @@
+"""Metrics of replicas and of the ingress."""

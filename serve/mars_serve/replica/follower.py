@@ -1,0 +1,94 @@
+"""How a replica follows its application's governor, and tells it its load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ray.exceptions import RayError
+
+from mars_autoscale.policy.control import LoadReport, Plan
+from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
+from mars_serve.config.served import LiveThreshold
+from mars_serve.control.governor import WAIT_S, GovernorClient
+from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.replica.steering import Steering
+
+_RETRY_S = (0.05, 2.0)
+"""First and longest pause before an actor that does not answer is tried again."""
+_START_S = 10.0
+"""Longest that a starting replica waits for its first value."""
+
+_log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Keeps a replica's τ up to date, in a thread of its own that ends with the process.
+
+    Where the model is autoscaled, the same thread takes the replica's own part in that.
+    """
+
+    def __init__(
+        self,
+        application: str,
+        model: str,
+        initial: LiveThreshold,
+        apply: Callable[[LiveThreshold], None],
+        steering: Steering | None = None,
+    ) -> None:
+        self._client = GovernorClient(application)
+        self._model = model
+        self._live = initial
+        self._apply = apply
+        self._steering = steering
+        self._is_current = threading.Event()
+        threading.Thread(target=asyncio.run, args=[self._run()], daemon=True).start()
+        if not self._is_current.wait(_START_S):
+            _log.warning("the governor does not answer; starting with τ %g", initial.threshold)
+
+    @property
+    def live(self) -> LiveThreshold:
+        """What was applied last."""
+        return self._live
+
+    async def _run(self) -> None:
+        if self._steering is None:
+            await self._follow()
+        else:
+            await asyncio.gather(self._follow(), self._steer(self._steering))
+
+    async def _follow(self) -> None:
+        pause_s, longest_s = _RETRY_S
+        timeout_s = 0.0  # the first call is only to learn what was set before
+        while True:
+            try:
+                newest = await self._client.call("wait", self._model, self._live, timeout_s)
+            except RayError as error:
+                _log.warning("the governor does not answer: %s", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+                continue
+            pause_s, timeout_s = _RETRY_S[0], WAIT_S
+            if newest.version > self._live.version:
+                self._apply(newest)
+                self._live = newest
+            self._is_current.set()
+
+    async def _steer(self, steering: Steering) -> None:
+        sending: asyncio.Task[None] | None = None
+        while True:
+            try:
+                report = steering.step(time.monotonic())
+            except EngineDied:
+                return  # Ray Serve replaces the replica
+            if sending is None or sending.done():  # one that is not answered is not repeated
+                sending = asyncio.create_task(self._send(report, steering.plan))
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def _send(self, report: LoadReport, plan: Plan) -> None:
+        with suppress(RayError):  # `_follow` says so
+            await self._client.call("report", self._model, report, plan)

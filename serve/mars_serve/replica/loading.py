@@ -1,0 +1,64 @@
+"""From a served model's settings to its engine, with a drafting one where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.errors import UserError
+from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.adaptive.pacing import Pacer
+from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.engine import Engine
+
+_DRAFT_MEMORY = 0.1
+"""Share of a GPU's memory fraction that the drafting model's pages take: they are far smaller."""
+
+_log = logging.getLogger(__name__)
+
+
+def load_engine(settings: ModelSettings) -> Engine:
+    """Load a model, and the one that drafts for it.
+
+    Raises:
+        UserError: a checkpoint cannot be read or served, the two do not fit together, or there is
+            no frontier to rehearse by.
+    """
+    checkpoint, drafter = read_checkpoint(settings.path), None
+    dtype = getattr(torch, settings.dtype)
+    device = "cuda" if settings.num_gpus else "cpu"
+    if settings.draft is not None:
+        sizes = settings.engine.model_copy(
+            update={
+                "reuse_prefixes": False,
+                "memory_fraction": settings.engine.memory_fraction * _DRAFT_MEMORY,
+            }
+        )
+        draft = drafting_checkpoint(read_checkpoint(settings.draft.path), checkpoint)
+        drafter = Drafter(
+            Engine(draft, sizes, dtype=dtype, device=device),
+            settings.draft.num_tokens,
+            settings.draft.confidence_threshold,
+        )
+    pacer = _pacer(checkpoint) if settings.rehearsal else None
+    return Engine(
+        checkpoint, settings.engine, dtype=dtype, device=device, drafter=drafter, pacer=pacer
+    )
+
+
+def _pacer(checkpoint: Checkpoint) -> Pacer:
+    """What holds the steps of a model back, by its frontier."""
+    try:
+        frontier = read_frontier(checkpoint.path)
+    except UserError as error:
+        raise UserError(f"rehearsal: {error}") from error
+    _log.warning(
+        "rehearsal: every step is slowed down to the times in %s, measured on %s; this server's "
+        "speed is not this machine's",
+        checkpoint.path / FRONTIER_FILE,
+        frontier.hardware,
+    )
+    return Pacer(frontier, checkpoint.metadata.block_size if checkpoint.metadata else 0)

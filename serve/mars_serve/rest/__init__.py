@@ -1,1 +1,0 @@
-"""The REST endpoints: OpenAI's, and marsray's own beside them."""

@@ -1,0 +1,521 @@
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from mars_autoscale.model.capacity import Rung, linear_step_time
+from mars_autoscale.model.frontier import (
+    FRONTIER_FILE,
+    Frontier,
+    ar_only,
+    read_frontier,
+    write_frontier,
+)
+from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
+
+REMEDY = "run marsray calibrate again"
+STEP_SECONDS = {
+    "positions": [1.0, 64.0, 256.0],
+    "stored": [0.0, 4096.0],
+    "seconds": [[0.010, 0.012], [0.014, 0.017], [0.030, 0.035]],
+}
+
+Content = dict[str, Any]
+
+# The frontiers of these tests
+
+
+def save_model(path: Path, value: float = 0.0) -> str:
+    """Weights into a directory; their fingerprint."""
+    save_file({"embed.weight": torch.full((2, 3), value)}, path / "model.safetensors")
+    return weights_fingerprint(path)
+
+
+def point(
+    mode: str,
+    threshold: float,
+    quality: float,
+    tokens: float,
+    positions: float,
+    half: float = 1.0,
+) -> Content:
+    return {
+        "mode": mode,
+        "threshold": threshold,
+        "quality": quality,
+        "quality_low": quality - half,
+        "quality_high": quality + half,
+        "tokens_per_forward": tokens,
+        "positions_per_row": positions,
+    }
+
+
+def content_of(weights: str, points: list[Content]) -> Content:
+    return {
+        "format_version": 1,
+        "weights": weights,
+        "hardware": "one H200",
+        "dtype": "bfloat16",
+        "measure": "accuracy",
+        "num_items": 500,
+        "window": 3,
+        "step_seconds": copy.deepcopy(STEP_SECONDS),
+        "prefill_tokens_per_s": 20000.0,
+        "points": points,
+    }
+
+
+def some_points() -> list[Content]:
+    return [
+        point("ar", 1.0, 80.0, 1.0, 1.0),
+        point("exact", 1.0, 80.0, 1.9, 16.0),
+        point("threshold", 0.95, 79.5, 1.5, 4.5),
+        point("threshold", 0.9, 79.0, 1.8, 4.75),
+        point("threshold", 0.7, 75.0, 2.4, 5.25),
+    ]
+
+
+def frontier_of(points: list[Content], weights: str = "none") -> Frontier:
+    return build_settings(content_of(weights, points), Frontier, source="measured")
+
+
+def sealed(content: Content) -> Content:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return content | {"checksum": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
+@pytest.fixture(name="model")
+def _model(tmp_path: Path) -> Path:
+    save_model(tmp_path)
+    return tmp_path
+
+
+def write_content(model: Path, edit: Callable[[Content], object] = lambda content: None) -> Path:
+    """A sealed file whose content was edited before."""
+    content = content_of(weights_fingerprint(model), some_points())
+    edit(content)
+    file = model / FRONTIER_FILE
+    file.write_text(json.dumps(sealed(content)))
+    return file
+
+
+Numbers = st.floats(0.001, 1e6)
+
+
+@st.composite
+def rising(draw: st.DrawFn, start: float = 0.0) -> list[float]:
+    steps = draw(st.lists(st.floats(0.5, 1000), min_size=2, max_size=5))
+    grid = [start]
+    for step in steps:
+        grid.append(grid[-1] + step)
+    return grid
+
+
+@st.composite
+def noisy_points(draw: st.DrawFn) -> list[Content]:
+    """Quality and speed go up and down as τ falls, as far as a valid frontier allows."""
+    thresholds = draw(st.lists(st.floats(0.01, 0.99), unique=True, max_size=8))
+    points = list[Content]()
+    speed, limit = 1.0, 100.0
+    for i, threshold in enumerate([1.0, *sorted(thresholds, reverse=True)]):
+        quality = draw(st.floats(0, 100))
+        low = min(max(quality - draw(st.floats(0, 20)), 0.0), limit)
+        high = min(quality + draw(st.floats(0, 20)), 100.0)
+        limit = min(limit, high)
+        given_speed = max(speed * (1 - draw(st.floats(0, 0.0199))), 1.0)
+        speed = max(speed, given_speed + draw(st.sampled_from([0.0, 0.5])))
+        points.append(
+            {
+                "mode": "threshold" if i else "ar",
+                "threshold": threshold,
+                "quality": quality,
+                "quality_low": low,
+                "quality_high": high,
+                "tokens_per_forward": draw(st.sampled_from([given_speed, speed])),
+                "positions_per_row": draw(st.floats(1, 20)),
+            }
+        )
+    if draw(st.booleans()):
+        points.append(point("exact", 1.0, 50.0, 1.5, 9.0))
+    return draw(st.permutations(points))
+
+
+@st.composite
+def frontiers(draw: st.DrawFn, weights: str = "none") -> Frontier:
+    content = content_of(weights, draw(noisy_points()))
+    positions, stored = draw(rising()), draw(rising())
+    row = st.lists(Numbers, min_size=len(stored), max_size=len(stored))
+    seconds = draw(st.lists(row, min_size=len(positions), max_size=len(positions)))
+    content |= {
+        "hardware": draw(st.text()),
+        "dtype": draw(st.text()),
+        "measure": draw(st.sampled_from(["accuracy", "agreement"])),
+        "num_items": draw(st.integers(1, 10**9)),
+        "window": draw(st.integers(1, 64)),
+        "prefill_tokens_per_s": draw(Numbers),
+        "step_seconds": {"positions": positions, "stored": stored, "seconds": seconds},
+    }
+    return build_settings(content, Frontier, source="measured")
+
+
+@pytest.fixture(name="shared", scope="module")
+def _shared() -> Iterator[Path]:
+    """A model for all of a property's examples."""
+    with TemporaryDirectory() as path:
+        save_model(Path(path))
+        yield Path(path)
+
+
+# The file
+
+
+@settings(derandomize=True, deadline=None)
+@given(data=st.data())
+def test_any_frontier_comes_back_as_it_was_written(shared: Path, data: st.DataObject) -> None:
+    frontier = data.draw(frontiers(weights_fingerprint(shared)))
+    assert write_frontier(shared, frontier) == shared / FRONTIER_FILE
+    assert read_frontier(shared) == frontier
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_changed_byte_is_refused_or_changes_nothing(
+    shared: Path, place: float, byte: int
+) -> None:
+    frontier = frontier_of(some_points(), weights_fingerprint(shared))
+    file = write_frontier(shared, frontier)
+    raw = bytearray(file.read_bytes())
+    raw[int(place * len(raw))] = byte
+    file.write_bytes(raw)
+    check_refused_or_equal(shared, frontier)
+
+
+def test_no_digit_can_be_changed(model: Path) -> None:
+    frontier = frontier_of(some_points(), weights_fingerprint(model))
+    file = write_frontier(model, frontier)
+    raw = file.read_bytes()
+    digits = [i for i, byte in enumerate(raw) if byte in b"0123456789"]
+    for i in digits:
+        file.write_bytes(raw[:i] + (b"1" if raw[i] in b"0" else b"0") + raw[i + 1 :])
+        check_refused_or_equal(model, frontier)
+    assert len(digits) > 100
+
+
+def check_refused_or_equal(model: Path, frontier: Frontier) -> None:
+    try:
+        found = read_frontier(model)
+    except UserError as error:
+        assert str(error).startswith(f"{model / FRONTIER_FILE}: ")  # noqa: PT017
+        assert str(error).endswith(REMEDY)  # noqa: PT017
+    else:
+        assert found == frontier
+
+
+def test_the_checksum_is_of_json_without_spaces_and_with_sorted_keys(model: Path) -> None:
+    content = content_of(weights_fingerprint(model), some_points())
+    file = write_frontier(model, frontier_of(some_points(), weights_fingerprint(model)))
+    assert json.loads(file.read_text()) == sealed(content)
+
+
+def test_a_failed_write_keeps_the_file_that_was_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_content(model)
+    before = file.read_bytes()
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(UserError, match=r"model: frontier.json cannot .* \(No space left"):
+        write_frontier(model, frontier_of(some_points()[:1]))
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in model.iterdir()) == [FRONTIER_FILE, "model.safetensors"]
+
+
+def test_a_directory_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be written into .*none"):
+        write_frontier(tmp_path / "none", frontier_of(some_points()))
+
+
+# Refusals
+
+
+def at(*keys: str | int) -> Callable[[Any], Callable[[Content], None]]:
+    """``at(*keys)(value)`` puts a value into a place of the content."""
+
+    def to(value: Any) -> Callable[[Content], None]:
+        def edit(content: Content) -> None:
+            *parents, last = keys
+            target: Any = content
+            for key in parents:
+                target = target[key]
+            target[last] = value
+
+        return edit
+
+    return to
+
+
+def points_are(*points: Content) -> Callable[[Content], None]:
+    return at("points")(list(points))
+
+
+AR = point("ar", 1.0, 80.0, 1.0, 1.0)
+REFUSED: list[tuple[str, Callable[[Content], object], str]] = [
+    ("format_version", at("format_version")(2), "should be 1"),
+    ("weights", at("weights")("0" * 64), "another model's"),
+    ("weights", lambda content: content.pop("weights"), "required"),
+    ("scale", at("scale")(1), "unknown key"),
+    ("measure", at("measure")("loss"), "'accuracy' or 'agreement'"),
+    ("num_items", at("num_items")(0), "greater than or equal to 1"),
+    ("window", at("window")(0), "greater than or equal to 1"),
+    ("prefill_tokens_per_s", at("prefill_tokens_per_s")(0.0), "greater than 0"),
+    ("prefill_tokens_per_s", at("prefill_tokens_per_s")(float("inf")), "finite"),
+    ("step_seconds", at("step_seconds")([]), "dictionary"),
+    ("step_seconds.positions", at("step_seconds", "positions")([1.0, 64.0, 64.0]), "above the one"),
+    ("step_seconds.stored", at("step_seconds", "stored")([9.0, 0.0]), "above the one before"),
+    ("step_seconds.stored", at("step_seconds", "stored")([0.0]), "at least 2"),
+    ("step_seconds.seconds", at("step_seconds", "positions")([1.0, 2.0]), "2 rows"),
+    ("step_seconds.seconds", at("step_seconds", "seconds", 1)([0.1]), "of 2 times"),
+    ("step_seconds.seconds.1.0", at("step_seconds", "seconds", 1, 0)(0.0), "greater than 0"),
+    ("step_seconds.seconds.2.1", at("step_seconds", "seconds", 2, 1)(float("nan")), "finite"),
+    ("points", points_are(), "mode ar"),
+    ("points", points_are(point("threshold", 0.9, 80.0, 1.5, 4.0)), "mode ar"),
+    ("points.1", points_are(AR, AR), "mode and threshold of points.0"),
+    ("points.5", lambda content: content["points"].append(some_points()[1]), "of points.1"),
+    ("points.5", lambda content: content["points"].append(some_points()[3]), "of points.3"),
+    ("points.0.mode", at("points", 0, "mode")("plain"), "'ar', 'threshold' or 'exact'"),
+    ("points.0.threshold", at("points", 0, "threshold")(0.9), "must be 1 in mode ar"),
+    ("points.1.threshold", at("points", 1, "threshold")(0.9), "must be 1 in mode exact"),
+    ("points.2.threshold", at("points", 2, "threshold")(1.0), "below 1 in mode threshold"),
+    ("points.2.threshold", at("points", 2, "threshold")(0.0), "greater than 0"),
+    ("points.2.threshold", at("points", 2, "threshold")(1.1), "less than or equal to 1"),
+    ("points.2.quality", at("points", 2, "quality")(float("nan")), "equal to 100"),
+    ("points.2.quality_high", at("points", 2, "quality_high")(100.5), "less than or equal to 100"),
+    ("points.2.quality_high", at("points", 2, "quality_high")(79.4), "must hold quality, 79.5"),
+    ("points.2.quality_low", at("points", 2, "quality_low")(79.6), "must hold quality, 79.5"),
+    ("points.2.tokens_per_forward", at("points", 2, "tokens_per_forward")(0.9), "equal to 1"),
+    ("points.2.positions_per_row", at("points", 2, "positions_per_row")(0.0), "equal to 1"),
+    # 3% at once, and 1.9% twice
+    (
+        "points.1.tokens_per_forward",
+        points_are(
+            AR,
+            point("threshold", 0.7, 79.0, 1.94, 4.0),
+            point("threshold", 0.9, 79.0, 2.0, 4.0),
+        ),
+        "more than 2% below 2, that of τ 0.9",
+    ),
+    (
+        "points.3.tokens_per_forward",
+        points_are(
+            AR,
+            point("threshold", 0.9, 79.0, 2.0, 4.0),
+            point("threshold", 0.8, 79.0, 1.962, 4.0),
+            point("threshold", 0.7, 79.0, 1.924722, 4.0),
+        ),
+        "more than 2% below 2, that of τ 0.9",
+    ),
+    (
+        "points.1.quality_low",
+        points_are(AR, point("threshold", 0.9, 82.1, 2.0, 4.0)),
+        "not be above 81, the quality_high of τ 1",
+    ),
+    (
+        "points.3.quality_low",
+        points_are(
+            AR,
+            point("threshold", 0.9, 70.0, 2.0, 4.0),
+            point("threshold", 0.8, 71.5, 2.0, 4.0),
+            point("threshold", 0.7, 72.1, 2.0, 4.0),
+        ),
+        "not be above 71, the quality_high of τ 0.9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "edit", "reason"), REFUSED)
+def test_a_refusal_names_file_field_and_remedy(
+    model: Path, field: str, edit: Callable[[Content], object], reason: str
+) -> None:
+    file = write_content(model, edit)
+    with pytest.raises(UserError) as caught:
+        read_frontier(model)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: {field}: ")
+    assert reason in message
+    assert message.endswith(REMEDY)
+
+
+def test_what_the_refusals_were_made_of_is_accepted(model: Path) -> None:
+    write_content(model)
+    assert read_frontier(model) == frontier_of(some_points(), weights_fingerprint(model))
+
+
+def test_what_noise_explains_is_accepted(model: Path) -> None:
+    lower = point("threshold", 0.8, 81.9, 1.97, 4.0)
+    write_content(model, points_are(AR, point("threshold", 0.9, 80.0, 2.0, 4.0), lower))
+    assert len(read_frontier(model).points) == 3
+
+
+@pytest.mark.parametrize("checksum", [None, "", 7, "0" * 64])
+def test_a_wrong_checksum_is_refused(model: Path, checksum: object) -> None:
+    file = write_content(model)
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"checksum": checksum}))
+    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: checksum: .*; {REMEDY}"):
+        read_frontier(model)
+
+
+def test_a_missing_checksum_is_refused(model: Path) -> None:
+    file = write_content(model)
+    content = json.loads(file.read_text())
+    del content["checksum"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: checksum: .*; {REMEDY}"):
+        read_frontier(model)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "as JSON"),
+        (b'{"format_version": 1', "as JSON"),
+        (b'{"hardware": "\xff"}', "as JSON"),
+        (b"[" * 100_000, "as JSON"),
+        (b"[]", "top level must be an object"),
+    ],
+    ids=["empty", "cut", "latin", "deep", "list"],
+)
+def test_what_is_no_json_object_is_refused(model: Path, raw: bytes, reason: str) -> None:
+    (model / FRONTIER_FILE).write_bytes(raw)
+    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: .*{reason}.*; {REMEDY}"):
+        read_frontier(model)
+
+
+def test_a_missing_file_is_refused(model: Path) -> None:
+    with pytest.raises(UserError, match=rf"{FRONTIER_FILE}: .*\(No such file.*; {REMEDY}"):
+        read_frontier(model)
+
+
+def test_retrained_weights_refuse_the_frontier(model: Path) -> None:
+    write_content(model)
+    save_model(model, 1.0)
+    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: weights: .*; {REMEDY}"):
+        read_frontier(model)
+
+
+# Rungs
+
+
+def test_rungs_are_ar_and_the_thresholds_in_falling_order() -> None:
+    assert frontier_of(list(reversed(some_points()))).rungs() == (
+        Rung(1.0, 1.0, 0.0, 0, 1.0),
+        Rung(0.95, 1.5, 0.5, 3, 4.5),
+        Rung(0.9, 1.8, 1.0, 3, 4.75),
+        Rung(0.7, 2.4, 5.0, 3, 5.25),
+    )
+
+
+def test_rungs_average_what_falls() -> None:
+    rungs = frontier_of(
+        [
+            AR,
+            point("threshold", 0.9, 81.0, 2.0, 4.0),
+            point("threshold", 0.8, 77.0, 1.98, 5.0, half=4.0),
+            point("threshold", 0.7, 78.0, 1.99, 6.0),
+            point("threshold", 0.6, 70.0, 3.0, 7.0),
+        ]
+    ).rungs()
+    assert [rung.loss for rung in rungs] == [0.0, 0.0, 2.5, 2.5, 10.0]
+    assert [rung.tokens_per_forward for rung in rungs] == pytest.approx([1, 1.99, 1.99, 1.99, 3])
+    assert [rung.positions for rung in rungs] == [1.0, 4.0, 5.0, 6.0, 7.0]
+
+
+@settings(derandomize=True, deadline=None)
+@given(points=noisy_points())
+def test_rungs_are_monotone(points: list[Content]) -> None:
+    rungs = frontier_of(points).rungs()
+    assert len(rungs) == sum(one["mode"] != "exact" for one in points)
+    assert (rungs[0].threshold, rungs[0].loss) == (1.0, 0.0)
+    for above, below in pairwise(rungs):
+        assert above.threshold > below.threshold
+        assert above.loss <= below.loss
+        assert above.tokens_per_forward <= below.tokens_per_forward
+
+
+def test_the_exact_rung_loses_nothing() -> None:
+    points = some_points()
+    points[1] = point("exact", 1.0, 78.0, 1.9, 16.0)
+    assert frontier_of(points).exact_rung() == Rung(1.0, 1.9, 0.0, 3, 16.0)
+    assert frontier_of([AR]).exact_rung() is None
+
+
+# Capacity
+
+
+def test_step_times_are_bilinear() -> None:
+    content = content_of("none", some_points())
+    positions, stored = [0.0, 10.0, 40.0], [0.0, 1000.0, 5000.0]
+
+    def seconds(p: float, s: float) -> float:
+        return 0.01 + 0.001 * p + 1e-6 * s + 1e-7 * p * s
+
+    table = [[seconds(p, s) for s in stored] for p in positions]
+    content["step_seconds"] = {"positions": positions, "stored": stored, "seconds": table}
+    frontier = build_settings(content, Frontier, source="measured")
+    # within pieces, on a point, and past the last one of either
+    for rows, mean in [(4, 100.0), (4, 250.0), (4, 700.0), (10, 900.0), (1, 0.0)]:
+        step_time = frontier.capacity(rows, mean).step_time
+        for p in [0.0, 3.0, 10.0, 25.0, 100.0]:
+            assert step_time.at(p) == pytest.approx(seconds(p, rows * mean))
+
+
+def test_times_that_fall_in_the_last_piece_do_not_fall_on() -> None:
+    content = content_of("none", some_points())
+    content["step_seconds"]["seconds"][0] = [0.012, 0.010]
+    frontier = build_settings(content, Frontier, source="measured")
+    assert frontier.capacity(100, 512.0).step_time.at(1.0) == 0.010
+
+
+def test_capacity_prices_rows_by_their_measured_positions() -> None:
+    frontier = frontier_of(some_points())
+    capacity = frontier.capacity(8)
+    assert capacity == frontier.capacity(8, 512.0)
+    assert (capacity.num_slots, capacity.prefill_tokens_per_s) == (8, 20000.0)
+    assert capacity.rungs == frontier.rungs()
+    rung = capacity.rungs[2]
+    expected = 8 * 1.8 / capacity.step_time.at(8 * 4.75)
+    assert capacity.tokens_per_s(rung) == pytest.approx(expected)
+    exact = frontier.exact_rung()
+    assert exact is not None
+    expected = 8 * 1.9 / capacity.step_time.at(8 * 16.0)
+    assert capacity.tokens_per_s(exact) == pytest.approx(expected)
+
+
+def test_positions_that_were_not_measured_are_tokens_and_masks() -> None:
+    assert Rung(0.9, 1.8, 1.0, num_masks=3).positions == pytest.approx(4.8)
+    assert Rung(1.0, 1.0, 0.0).positions == 1.0
+
+
+def test_without_a_frontier_there_is_plain_ar_decoding_only() -> None:
+    capacity = ar_only(linear_step_time(0.02, 128), num_slots=16, prefill_tokens_per_s=5000.0)
+    assert capacity.rungs == (Rung(threshold=1.0, tokens_per_forward=1.0, loss=0.0),)
+    assert capacity.useful(1.05) == capacity.rungs
+    assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(16 / (0.02 * (1 + 16 / 128)))
+    assert capacity.prefill_tokens_per_s == 5000.0

@@ -1,0 +1,250 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from mars_autoscale.traces.files import ServiceClass, TraceRequest, read_trace, write_trace
+from mars_autoscale.traces.synthetic import (
+    MAX_REQUESTS,
+    Lengths,
+    Ramp,
+    Spike,
+    SyntheticTrace,
+    TraceChange,
+    changed,
+    generate,
+    spike_factor,
+)
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
+
+SHORT = Lengths(mean=10, max=10)
+
+
+def regular(num=10_000, per_s=10.0):
+    return [TraceRequest(i / per_s, 100 + i % 7, 1 + i % 5) for i in range(num)]
+
+
+def synthetic(**settings):
+    return SyntheticTrace(**{"prompt": SHORT, "output": SHORT, **settings})
+
+
+def arrivals(trace):
+    return np.array([request.arrival_s for request in trace])
+
+
+def count(trace, begin_s, end_s):
+    times = arrivals(trace)
+    return int(((times >= begin_s) & (times < end_s)).sum())
+
+
+def near(measured, expected, deviation):
+    assert abs(measured - expected) < 3 * deviation, (measured, expected, deviation)
+
+
+def test_the_default_change_keeps_the_trace_and_its_classes():
+    trace = [TraceRequest(0.0, 1, 1, ServiceClass.FLEX), *regular(100)[1:]]
+    assert changed(trace, TraceChange(), seed=0) == trace
+
+
+def test_cutting_drops_what_arrives_later():
+    assert changed(regular(), TraceChange(cut_s=20), seed=0) == regular(201)
+
+
+@pytest.mark.parametrize("multiply", [0.3, 1.5, 2.2, 3.0])
+def test_multiplying_gives_so_many_requests_each_at_most_shift_s_late(multiply):
+    trace = [TraceRequest(10.0 * i, i, 1) for i in range(10_000)]  # the prompt tells which it is
+    result = changed(trace, TraceChange(multiply=multiply, shift_s=3.0), seed=1)
+    part = multiply % 1
+    near(len(result), 10_000 * multiply, math.sqrt(10_000 * part * (1 - part)) + 0.1)
+    numbers = Counter(request.prompt_tokens for request in result)
+    assert {numbers[i] for i in range(10_000)} == {math.floor(multiply), math.ceil(multiply)}
+    late = np.array([request.arrival_s - 10 * request.prompt_tokens for request in result])
+    assert 0 <= late.min() <= late.max() <= 3
+    near(late.mean(), 1.5, 3 / math.sqrt(12 * len(result)))
+
+
+def test_changed_traces_are_sorted_and_depend_on_the_seed_alone():
+    change = TraceChange(multiply=2.2, classes={"default": 0.5, "flex": 0.5})
+    first = changed(regular(), change, seed=3)
+    assert first == changed(regular(), change, seed=3)
+    assert first != changed(regular(), change, seed=4)
+    assert (np.diff(arrivals(first)) >= 0).all()
+
+
+def test_spikes_multiply_where_they_are_and_nothing_moves_elsewhere():
+    spikes = (Spike(at_s=100, for_s=50, times=3.5), Spike(at_s=300, for_s=50, times=0))
+    result = changed(regular(), TraceChange(spikes=spikes, shift_s=1.0), seed=0)
+    near(count(result, 100, 151), 500 * 3.5 + 10, math.sqrt(500 * 0.25))
+    assert count(result, 301, 350) == 0
+    outside = [r for r in result if not 100 <= r.arrival_s < 151 and not 300 <= r.arrival_s < 350]
+    untouched = [
+        r for r in regular() if not 100 <= r.arrival_s < 151 and not 300 <= r.arrival_s < 350
+    ]
+    assert outside == untouched
+
+
+def test_overlapping_spikes_multiply_each_other():
+    spikes = (Spike(at_s=10, for_s=10, times=2), Spike(at_s=15, for_s=10, times=3))
+    times = np.array([9.9, 10, 15, 19.9, 20, 24.9, 25])
+    assert spike_factor(spikes, times).tolist() == [1, 2, 6, 6, 3, 3, 1]
+
+
+def test_classes_are_drawn_by_their_shares_and_leave_arrivals_alone():
+    shares = {"flex": 0.3, "priority": 0.1, "default": 0.6}
+    plain = changed(regular(), TraceChange(multiply=2), seed=5)
+    drawn = changed(regular(), TraceChange(multiply=2, classes=shares), seed=5)
+    assert (arrivals(plain) == arrivals(drawn)).all()
+    numbers = Counter(request.service_class for request in drawn)
+    for name, share in shares.items():
+        near(numbers[ServiceClass(name)], 20_000 * share, math.sqrt(20_000 * share * (1 - share)))
+    reordered = dict(sorted(shares.items()))
+    assert changed(regular(), TraceChange(multiply=2, classes=reordered), seed=5) == drawn
+
+
+def test_shares_near_1_are_taken():
+    third = 0.3333333
+    change = TraceChange(classes=dict.fromkeys(ServiceClass, third))
+    numbers = Counter(request.service_class for request in changed(regular(), change, seed=0))
+    assert min(numbers[name] for name in ServiceClass) > 3000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"classes": {"flex": 0.5, "default": 0.4}}, "classes: .*0.9 together"),
+        ({"classes": {"gold": 1.0}}, "classes.*'priority'"),
+        ({"classes": {"flex": -0.5, "default": 1.5}}, "classes.flex"),
+        ({"multiply": 0}, "multiply"),
+        ({"spikes": [{"at_s": 0, "for_s": 0, "times": 2}]}, "spikes.0.for_s"),
+    ],
+)
+def test_a_bad_change_names_its_field(content, message):
+    with pytest.raises(UserError, match=f"^change: {message}"):
+        build_settings(content, TraceChange, source="change")
+
+
+def test_changes_that_leave_nothing_or_far_too_much_are_refused():
+    with pytest.raises(UserError, match="multiply: no request"):
+        changed(regular(3), TraceChange(multiply=1e-9), seed=0)
+    with pytest.raises(UserError, match=f"multiply: .*{MAX_REQUESTS}"):
+        changed(regular(3), TraceChange(multiply=1e12), seed=0)
+
+
+def test_a_steady_synthetic_trace_is_a_poisson_process():
+    trace = generate(synthetic(duration_s=10_000, mean_rate_per_s=5), seed=0)
+    assert trace[0].arrival_s == 0
+    gaps = np.diff(arrivals(trace))
+    near(len(gaps), 50_000, math.sqrt(50_000))
+    near(gaps.mean(), 0.2, 0.2 / math.sqrt(50_000))
+    near(gaps.std(), 0.2, 0.2 / math.sqrt(50_000) * math.sqrt(2))  # an exponential's
+    assert gaps.min() >= 0
+    assert trace[-1].arrival_s < 10_000
+
+
+def test_the_diurnal_wave_shows_in_the_rates():
+    made = synthetic(
+        duration_s=8000, mean_rate_per_s=10, diurnal_amplitude=0.8, diurnal_period_s=4000
+    )
+    trace = generate(made, seed=1)
+    rise = 2000 * 10 * 0.8 * 2 / math.pi  # the sine's integral over half a period
+    for begin_s, expected in [(0, 20_000 + rise), (2000, 20_000 - rise), (4000, 20_000 + rise)]:
+        near(count(trace, begin_s, begin_s + 2000), expected, math.sqrt(expected))
+
+
+def test_ramps_and_spikes_show_in_the_rates():
+    made = synthetic(
+        duration_s=4000,
+        mean_rate_per_s=10,
+        ramps=[Ramp(at_s=1000, for_s=500, times=3), Ramp(at_s=2500, for_s=500, times=0.5)],
+        spikes=[Spike(at_s=2000, for_s=100, times=4)],
+    )
+    trace = generate(made, seed=2)
+    pieces = [(0, 1000, 1), (1000, 1250, 1.5), (1250, 1500, 2.5), (1500, 2000, 3)]
+    pieces += [(2000, 2100, 12), (2100, 2500, 3), (2500, 3000, 1.75), (3000, 4000, 0.5)]
+    for begin_s, end_s, times in pieces:
+        expected = 10 * times * (end_s - begin_s)
+        near(count(trace, begin_s, end_s), expected, math.sqrt(expected))
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50), st.floats(0, 9)), max_size=4),
+    st.lists(st.floats(0, 5), max_size=3),
+    st.floats(0, 1),
+)
+def test_the_rate_never_exceeds_the_peak(spikes, ramps, amplitude):
+    made = synthetic(
+        duration_s=100,
+        mean_rate_per_s=2,
+        diurnal_amplitude=amplitude,
+        diurnal_period_s=40,
+        spikes=[Spike(at_s=a, for_s=b, times=c) for a, b, c in spikes],
+        ramps=[Ramp(at_s=20 * i, for_s=15, times=times) for i, times in enumerate(ramps)],
+    )
+    rates = made.rate_at(np.linspace(0, 100, 1001))
+    assert rates.min() >= 0
+    assert rates.max() <= made.peak_rate_per_s * (1 + 1e-12)
+
+
+def test_synthetic_traces_depend_on_the_seed_alone():
+    made = synthetic(duration_s=100, mean_rate_per_s=5, output=Lengths(mean=9, sigma=1, max=99))
+    assert generate(made, seed=0) == generate(made, seed=0)
+    assert generate(made, seed=0) != generate(made, seed=1)
+
+
+def test_synthetic_traces_survive_a_file(tmp_path):
+    trace = generate(synthetic(duration_s=100, mean_rate_per_s=5), seed=0)
+    write_trace(tmp_path / "trace.csv", trace)
+    read = read_trace(tmp_path / "trace.csv")
+    assert arrivals(read) == pytest.approx(arrivals(trace), abs=1e-6)
+
+
+def test_lengths_are_lognormal_with_the_mean_that_was_asked_for():
+    output = Lengths(mean=300, sigma=0.8, max=10**9)
+    trace = generate(synthetic(duration_s=10_000, mean_rate_per_s=5, output=output), seed=3)
+    tokens = np.array([request.output_tokens for request in trace])
+    deviation = 300 * math.sqrt(math.exp(0.8**2) - 1)
+    near(tokens.mean(), 300, deviation / math.sqrt(len(tokens)))
+    near(np.log(tokens).std(), 0.8, 0.8 / math.sqrt(2 * len(tokens)) + 0.001)  # rounding's
+    assert {request.prompt_tokens for request in trace} == {10}
+
+
+def test_a_share_of_lengths_is_in_a_heavy_tail_up_to_the_maximum():
+    prompt = Lengths(mean=100, max=5000, tail_share=0.05, tail_times=10)
+    trace = generate(synthetic(duration_s=10_000, mean_rate_per_s=5, prompt=prompt), seed=4)
+    tokens = np.array([request.prompt_tokens for request in trace])
+    num = len(tokens)
+    assert set(tokens[tokens < 1000]) == {100}
+    near((tokens > 100).sum(), 0.05 * num, math.sqrt(0.05 * 0.95 * num))
+    share = 0.05 * 2**-1.5  # Pareto's with index 1.5: twice the least and more
+    near((tokens >= 2000).sum(), share * num, math.sqrt(share * num))
+    assert tokens.max() == 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"mean_rate_per_s": 1e9}, "duration_s: .*lower"),
+        ({"output": {"mean": 50, "max": 10}}, "output: max: 10 is below the mean of 50"),
+        ({"diurnal_amplitude": 1.5}, "diurnal_amplitude"),
+        (
+            {"ramps": [{"at_s": 0, "for_s": 9, "times": 2}, {"at_s": 8, "for_s": 9, "times": 1}]},
+            r"ramps\.1\.at_s: .*later",
+        ),
+    ],
+)
+def test_bad_synthetic_settings_name_their_field(content, message):
+    lengths = {"mean": 5, "max": 10}
+    base = {"duration_s": 100, "mean_rate_per_s": 1, "prompt": lengths, "output": lengths}
+    with pytest.raises(UserError, match=f"^synthetic: {message}"):
+        build_settings({**base, **content}, SyntheticTrace, source="synthetic")
+
+
+def test_settings_refuse_what_is_infinite():
+    with pytest.raises(ValidationError, match="finite"):
+        Spike(at_s=math.inf, for_s=1, times=1)

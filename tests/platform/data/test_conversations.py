@@ -1,0 +1,254 @@
+import json
+
+import pytest
+
+from mars_platform.data.conversations import (
+    Conversation,
+    parse_conversation,
+    render_prompt,
+    render_turns,
+)
+from mars_platform.errors import UserError
+from mars_train.run.scratch import CHAT_TEMPLATE, TURN_END, train_tokenizer
+
+USER = {"role": "user", "content": "Count"}
+ANSWER = {"role": "assistant", "content": "one"}
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["some text"], 264)
+
+
+def conversation(*messages):
+    return Conversation.model_validate({"messages": list(messages)})
+
+
+def refusal(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def test_conversation_and_its_other_columns():
+    parsed = parse_conversation(json.dumps({"messages": [USER, ANSWER], "answer": "1"}))
+    assert [message.model_dump() for message in parsed.messages] == [USER, ANSWER]
+    assert parsed.model_extra == {"answer": "1"}
+
+
+def test_every_role_is_accepted():
+    roles = ["system", "developer", "user", "tool", "assistant"]
+    text = json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
+    assert [message.role for message in parse_conversation(text).messages] == roles
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "empty line"),
+        (" \t\n", "empty line"),
+        ("{", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
+        ('{"messages": []} x', "not valid JSON (Extra data at column 18)"),
+        ("9" * 5000, "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "a row must be an object"),
+        ("null", "a row must be an object"),
+        ("{}", "messages: required, but not given"),
+        ('{"messages": 3}', "messages: "),
+        ('{"messages": []}', "the last turn must have the role 'assistant'"),
+        ('{"messages": ["hello"]}', "messages.0: "),
+        ('{"messages": [{"content": "x"}]}', "messages.0.role: required, but not given"),
+        ('{"messages": [{"role": "user"}]}', "messages.0.content: required, but not given"),
+    ],
+)
+def test_unusable_line(text, named):
+    assert named in refusal(parse_conversation, text)
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([USER], "the last turn must have the role 'assistant'"),
+        ([USER, ANSWER, USER], "the last turn must have the role 'assistant'"),
+        ([ANSWER], "an assistant turn needs a turn before it"),
+        ([USER, {**ANSWER, "content": ""}], "messages.1.content: "),
+        ([{**USER, "content": None}, ANSWER], "messages.0.content: "),
+        ([{**USER, "content": 3}, ANSWER], "messages.0.content: "),
+        ([USER, {**ANSWER, "content": "\ud800"}], "messages.1.content: "),
+        ([{**USER, "role": "human"}, ANSWER], "messages.0.role: "),
+    ],
+)
+def test_unusable_messages(messages, named):
+    assert named in refusal(parse_conversation, json.dumps({"messages": messages}))
+
+
+# --- rendering ------------------------------------------------------------------------------------
+
+LONG = conversation(
+    {"role": "system", "content": "Be brief."},
+    USER,
+    ANSWER,
+    {"role": "user", "content": "one"},  # the same text as the answer before it
+    {"role": "assistant", "content": "two\n\nlines"},
+    {"role": "user", "content": "Again"},
+    {"role": "assistant", "content": " three "},
+)
+
+
+def supervised(tokenizer, loss_on):
+    text, spans = render_turns(tokenizer, LONG, loss_on)
+    return [text[begin:end] for begin, end in spans]
+
+
+def test_prompt_asks_for_the_next_turn(tokenizer):
+    expected = "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\n"
+    assert render_prompt(tokenizer, [USER]) == expected
+
+
+def test_text_is_the_whole_conversation(tokenizer):
+    text, _ = render_turns(tokenizer, LONG, "last")
+    messages = [message.model_dump() for message in LONG.messages]
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_last_turn_is_supervised(tokenizer):
+    assert supervised(tokenizer, "last") == [f" three {TURN_END}"]
+
+
+def test_all_assistant_turns_are_supervised(tokenizer):
+    contents = ["one", "two\n\nlines", " three "]
+    assert supervised(tokenizer, "all") == [content + TURN_END for content in contents]
+
+
+def test_span_begins_where_the_prompt_ends(tokenizer):
+    text, spans = render_turns(tokenizer, conversation(USER, ANSWER), "last")
+    prompt = render_prompt(tokenizer, [USER])
+    assert spans == [(len(prompt), len(prompt) + len("one" + TURN_END))]
+    assert text.startswith(prompt)
+
+
+def test_opening_assistant_turn_is_not_supervised(tokenizer):
+    messages = conversation({"role": "assistant", "content": "Hello"}, USER, ANSWER)
+    text, spans = render_turns(tokenizer, messages, "all")
+    assert [text[begin:end] for begin, end in spans] == ["one" + TURN_END]
+
+
+def test_template_that_raises(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no system turn, please') }}"
+    assert "no system turn, please" in refusal(render_prompt, tokenizer, [USER])
+    assert "no system turn, please" in refusal(render_turns, tokenizer, LONG, "last")
+
+
+def test_template_that_is_malformed(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}"
+    assert "chat template" in refusal(render_prompt, tokenizer, [USER])
+
+
+def test_tokenizer_without_a_template(tokenizer):
+    tokenizer.chat_template = None
+    assert "has no chat template" in refusal(render_prompt, tokenizer, [USER])
+    assert "has no chat template" in refusal(render_turns, tokenizer, LONG, "all")
+
+
+def test_template_that_drops_earlier_answers(tokenizer):
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.role != 'assistant' or loop.last %}"
+        "{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "all")
+    text, spans = render_turns(tokenizer, LONG, "last")  # the last turn can still be told
+    assert [text[begin:end].strip() for begin, end in spans] == ["three"]
+
+
+def test_template_whose_generation_prompt_differs(tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+    )
+    assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "last")
+
+
+# --- tools and variables of the template ----------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if brief %}Be brief.\n{% endif %}"
+    + CHAT_TEMPLATE
+)
+
+
+def test_tools_and_variables_reach_the_template(tokenizer):
+    tokenizer.chat_template = WITH_TOOLS
+    plain = render_prompt(tokenizer, [USER])
+    assert render_prompt(tokenizer, [USER], [TOOL]) == json.dumps([TOOL]) + "\n" + plain
+    assert render_prompt(tokenizer, [USER], []) == plain
+    brief = render_prompt(tokenizer, [USER], template_kwargs={"brief": True, "other": 1})
+    assert brief == "Be brief.\n" + plain
+    prompt = "<|im_start|>assistant\n"
+    without = render_prompt(tokenizer, [USER], add_generation_prompt=False)
+    assert without + prompt == plain
+
+
+def test_template_that_knows_no_tools(tokenizer):
+    assert "tools: this model's" in refusal(render_prompt, tokenizer, [USER], [TOOL])
+
+
+def test_one_of_several_templates_is_for_tools(tokenizer):
+    tokenizer.chat_template = {"default": CHAT_TEMPLATE, "tool_use": WITH_TOOLS}
+    assert "add" in render_prompt(tokenizer, [USER], [TOOL])
+    assert render_prompt(tokenizer, [USER]).startswith("<|im_start|>user")
+    tokenizer.chat_template = {"other": CHAT_TEMPLATE}
+    assert "no chat template to use" in refusal(render_prompt, tokenizer, [USER])
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "chat_template", "eos_token", "tokenize"]
+)
+def test_variables_that_the_server_sets(tokenizer, name):
+    with pytest.raises(UserError, match=f"chat_template_kwargs: '{name}' is set by the server"):
+        render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
+
+
+@pytest.mark.parametrize("name", ["self", "conversations", "raise_exception", "namespace"])
+def test_other_names_do_no_harm(tokenizer, name):
+    tokenizer.chat_template = "{% set space = namespace(a=1) %}{{ raise_exception('no') }}"
+    with pytest.raises(UserError):
+        render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
+
+
+def test_templates_run_in_a_sandbox(tokenizer):
+    tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
+    assert "cannot render" in refusal(render_prompt, tokenizer, [USER])
+
+
+def test_developer_is_system_where_the_template_does_not_know_it(tokenizer):
+    developer = {"role": "developer", "content": "Be brief."}
+    assert "<|im_start|>system\nBe brief." in render_prompt(tokenizer, [developer, USER])
+    text, _ = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
+    assert text.startswith("<|im_start|>system\nBe brief.")
+    tokenizer.chat_template = "{# developer #}" + CHAT_TEMPLATE
+    assert "<|im_start|>developer\nBe brief." in render_prompt(tokenizer, [developer, USER])
+
+
+def test_mistral_templates_get_short_ids(tokenizer):
+    call = {"id": "call_0123456789", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call, {**call, "id": "abcdefghi"}]},
+        {"role": "tool", "content": "", "tool_call_id": "call_0123456789"},
+    ]
+    shown = (
+        "{% for message in messages %}{% for call in message.tool_calls %}{{ call.id }} "
+        "{% endfor %}{{ message.tool_call_id }}{% endfor %}"
+    )
+    tokenizer.chat_template = shown
+    assert render_prompt(tokenizer, turns) == "call_0123456789 abcdefghi call_0123456789"
+    tokenizer.chat_template = shown + "{# [TOOL_CALLS] #}"
+    first, second, result = render_prompt(tokenizer, turns).split()
+    assert first == result
+    assert (len(first), first.isalnum(), second) == (9, True, "abcdefghi")
+    assert turns[1]["tool_call_id"] == "call_0123456789"

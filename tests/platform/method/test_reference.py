@@ -1,0 +1,228 @@
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Confidence
+from mars_platform.method.reference import Decoded, decode
+from mars_platform.method.rules import confidence
+
+MASK, PAD = 60, 0
+PLAIN = SpecialTokens(eos=frozenset(), never_emitted=frozenset({MASK, PAD}))
+PROMPTS = [[5, 9, 33], [7], [12, 44, 2, 19, 58, 31, 8]]
+ALWAYS = 1e-12  # a threshold that every proposal reaches
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,  # varied outputs
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def windowed(model, prompt, special=PLAIN, threshold=ALWAYS, max_tokens=24, num_masks=3, **options):
+    return decode(
+        model,
+        prompt,
+        special,
+        max_tokens=max_tokens,
+        threshold=threshold,
+        num_masks=num_masks,
+        mask_token_id=MASK,
+        **options,
+    )
+
+
+@pytest.fixture
+def fed(model):
+    """Token ids of every forward pass."""
+    calls = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    yield calls
+    handle.remove()
+
+
+def generate(model, prompt, num_tokens, **options):
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        suppress_tokens=[MASK, PAD],
+        pad_token_id=PAD,
+        **options,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_threshold_one_is_greedy_generation(model, prompt):
+    decoded = windowed(model, prompt, threshold=1.0)
+    assert decoded.tokens == generate(model, prompt, 24)
+    assert [len(tokens) for tokens in decoded.passes] == [1] * 24
+    assert len(set(decoded.tokens)) > 3  # the model does not merely repeat itself
+
+
+def test_threshold_one_needs_no_mask(model):
+    decoded = decode(model, PROMPTS[0], PLAIN, max_tokens=5)
+    assert decoded.tokens == generate(model, PROMPTS[0], 5)
+
+
+def test_threshold_one_feeds_no_mask(model, fed):
+    decoded = windowed(model, PROMPTS[0], threshold=1.0, max_tokens=3)
+    assert fed == [PROMPTS[0] + decoded.tokens[:num] for num in range(3)]
+
+
+def test_end_token_ends_greedy_generation(model):
+    free = windowed(model, PROMPTS[0], threshold=1.0).tokens
+    end = next(token for token in free[3:] if token not in free[:3])
+    special = SpecialTokens(frozenset({end}), PLAIN.never_emitted)
+    decoded = windowed(model, PROMPTS[0], special, threshold=1.0)
+    assert decoded.tokens == free[: free.index(end) + 1]
+    assert decoded.tokens == generate(model, PROMPTS[0], 24, eos_token_id=end)
+
+
+def test_every_pass_feeds_the_committed_tokens_and_the_masks(model, fed):
+    decoded = windowed(model, PROMPTS[0], threshold=0.1, num_masks=4)
+    committed = list(PROMPTS[0])
+    assert len(fed) == len(decoded.passes)
+    for given, tokens in zip(fed, decoded.passes, strict=True):
+        assert given == committed + [MASK] * 4
+        committed += tokens
+
+
+def plain_pass(model, committed, num_masks, threshold):
+    """One pass written out: greedy token at every depth, the run while it is sure enough."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([committed + [MASK] * num_masks])).logits[0]
+    run = []
+    for depth in range(num_masks + 1):
+        scores = logits[len(committed) - 1 + depth]
+        allowed = [token for token in range(64) if token not in PLAIN.never_emitted]
+        best = max(allowed, key=lambda token, scores=scores: float(scores[token]))
+        if depth > 0 and float(torch.softmax(scores, -1)[best]) < threshold:
+            break
+        run.append(best)
+    return run
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.4, 0.6])
+def test_passes_equal_plain_window_decoding(model, threshold):
+    lengths = set()
+    for prompt in PROMPTS:
+        decoded = windowed(model, prompt, threshold=threshold, max_tokens=40)
+        committed = list(prompt)
+        for tokens in decoded.passes[:-1]:  # max_tokens may cut the last one
+            assert tokens == plain_pass(model, committed, 3, threshold)
+            committed += tokens
+        lengths |= {len(tokens) for tokens in decoded.passes}
+    assert len(lengths) > 1  # runs of more than one length occurred
+
+
+def test_measure_decides_the_passes(model):
+    passes = {
+        measure: windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40, measure=measure).passes
+        for measure in Confidence
+    }
+    assert (
+        passes[Confidence.PROBABILITY]
+        == windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40).passes
+    )
+    for measure, decoded in passes.items():
+        committed = list(PROMPTS[0])
+        for tokens in decoded[:-1]:
+            with torch.no_grad():
+                ids = torch.tensor([committed + [MASK] * 3])
+                logits = model(input_ids=ids).logits[0, len(committed) - 1 :]
+            proposed = logits.index_fill(-1, torch.tensor([MASK, PAD]), -torch.inf).argmax(-1)
+            passing = [float(c) >= 0.25 for c in confidence(logits, proposed, measure)[1:]]
+            run = [*passing, False].index(False)
+            assert tokens == proposed[: 1 + run].tolist()
+            committed += tokens
+    assert len({str(decoded) for decoded in passes.values()}) == len(Confidence)
+
+
+def test_windows_of_each_pass_are_followed(model, fed):
+    decoded = windowed(model, PROMPTS[0], max_tokens=12, num_masks=[0, 3, 1, 5])
+    assert [len(tokens) for tokens in decoded.passes] == [1, 4, 2, 5]
+    assert [ids.count(MASK) for ids in fed] == [0, 3, 1, 5]
+
+
+def test_one_window_for_all_passes_is_the_same_as_a_list_of_it(model):
+    free = windowed(model, PROMPTS[0], threshold=0.3)
+    assert windowed(model, PROMPTS[0], threshold=0.3, num_masks=[3] * len(free.passes)) == free
+
+
+def test_too_few_windows_are_refused(model):
+    with pytest.raises(UserError, match="num_masks: those of 2 passes"):
+        windowed(model, PROMPTS[0], max_tokens=9, num_masks=[3, 3])
+
+
+def test_thresholds_of_each_pass_are_followed(model, fed):
+    decoded = windowed(model, PROMPTS[0], max_tokens=10, threshold=[ALWAYS, 1.0, 1.0, ALWAYS])
+    assert [len(tokens) for tokens in decoded.passes] == [4, 1, 1, 4]
+    assert [ids.count(MASK) for ids in fed] == [3, 0, 0, 3]
+    with pytest.raises(UserError, match="threshold: those of 1 passes"):
+        windowed(model, PROMPTS[0], max_tokens=9, threshold=[1.0])
+
+
+def test_lowest_threshold_takes_the_whole_window(model):
+    decoded = windowed(model, PROMPTS[0], max_tokens=24, num_masks=3)
+    assert [len(tokens) for tokens in decoded.passes] == [4] * 6
+
+
+def test_first_token_of_every_pass_is_the_exact_prediction(model):
+    decoded = windowed(model, PROMPTS[1])
+    committed = list(PROMPTS[1])
+    for tokens in decoded.passes:
+        assert tokens[0] == generate(model, committed, 1)[0]
+        committed += tokens
+
+
+def test_window_of_zero_masks_is_ar(model):
+    assert windowed(model, PROMPTS[0], num_masks=0) == windowed(model, PROMPTS[0], threshold=1.0)
+
+
+def test_end_token_inside_a_run_cuts_it(model):
+    first = windowed(model, PROMPTS[0]).passes[0]
+    end = next(token for token in first[1:-1] if token != first[0])
+    special = SpecialTokens(frozenset({end}), PLAIN.never_emitted)
+    decoded = windowed(model, PROMPTS[0], special)
+    assert decoded.passes == [first[: first.index(end) + 1]]
+    assert len(decoded.tokens) < len(first)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 11])
+def test_max_tokens_cuts_the_last_pass(model, max_tokens):
+    free = windowed(model, PROMPTS[2], max_tokens=40)
+    decoded = windowed(model, PROMPTS[2], max_tokens=max_tokens)
+    assert decoded.tokens == free.tokens[:max_tokens]
+    assert len(decoded.passes) == -(-max_tokens // 4)
+
+
+@pytest.mark.parametrize("threshold", [ALWAYS, 1.0])
+def test_banned_tokens_are_never_emitted(model, threshold):
+    free = windowed(model, PROMPTS[0], threshold=threshold)
+    banned = frozenset({MASK, PAD, *free.tokens[:4]})
+    decoded = windowed(model, PROMPTS[0], SpecialTokens(frozenset(), banned), threshold=threshold)
+    assert len(decoded.tokens) == 24
+    assert not banned & set(decoded.tokens)
+
+
+def test_decoded_joins_its_passes():
+    assert Decoded([[1, 2], [3]]).tokens == [1, 2, 3]

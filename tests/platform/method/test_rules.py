@@ -1,0 +1,252 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mars_platform.method.mode import Confidence
+from mars_platform.method.rules import confidence, num_accepted, visibility
+
+
+def accepted(confidences, threshold, num_proposed=None):
+    row = torch.tensor([confidences])
+    proposed = torch.tensor([len(confidences) if num_proposed is None else num_proposed])
+    return num_accepted(row, torch.tensor([threshold]), proposed).tolist()
+
+
+# --- acceptance -----------------------------------------------------------------------------------
+
+
+def test_leading_run_is_accepted():
+    assert accepted([0.9, 0.9, 0.9, 0.2, 0.9], 0.5) == [3]
+
+
+def test_first_proposal_is_always_accepted():
+    assert accepted([0.01, 0.01, 0.99], 0.5) == [1]
+
+
+def test_own_confidence_of_the_first_proposal_never_stops_the_run():
+    assert accepted([0.01, 0.9, 0.9, 0.1], 0.5) == [3]
+
+
+@pytest.mark.parametrize(("second", "expected"), [(0.5, 2), (0.4999, 1), (0.5001, 2)])
+def test_threshold_is_inclusive(second, expected):
+    assert accepted([1.0, second], 0.5) == [expected]
+
+
+def test_certainty_passes_threshold_one():
+    assert accepted([0.3, 1.0, 1.0, 0.9999], 1.0) == [3]
+
+
+@pytest.mark.parametrize("num_proposed", [1, 2, 4])
+def test_entries_past_the_proposals_are_ignored(num_proposed):
+    assert accepted([0.9] * 4, 0.5, num_proposed) == [num_proposed]
+
+
+def test_rows_are_independent():
+    confidences = torch.tensor([[0.1, 0.6, 0.6], [0.1, 0.6, 0.6], [0.9, 0.4, 0.9]])
+    counts = num_accepted(confidences, torch.tensor([0.5, 0.7, 0.5]), torch.tensor([3, 3, 2]))
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [3, 1, 1]
+
+
+def test_inputs_are_left_alone():
+    confidences = torch.tensor([[0.1, 0.2]])
+    num_accepted(confidences, torch.tensor([0.5]), torch.tensor([2]))
+    assert confidences.tolist() == torch.tensor([[0.1, 0.2]]).tolist()
+
+
+def plain_count(confidences, threshold, num_proposed):
+    count = 1
+    while count < num_proposed and confidences[count] >= threshold:
+        count += 1
+    return count
+
+
+@st.composite
+def acceptance_cases(draw):
+    rows, depths = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    level = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])  # equal values come up often
+    confidences = [[draw(level) for _ in range(depths)] for _ in range(rows)]
+    thresholds = [draw(level) for _ in range(rows)]
+    return confidences, thresholds, [draw(st.integers(1, depths)) for _ in range(rows)]
+
+
+@given(acceptance_cases())
+@settings(deadline=None, max_examples=200)
+def test_count_equals_plain_loop(case):
+    confidences, thresholds, proposed = case
+    counts = num_accepted(
+        torch.tensor(confidences), torch.tensor(thresholds), torch.tensor(proposed)
+    )
+    expected = [plain_count(*row) for row in zip(confidences, thresholds, proposed, strict=True)]
+    assert counts.tolist() == expected
+
+
+# --- confidence -----------------------------------------------------------------------------------
+
+
+@given(
+    hnp.arrays(np.float32, (3, 4, 7), elements=st.floats(-30, 30, width=32)),
+    hnp.arrays(np.int64, (3, 4), elements=st.integers(0, 6)),
+)
+@settings(deadline=None, max_examples=100)
+def test_confidence_is_the_softmax_probability(logits, tokens):
+    logits, tokens = torch.from_numpy(logits), torch.from_numpy(tokens)
+    expected = torch.softmax(logits.double(), -1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(confidence(logits, tokens).double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_confidence_known_value():
+    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]])) + 7.0  # a shift changes nothing
+    assert confidence(logits, torch.tensor([1])).tolist() == pytest.approx([0.5])
+
+
+def test_confidence_counts_tokens_that_are_never_emitted():
+    logits = torch.tensor([10.0, 10.0])  # token 0 banned, so token 1 is chosen: still a half
+    assert float(confidence(logits, torch.tensor(1))) == pytest.approx(0.5)
+
+
+def test_confidence_is_computed_in_float32():
+    logits = torch.tensor([[4.0, 1.0, -2.0]], dtype=torch.bfloat16)
+    result = confidence(logits, torch.tensor([0]))
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(torch.softmax(logits.double(), -1)[:, 0].tolist())
+
+
+def test_confidence_survives_huge_logits():
+    logits = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
+    assert confidence(logits, torch.tensor([0, 0])).tolist() == [1.0, 0.0]
+
+
+def plain_confidence(logits, token, measure):
+    """The definitions, in double precision."""
+    probabilities = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities /= probabilities.sum()
+    if measure is Confidence.PROBABILITY:
+        return probabilities[token]
+    if measure is Confidence.MARGIN:
+        return max(0.0, probabilities[token] - np.delete(probabilities, token).max())
+    some = probabilities[probabilities > 0]
+    return 1 + (some * np.log(some)).sum() / np.log(len(probabilities))
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@given(
+    hnp.arrays(np.float32, (2, 7), elements=st.floats(-30, 30, width=32)),
+    hnp.arrays(np.int64, (2,), elements=st.integers(0, 6)),
+)
+@settings(deadline=None, max_examples=100)
+def test_measures_equal_their_definitions(measure, logits, tokens):
+    found = confidence(torch.from_numpy(logits), torch.from_numpy(tokens), measure)
+    expected = [plain_confidence(*row, measure) for row in zip(logits, tokens, strict=True)]
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert ((found >= 0) & (found <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (Confidence.PROBABILITY, [0.5, 0.3, 0.2]),
+        (Confidence.MARGIN, [0.2, 0.0, 0.0]),
+        (Confidence.ENTROPY, [0.06277] * 3),  # H = 1.02965 of ln 3 = 1.09861
+    ],
+)
+def test_measures_known_values(measure, expected):
+    logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1) - 4.0
+    found = confidence(logits, torch.tensor([1, 2, 0]), measure)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_measures_at_their_ends():
+    flat, sharp = torch.zeros(1, 8), torch.tensor([[0.0, 1e4, 0.0, 0.0]])
+    for logits, expected in [(flat, {Confidence.PROBABILITY: 1 / 8}), (sharp, {})]:
+        for measure in Confidence:
+            value = expected.get(measure, 0.0 if logits is flat else 1.0)
+            found = confidence(logits, torch.tensor([1]), measure)
+            assert found.tolist() == pytest.approx([value], abs=1e-6)
+
+
+def test_entropy_of_ten_thousand_equal_tokens_is_not_below_zero():
+    found = confidence(torch.full((1, 10_007), 9.0), torch.tensor([0]), Confidence.ENTROPY)
+    assert 0 <= float(found) < 1e-5
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_impossible_tokens_count_for_nothing(measure, dtype):
+    logits = torch.tensor([[1.0, -torch.inf, 3.0, 2.0]], dtype=dtype)
+    finite = logits.float().clamp(min=-300)
+    found = confidence(logits, torch.tensor([2]), measure)
+    assert found.dtype == torch.float32
+    assert found.tolist() == confidence(finite, torch.tensor([2]), measure).tolist()
+    assert 0 < float(found) < 1
+
+
+@pytest.mark.parametrize("measure", Confidence)
+@pytest.mark.parametrize("place", [0, 2])
+def test_damaged_logits_have_no_confidence(measure, place):
+    logits = torch.tensor([[1.0, 0.5, 3.0], [1.0, 0.5, 3.0]])
+    logits[0, place] = torch.nan
+    found = confidence(logits, torch.tensor([2, 2]), measure)
+    assert found.isnan().tolist() == [True, False]
+
+
+# --- visibility -----------------------------------------------------------------------------------
+
+
+@st.composite
+def rows_of_slots(draw):
+    slots = draw(st.integers(1, 12))
+
+    def column(values):
+        return torch.tensor([draw(st.lists(values, min_size=slots, max_size=slots))])
+
+    block_size, offset = draw(st.integers(1, 5)), draw(st.integers(0, 4))
+    position = column(st.integers(0, 9))
+    block = (position + offset) // block_size
+    return column(st.integers(-1, 1)), position, block, column(st.booleans())
+
+
+def sees(query, key):
+    """The rule for two slots, each (document, position, block, noisy)."""
+    if query[0] != key[0]:
+        return False
+    if not query[3]:
+        return not key[3] and key[1] <= query[1]
+    if key[3]:
+        return key[2] == query[2] and key[1] <= query[1]
+    return key[2] < query[2]
+
+
+@given(rows_of_slots())
+@settings(deadline=None, max_examples=200)
+def test_visibility_equals_the_rule_slot_by_slot(columns):
+    slots = list(zip(*(column[0].tolist() for column in columns), strict=True))
+    expected = [[sees(query, key) for key in slots] for query in slots]
+    assert visibility(*columns)[0].tolist() == expected
+
+
+@given(rows_of_slots())
+@settings(deadline=None, max_examples=100)
+def test_every_slot_sees_itself_and_no_later_position(columns):
+    visible, position = visibility(*columns)[0], columns[1][0]
+    assert visible.diagonal().all()
+    assert not (visible & (position[None, :] > position[:, None])).any()
+
+
+@given(rows_of_slots())
+@settings(deadline=None, max_examples=100)
+def test_clean_stream_never_sees_the_noisy_one(columns):
+    visible, noisy = visibility(*columns)[0], columns[3][0]
+    assert not visible[~noisy][:, noisy].any()
+
+
+def test_rows_do_not_mix():
+    document = torch.zeros(2, 3, dtype=torch.long)
+    position = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    visible = visibility(document, position, position // 4, torch.zeros(2, 3, dtype=torch.bool))
+    assert visible[0].tolist() == torch.ones(3, 3).tril().bool().tolist()
+    assert visible[1].tolist() == torch.ones(3, 3).triu().bool().tolist()

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.method.mode import Confidence, Mode
+from mars_serve.api.errors import ApiError
+from mars_serve.api.incoming.options import (
+    decoding_options,
+    draw_seed,
+    stop_rules,
+    tier_of,
+    with_seed_of,
+)
+from mars_serve.api.incoming.structure import json_schema_grammar, structure_of
+from mars_serve.api.keys import Caller
+from mars_serve.api.protocol import (
+    MAX_GRAMMAR_LENGTH,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from mars_serve.api.text import StopRules
+from mars_serve.config.settings import DraftSettings, LimitSettings, ModelSettings
+from mars_serve.engine.request import DecodingOptions, GrammarKind, Sampling
+
+ANYONE, LIMITS = Caller(""), LimitSettings()
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.fixture(scope="session")
+def mars(mars_dir: Path) -> Checkpoint:
+    return read_checkpoint(mars_dir)
+
+
+@pytest.fixture(scope="session")
+def plain(plain_dir: Path) -> Checkpoint:
+    return read_checkpoint(plain_dir)
+
+
+def body_of(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(model="mars", prompt="x", **fields)
+
+
+def chat_of(**fields: Any) -> ChatCompletionRequest:
+    messages = [{"role": "user", "content": "x"}]
+    return ChatCompletionRequest(model="mars", messages=messages, **fields)
+
+
+def options_of(
+    checkpoint: Checkpoint,
+    body: GenerationRequest,
+    *,
+    max_tokens: int = 8,
+    caller: Caller = ANYONE,
+    limits: LimitSettings = LIMITS,
+    **settings: Any,
+) -> DecodingOptions:
+    entry = ModelSettings(name="mars", path="mars", **settings)
+    return decoding_options(
+        body, entry, checkpoint, caller, limits, max_tokens=max_tokens, grammar=None
+    )
+
+
+def test_what_is_left_out_is_neutral(mars: Checkpoint) -> None:
+    expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9)
+    assert options_of(mars, body_of()) == options_of(mars, chat_of()) == expected
+    assert expected.sampling.is_plain
+
+
+@pytest.mark.parametrize("make", [body_of, chat_of])
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({"temperature": 0.7, "seed": 5}, Sampling(temperature=0.7, seed=5)),
+        ({"temperature": 1, "seed": -1}, Sampling(temperature=1.0, seed=2**63 - 1)),
+        ({"temperature": 0, "seed": 5}, Sampling()),
+        ({"top_p": 0.5, "top_k": 7, "min_p": 0.1}, Sampling(top_p=0.5, top_k=7, min_p=0.1)),
+        ({"top_k": -1}, Sampling()),
+        ({"top_k": 0}, Sampling()),
+        ({"repetition_penalty": 1.5}, Sampling(repetition_penalty=1.5)),
+        ({"presence_penalty": -2}, Sampling(presence_penalty=-2.0)),
+        ({"frequency_penalty": 2}, Sampling(frequency_penalty=2.0)),
+        ({"logit_bias": {"9": -100, "5": 1.5, "6": 0}}, Sampling(logit_bias=((5, 1.5), (9, -100)))),
+        ({"min_tokens": 8}, Sampling(min_tokens=8)),
+    ],
+)
+def test_sampling(mars: Checkpoint, make: Any, fields: dict[str, Any], sampling: Sampling) -> None:
+    assert options_of(mars, make(**fields)).sampling == sampling
+
+
+def test_a_seed_is_drawn_where_none_is_given(mars: Checkpoint) -> None:
+    seeds = {options_of(mars, body_of(temperature=1)).sampling.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**63 for seed in [*seeds, *(draw_seed() for _ in range(20))])
+    assert max(seeds) > 2**53, "all bits are drawn"
+
+
+def test_outputs_of_one_request_have_seeds_of_their_own(mars: Checkpoint) -> None:
+    options = options_of(mars, body_of(temperature=1, seed=2**63 - 1))
+    seeds = [with_seed_of(options, index).sampling.seed for index in range(3)]
+    assert seeds == [2**63 - 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (body_of(), None),
+        (body_of(logprobs=0), 0),
+        (body_of(logprobs=5), 5),
+        (chat_of(logprobs=False, top_logprobs=0), None),
+        (chat_of(logprobs=True), 0),
+        (chat_of(logprobs=True, top_logprobs=20), 20),
+    ],
+)
+def test_number_of_log_probabilities(
+    mars: Checkpoint, body: GenerationRequest, expected: int | None
+) -> None:
+    assert options_of(mars, body).num_logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode", "threshold"),
+    [
+        ({"mode": "exact"}, Mode.EXACT, 1.0),
+        ({"mode": "exact", "confidence_threshold": 0.5}, Mode.EXACT, 1.0),
+        ({"mode": "ar", "min_confidence_threshold": 0.5}, Mode.AR, 1.0),
+        ({"confidence_threshold": 0.5}, Mode.EXACT, 1.0),
+        ({"mode": "threshold", "confidence_threshold": 0.5}, Mode.THRESHOLD, 0.5),
+    ],
+)
+def test_mode_of_a_model_that_is_exact_by_default(
+    mars: Checkpoint, fields: dict[str, Any], mode: Mode, threshold: float
+) -> None:
+    options = options_of(mars, body_of(**fields), mode="exact")
+    assert (options.mode, options.threshold) == (mode, threshold)
+
+
+@pytest.mark.parametrize(
+    ("fields", "caller", "threshold", "floor"),
+    [
+        ({}, ANYONE, None, 0.9),
+        ({"service_tier": "auto"}, ANYONE, None, 0.9),
+        ({"service_tier": "flex"}, ANYONE, None, 0.7),
+        ({"service_tier": "flex", "min_confidence_threshold": 0.8}, ANYONE, None, 0.8),
+        ({"service_tier": "flex"}, Caller("", min_threshold=0.75), None, 0.75),
+        ({"min_confidence_threshold": 0.99}, Caller("", min_threshold=0.95), None, 0.99),
+        ({"confidence_threshold": 0.2}, ANYONE, 0.2, 0.0),
+        ({"confidence_threshold": 0.2}, Caller("", min_threshold=0.6), 0.6, 0.0),
+        ({"confidence_threshold": 0.2, "min_confidence_threshold": 0.3}, ANYONE, 0.3, 0.0),
+        ({"mode": "ar"}, Caller("", min_threshold=0.6), 1.0, 0.0),
+    ],
+)
+def test_thresholds_and_their_floors(
+    mars: Checkpoint,
+    fields: dict[str, Any],
+    caller: Caller,
+    threshold: float | None,
+    floor: float,
+) -> None:
+    options = options_of(mars, body_of(**fields), caller=caller)
+    assert (options.threshold, options.min_threshold) == (threshold, floor)
+
+
+def test_floors_of_tiers_are_settings(mars: Checkpoint) -> None:
+    tiers = {"default_min_threshold": 0.5, "flex_min_threshold": 0.4}
+    floors = [
+        options_of(mars, body_of(service_tier=tier), tiers=tiers).min_threshold
+        for tier in ("default", "flex")
+    ]
+    assert floors == [0.5, 0.4]
+
+
+def test_tiers_take_turns(mars: Checkpoint) -> None:
+    tiers = ("priority", "default", "auto", "flex")
+    found = [options_of(mars, body_of(service_tier=tier)).priority for tier in tiers]
+    assert found == [1, 0, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [({}, Mode.EXACT), ({"mode": "ar"}, Mode.AR), ({"mode": "exact"}, Mode.EXACT)],
+)
+def test_priority_is_lossless(mars: Checkpoint, fields: dict[str, Any], mode: Mode) -> None:
+    options = options_of(mars, body_of(service_tier="priority", **fields))
+    assert (options.mode, options.threshold) == (mode, 1.0)
+
+
+def test_priority_has_no_mode_that_may_lose_quality(mars: Checkpoint, plain: Checkpoint) -> None:
+    with pytest.raises(ApiError, match=r"^mode: 'threshold' .* use 'exact' or 'ar'"):
+        options_of(mars, body_of(service_tier="priority", mode="threshold"))
+    assert options_of(plain, body_of(service_tier="priority")).mode is Mode.AR
+
+
+@pytest.mark.parametrize("tier", ["default", "flex", "priority"])
+def test_a_key_has_its_tiers(mars: Checkpoint, tier: str) -> None:
+    body = body_of(service_tier=tier)
+    options_of(mars, body, caller=Caller("", tiers=frozenset({tier})))
+    others = frozenset({"default", "flex", "priority"} - {tier})
+    with pytest.raises(ApiError, match=f"^service_tier: '{tier}' is not allowed") as refusal:
+        options_of(mars, body, caller=Caller("", tiers=others))
+    assert refusal.value.status == 403
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+@pytest.mark.parametrize(
+    ("tiers", "used"),
+    [
+        (("priority", "default", "flex"), "default"),
+        (("priority", "flex"), "flex"),
+        (("priority",), "priority"),
+    ],
+)
+def test_without_a_tier_a_key_gets_the_usual_one_of_its_own(
+    asked: str | None, tiers: tuple[str, ...], used: str
+) -> None:
+    assert tier_of(body_of(service_tier=asked), Caller("", tiers=frozenset(tiers))) == used
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0),
+        ({"echo": True, "max_tokens": 0}, 0),
+    ],
+)
+def test_only_echoed_prompts_are_scored(
+    mars: Checkpoint, fields: dict[str, Any], expected: int | None
+) -> None:
+    assert options_of(mars, body_of(**fields)).num_prompt_logprobs == expected
+
+
+def test_time_in_the_queue_is_a_setting(mars: Checkpoint) -> None:
+    assert options_of(mars, body_of(), limits=LimitSettings(queue_wait_s=2)).max_queue_s == 2
+
+
+@pytest.mark.parametrize("default", list(Mode))
+def test_plain_checkpoints_decode_one_token_a_pass(plain: Checkpoint, default: Mode) -> None:
+    assert options_of(plain, body_of(), mode=default).mode is Mode.AR
+    for mode in (Mode.EXACT, Mode.THRESHOLD):
+        with pytest.raises(ApiError, match=r"^mode: .* use mode 'ar'"):
+            options_of(plain, body_of(mode=mode))
+
+
+def test_confidence(mars: Checkpoint) -> None:
+    options = options_of(mars, body_of(confidence="margin", calibrated=True))
+    assert (options.confidence, options.calibrated) == (Confidence.MARGIN, True)
+
+
+def test_stop_rules(mars: Checkpoint) -> None:
+    fields = {"stop_token_ids": [5, 7, 5], "include_stop_str_in_output": True, "min_tokens": 2}
+    body = body_of(stop="end", **fields)
+    expected = StopRules(("end",), frozenset({5, 7}), in_output=True, min_tokens=2)
+    assert stop_rules(body, LIMITS) == expected
+    assert options_of(mars, body).stop_ids == {5, 7}
+    assert stop_rules(body_of(stop=["a", "b"]), LIMITS) == StopRules(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_tokens": 9}, r"^min_tokens: 9 is more than max_tokens, which is 8; lower it"),
+        ({"logit_bias": {"90000": 1}}, r"^logit_bias: token id 90000 is not below the \d+ known"),
+        ({"stop_token_ids": [5, 90000]}, r"^stop_token_ids: token id 90000 is not below"),
+    ],
+)
+def test_what_this_model_does_not_take(
+    mars: Checkpoint, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiError, match=message):
+        options_of(mars, body_of(**fields))
+
+
+# Structure
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+        ({"structured_outputs": {"choice": ["a", "b.c"]}}, "regex", r"a|b\.c"),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"guided_choice": ["a", "b"]}, "regex", "a|b"),
+    ],
+)
+@pytest.mark.parametrize("make", [body_of, chat_of])
+def test_structure(make: Any, fields: dict[str, Any], kind: str, text: Any) -> None:
+    structure = structure_of(make(**fields))
+    assert [structure.field] == list(fields)
+    assert structure.grammar.kind == GrammarKind(kind)
+    found = structure.grammar.text
+    assert (json.loads(found) if kind == "json_schema" else found) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}],
+)
+def test_no_structure(fields: dict[str, Any]) -> None:
+    assert structure_of(chat_of(**fields)) is None
+
+
+def test_an_empty_schema_is_a_structure() -> None:
+    assert structure_of(chat_of(guided_json={})).grammar.text == "{}"
+
+
+@given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
+def test_a_choice_matches_its_alternatives_and_nothing_else(choices: list[str]) -> None:
+    pattern = re.compile(structure_of(body_of(guided_choice=choices)).grammar.text)
+    assert all(pattern.fullmatch(choice) for choice in choices)
+    others = {choice[:-1] for choice in choices} | {choice + "a" for choice in choices}
+    assert not any(pattern.fullmatch(other) for other in others - set(choices))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {}}, "^structured_outputs: 0 of .* give exactly one"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "^structured_outputs: 2 of .* give exactly one",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
+            "^guided_regex: structured_outputs asks for a structure already",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_json": {}},
+            "^guided_json: response_format asks",
+        ),
+        ({"guided_json": {"const": float("nan")}}, "^guided_json: .* not finite"),
+        ({"guided_json": {"const": "a" * MAX_GRAMMAR_LENGTH}}, "^guided_json: .* shorten it to"),
+        ({"guided_choice": ["a" * 1000] * 100}, "^guided_choice: .* shorten them to"),
+    ],
+)
+def test_structures_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refusal:
+        structure_of(chat_of(**fields))
+    assert (refusal.value.status, refusal.value.param) == (400, message[1:].partition(":")[0])
+
+
+def test_a_schema_nested_too_deeply() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ApiError, match=r"^guided_json: .* nested too deeply"):
+        json_schema_grammar("guided_json", schema)
+
+
+def test_a_plain_model_with_a_draft_takes_every_mode(plain: Checkpoint) -> None:
+    draft = DraftSettings(path="small")
+    for mode in Mode:
+        assert options_of(plain, body_of(mode=mode), draft=draft).mode is mode
+    assert options_of(plain, body_of(), draft=draft).mode is Mode.THRESHOLD
+    with pytest.raises(ApiError, match="plain AR checkpoint"):
+        options_of(plain, body_of(mode=Mode.EXACT))

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mars_platform.cli.main import run
+from mars_platform.errors import UserError
+from mars_serve.api.keys import Caller, KeyRing
+from mars_serve.config.key_file import KeyEntry, parse_keys
+from mars_serve.config.settings import KeySettings
+
+VARIABLE = "MARSRAY_API_KEYS"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def entry(key: str, **fields: Any) -> dict[str, Any]:
+    return {"name": f"of-{key}", "sha256": digest(key), **fields}
+
+
+def write(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump({"keys": list(entries)}), encoding="utf-8")
+    return path
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+# Reading
+
+
+def test_every_field_reaches_the_caller() -> None:
+    fields = {
+        "tiers": ["default", "priority"],
+        "min_confidence_threshold": 0.8,
+        "max_concurrent": 3,
+        "tokens_per_minute": 1000,
+        "requests_per_minute": 60,
+        "admin": True,
+    }
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry("one", **fields))]))
+    assert not ring.is_open
+    assert ring.find(b"one") == Caller(
+        name="of-one",
+        tenant="key:of-one",
+        tiers=frozenset({"default", "priority"}),
+        min_threshold=0.8,
+        is_admin=True,
+        max_concurrent=3,
+        tokens_per_minute=1000,
+        requests_per_minute=60,
+    )
+
+
+def test_keys_share_a_tenant_only_where_both_name_it() -> None:
+    entries = [
+        entry("a", tenant="x"),
+        entry("b", tenant="x"),
+        entry("c"),
+        {**entry("d"), "name": "x"},
+    ]
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**each) for each in entries]))
+    tenants = [ring.find(key).tenant for key in (b"a", b"b", b"c", b"d")]
+    assert tenants[0] == tenants[1]
+    assert len(set(tenants)) == 3
+    assert "" not in tenants  # the tenant of servers without keys
+
+
+def test_only_the_key_itself_is_found() -> None:
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry("one")), KeyEntry(**entry("two"))]))
+    assert ring.find(b"two").name == "of-two"
+    for other in (b"", b"on", b"one ", b"ONE", digest("one").encode(), b"\xff\x00"):
+        assert ring.find(other) is None
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append((known, given))
+        return known == given
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry(key)) for key in "abc"]))
+    for key in "az":
+        compared.clear()
+        ring.find(key.encode())
+        assert compared == [(digest(each).encode(), digest(key).encode()) for each in "abc"]
+
+
+def test_no_keys_leave_the_server_open() -> None:
+    assert KeyRing(KeySettings()).is_open
+    assert not KeyRing(KeySettings(entries=[])).is_open  # a list, though nobody is on it
+
+
+def test_environment_holds_yaml_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"keys": [entry("one")]}
+    for text in (yaml.safe_dump(content), json.dumps(content)):
+        monkeypatch.setenv(VARIABLE, text)
+        assert KeyRing(KeySettings()).find(b"one")
+    monkeypatch.setenv("OTHER", json.dumps({"keys": [entry("two")]}))
+    assert KeyRing(KeySettings(environment="OTHER")).find(b"two")
+
+
+def test_file_comes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("variable")]}))
+    ring = KeyRing(KeySettings(file=write(tmp_path / "keys.yaml", entry("file"))))
+    assert ring.find(b"file")
+    assert not ring.find(b"variable")
+
+
+def test_another_process_takes_its_own_environment_or_what_was_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("driver")]}))
+    sent = pickle.loads(pickle.dumps(KeySettings().captured()))  # noqa: S301
+    assert b"driver" not in pickle.dumps(sent).replace(b"of-driver", b"")
+    monkeypatch.delenv(VARIABLE)
+    assert KeyRing(sent).find(b"driver")
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("there")]}))
+    assert KeyRing(sent).find(b"there")
+    assert not KeyRing(sent).find(b"driver")
+
+
+def test_empty_variable_is_a_mistake_and_not_an_open_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(UserError, match=f"^{VARIABLE}: the top level"):
+        KeyRing(KeySettings())
+
+
+def test_relative_file_is_where_the_settings_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "keys.yaml", entry("one"))
+    monkeypatch.chdir(tmp_path)
+    settings = KeySettings(file=Path("keys.yaml"))
+    monkeypatch.chdir("/")
+    assert KeyRing(settings).find(b"one")
+
+
+CANARY = "mars-canary-that-nobody-may-see"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"keys:\n- [{CANARY}: :", r"not valid YAML \(line 2\)"),
+        (f"keys: !{CANARY} x", "not valid YAML"),
+        (f"keys: *{CANARY}", "not valid YAML"),
+        (CANARY, "the top level must be a mapping"),
+        (f"- {CANARY}", "the top level must be a mapping"),
+        (f"{CANARY}: 1", "keys: Field required; a field: Extra inputs"),
+        (f"keys: [{{name: a, sha256: {CANARY}}}]", r"keys\.0\.sha256: .*pattern"),
+        (f"keys: [{{name: a, sha256: {digest('a').upper()}}}]", r"keys\.0\.sha256: "),
+        (f"keys: [{{name: a, sha256: {digest('a')}, {CANARY}: 1}}]", r"keys\.0\.a field: Extra"),
+        (f"keys: [{{name: a, sha256: {digest('a')}, rate: 1}}]", r"keys\.0\.rate: Extra"),
+        (f"keys: [{{name: a, sha256: {digest('a')}, tiers: [{CANARY}]}}]", r"tiers\.0: "),
+        (f"keys: [{{name: a, sha256: {digest('a')}, tiers: []}}]", "tiers: "),
+        (f"keys: [{{name: a, sha256: {digest('a')}, max_concurrent: 0}}]", "max_concurrent: "),
+        (f"keys: [{{name: '', sha256: {digest('a')}}}]", "name: "),
+        (f"keys: {CANARY}", "keys: Input should be a valid list"),
+    ],
+)
+def test_mistakes_are_named_without_what_was_written(text: str, expected: str) -> None:
+    with pytest.raises(UserError, match=f"^source: .*{expected}") as refusal:
+        parse_keys(text, "source")
+    assert CANARY not in str(refusal.value)
+    assert refusal.value.__cause__ is None  # which would be shown with the traceback
+
+
+def test_duplicates() -> None:
+    same_name = [entry("a"), {**entry("b"), "name": "of-a"}]
+    with pytest.raises(UserError, match=r"^s: two keys have the name 'of-a'"):
+        parse_keys(json.dumps({"keys": same_name}), "s")
+    same_hash = [entry("a"), {**entry("a"), "name": "b"}]
+    with pytest.raises(UserError, match=r"^s: 'of-a' and 'b' have the same hash"):
+        parse_keys(json.dumps({"keys": same_hash}), "s")
+    with pytest.raises(ValueError, match="the same hash"):
+        KeySettings(entries=same_hash)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_file_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys.yaml"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"^keys\.file: .*keys\.yaml"):
+        KeyRing(KeySettings(file=path))
+
+
+# Reading again
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "keys.yaml", entry("one"))
+
+
+@pytest.fixture
+def ring(path: Path, clock: Clock) -> KeyRing:
+    return KeyRing(KeySettings(file=path, reload_s=2), clock=clock)
+
+
+async def look_again(ring: KeyRing, clock: Clock) -> None:
+    clock.now_s += 2
+    await ring.refresh()
+
+
+async def test_changed_file_is_read_after_a_while(ring: KeyRing, path: Path, clock: Clock) -> None:
+    write(path, entry("one"), entry("two"))
+    clock.now_s += 1.9
+    await ring.refresh()
+    assert not ring.find(b"two")
+    clock.now_s += 0.1
+    await ring.refresh()
+    assert ring.find(b"one")
+    assert ring.find(b"two")
+    write(path)  # all revoked
+    await look_again(ring, clock)
+    assert [ring.find(b"one"), ring.find(b"two"), ring.is_open] == [None, None, False]
+
+
+async def test_file_of_the_same_size_and_time_that_was_moved_there(
+    ring: KeyRing, path: Path, clock: Clock
+) -> None:
+    other = write(path.with_name("new.yaml"), entry("two"))
+    stat = path.stat()
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert other.stat().st_size == stat.st_size
+    other.replace(path)
+    await look_again(ring, clock)
+    assert ring.find(b"two")
+
+
+@pytest.mark.parametrize("content", [f"keys: {CANARY}", "keys: [", None])
+async def test_broken_file_leaves_the_keys_and_is_reported_once(
+    ring: KeyRing,
+    path: Path,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    content: str | None,
+) -> None:
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content, encoding="utf-8")
+    for _ in range(3):
+        await look_again(ring, clock)
+        assert ring.find(b"one")
+    (problem,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "keys stay as they were: keys.file: " in problem.getMessage()
+    assert CANARY not in caplog.text
+    write(path, entry("two"))
+    await look_again(ring, clock)
+    assert ring.find(b"two")
+    assert not ring.find(b"one")
+
+
+# Making
+
+
+def test_new_key_opens_what_its_entry_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tier", "priority", "--tokens-per-minute", "9", "--tenant", "t", "--admin"]
+    assert run(["key", "alice", *options]) == 0
+    secret, _, text = capsys.readouterr().out.partition("\n")
+    assert secret.startswith("mars-")
+    assert len(secret) >= 48
+    written = text[text.index("\n- ") :]
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n{written}", encoding="utf-8")
+    caller = KeyRing(KeySettings(file=path)).find(secret.encode())
+    assert caller == Caller(
+        "alice", "tenant:t", frozenset({"priority"}), is_admin=True, tokens_per_minute=9
+    )
+    assert secret not in text
+
+
+def test_json_of_a_new_key(capsys: pytest.CaptureFixture[str]) -> None:
+    secrets = set()
+    for _ in range(2):
+        assert run(["key", "bob", "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["entry"] == {"name": "bob", "sha256": digest(printed["key"])}
+        secrets.add(printed["key"])
+    assert len(secrets) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--tier", "gold"], "tiers.0"),
+        (["--max-concurrent", "0"], "max_concurrent"),
+        (["--min-confidence-threshold", "1.5"], "min_confidence_threshold"),
+    ],
+)
+def test_key_that_no_file_may_hold(
+    capsys: pytest.CaptureFixture[str], options: list[str], field: str
+) -> None:
+    assert run(["key", "alice", *options]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: options: {field}: ")
+    assert not output.out

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+
+from mars_serve.api.errors import ApiError
+from mars_serve.api.keys import Caller
+from mars_serve.api.limits import Admission, KeyLimits
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Tokens:
+    """What a request has used so far."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self) -> int:
+        return self.num
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def limits(clock: Clock) -> KeyLimits:
+    return KeyLimits(clock=clock)
+
+
+def use(limits: KeyLimits, caller: Caller, num_tokens: int = 0) -> Admission:
+    with limits.admit(caller, lambda: num_tokens) as admission:
+        return admission
+
+
+def refusal_of(limits: KeyLimits, caller: Caller) -> ApiError:
+    with pytest.raises(ApiError) as refusal:
+        limits.admit(caller, lambda: 0)
+    error = refusal.value
+    assert (error.status, error.code) == (429, "rate_limit_exceeded")
+    return error
+
+
+def test_requests_at_once(limits: KeyLimits) -> None:
+    caller = Caller("a", max_concurrent=2)
+    with limits.admit(caller, Tokens()):
+        with limits.admit(caller, Tokens()):
+            assert refusal_of(limits, caller).retry_after_s == 1
+            use(limits, Caller("b", max_concurrent=1))  # another's place is its own
+        use(limits, caller)
+    use(limits, caller)
+
+
+def test_place_of_a_failed_request_is_free_again(limits: KeyLimits) -> None:
+    caller = Caller("a", max_concurrent=1)
+    with pytest.raises(ZeroDivisionError), limits.admit(caller, Tokens()):
+        raise ZeroDivisionError
+    use(limits, caller)
+
+
+def test_requests_per_minute(limits: KeyLimits, clock: Clock) -> None:
+    caller = Caller("a", requests_per_minute=3)
+    for _ in range(3):
+        use(limits, caller)
+    assert refusal_of(limits, caller).retry_after_s == 20
+    clock.now_s += 13.5
+    assert refusal_of(limits, caller).retry_after_s == 7  # of 6.5, in whole seconds
+    clock.now_s += 7
+    use(limits, caller)
+    refusal_of(limits, caller)
+
+
+def test_refused_requests_cost_nothing(limits: KeyLimits, clock: Clock) -> None:
+    caller = Caller("a", requests_per_minute=1)
+    use(limits, caller)
+    for _ in range(6):
+        clock.now_s += 9.9
+        refusal_of(limits, caller)
+    clock.now_s += 0.7
+    use(limits, caller)
+
+
+@pytest.mark.parametrize("per_minute", [1, 7, 13, 60, 997, 10**6])
+def test_waiting_as_told_is_enough(limits: KeyLimits, clock: Clock, per_minute: int) -> None:
+    caller = Caller("a", requests_per_minute=per_minute, tokens_per_minute=per_minute)
+    for _ in range(20):
+        use(limits, caller, num_tokens=per_minute + 3)
+        clock.now_s += refusal_of(limits, caller).retry_after_s
+
+
+def test_tokens_overdraw_and_are_waited_for(limits: KeyLimits, clock: Clock) -> None:
+    caller = Caller("a", tokens_per_minute=60)
+    use(limits, caller, num_tokens=59)
+    use(limits, caller, num_tokens=100)  # one was left
+    assert refusal_of(limits, caller).retry_after_s == 100
+    clock.now_s += 99
+    refusal_of(limits, caller)
+    clock.now_s += 1
+    use(limits, caller)
+
+
+def test_running_requests_are_charged_as_they_go(limits: KeyLimits, clock: Clock) -> None:
+    caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
+    with limits.admit(caller, tokens):
+        tokens.num = 40
+        assert use(limits, caller).headers()["x-ratelimit-remaining-tokens"] == "20"
+        tokens.num = 60
+        refusal_of(limits, caller)
+        clock.now_s += 30
+        use(limits, caller, num_tokens=30)
+        tokens.num = 65
+    assert refusal_of(limits, caller).retry_after_s == 6
+
+
+def test_long_run_rate_is_the_limit(limits: KeyLimits, clock: Clock) -> None:
+    caller, num_tokens = Caller("a", tokens_per_minute=600), 0
+    for _ in range(3600):
+        clock.now_s += 1
+        try:
+            use(limits, caller, num_tokens=37)
+        except ApiError:
+            continue
+        num_tokens += 37
+    assert 600 * 60 <= num_tokens <= 600 * 61 + 37
+
+
+def test_what_a_stream_uses_is_taken_before_the_account_is_full(
+    limits: KeyLimits, clock: Clock
+) -> None:
+    caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
+    with limits.admit(caller, tokens):
+        tokens.num = 60
+        clock.now_s += 60  # which brings as many
+    assert use(limits, caller).headers()["x-ratelimit-remaining-tokens"] == "60"
+
+
+def test_headers(limits: KeyLimits) -> None:
+    caller = Caller("a", requests_per_minute=60, tokens_per_minute=600)
+    headers = use(limits, caller, num_tokens=90).headers()
+    assert headers == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1.000s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "510",
+        "x-ratelimit-reset-tokens": "9.000s",
+    }
+    use(limits, caller, num_tokens=1000)
+    refused = refusal_of(limits, caller).headers
+    assert refused["x-ratelimit-remaining-tokens"] == "0"
+    assert refused["x-ratelimit-remaining-requests"] == "58"
+    assert use(limits, Caller("b", max_concurrent=1)).headers() == {}
+
+
+def test_limits_are_shared_out(clock: Clock) -> None:
+    limits = KeyLimits(num_shares=4, clock=clock)
+    caller = Caller("a", max_concurrent=9, requests_per_minute=3)
+    with limits.admit(caller, Tokens()):
+        refusal_of(limits, caller)  # 3 requests a minute make 1 of each, the least
+    more = Caller("b", max_concurrent=9)
+    with limits.admit(more, Tokens()), limits.admit(more, Tokens()):
+        refusal_of(limits, more)
+
+
+def test_changed_limits_count_from_then_on(limits: KeyLimits, clock: Clock) -> None:
+    use(limits, Caller("a", tokens_per_minute=60), num_tokens=60)
+    use(limits, Caller("a"), num_tokens=999)  # without a limit for a while
+    caller = Caller("a", tokens_per_minute=600)
+    use(limits, caller, num_tokens=600)
+    clock.now_s += 10
+    smaller = Caller("a", tokens_per_minute=6)
+    use(limits, smaller, num_tokens=6)
+    refusal_of(limits, smaller)

@@ -1,0 +1,159 @@
+"""Turns of conversations: what requests may give, and what templates get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from mars_serve.api.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    Messages,
+    TemplateKwargs,
+    Tools,
+    messages_for_template,
+)
+
+USER = {"role": "user", "content": "Rain?"}
+
+
+def part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def rendered(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return messages_for_template(TypeAdapter(Messages).validate_python(list(messages)))
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", ""),
+        (" Rain? ", " Rain? "),
+        ([part("Rain?")], "Rain?"),
+        ([part("Rain?"), part(""), part("Snow?")], "Rain?\n\nSnow?"),
+    ],
+)
+def test_texts_and_parts(role: str, content: Any, text: str) -> None:
+    message = {"role": role, "content": content, "other": 1}
+    assert rendered(message) == [{"role": role, "content": text}]
+
+
+def test_name_is_passed_on() -> None:
+    assert rendered({**USER, "name": "Ada"}) == [{**USER, "name": "Ada"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({}, ""),
+        ({"content": None, "tool_calls": None, "function_call": None, "audio": None}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "Yes.", "refusal": None}, "Yes."),
+        ({"content": [{"type": "refusal", "refusal": "No."}, part("Yes.")]}, "No.\nYes."),
+        ({"content": "", "tool_calls": []}, ""),
+    ],
+)
+def test_answers(fields: dict[str, Any], content: str) -> None:
+    answer = {"role": "assistant", "content": content}
+    assert rendered({"role": "assistant", **fields}) == [answer]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"unit": "C", "days": [1.5, null]}', {"unit": "C", "days": [1.5, None]}),
+        ("", {}),
+        ("  ", {}),
+        ('{"unit": ', '{"unit": '),  # as a model wrote it
+        ("[1]", "[1]"),
+        ("[" * 100_000, "[" * 100_000),
+        ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"),
+    ],
+)
+def test_arguments_become_objects(text: str, arguments: Any) -> None:
+    (turn,) = rendered({"role": "assistant", "content": None, "tool_calls": [call(text)]})
+    function = {"name": "f", "arguments": arguments}
+    expected = {"id": "a", "type": "function", "function": function}
+    assert turn == {"role": "assistant", "content": "", "tool_calls": [expected]}
+
+
+def test_results_name_the_function_that_gave_them() -> None:
+    answer = {"role": "assistant", "tool_calls": [call("{}")]}
+    result = {"role": "tool", "content": [part("Wet.")], "tool_call_id": "a"}
+    expected = {"role": "tool", "content": "Wet.", "tool_call_id": "a"}
+    assert rendered(USER, answer, result)[2] == {**expected, "name": "f"}
+    assert rendered(answer, {**result, "name": "g"})[1] == {**expected, "name": "g"}
+    assert rendered({**result, "tool_call_id": "b"}) == [{**expected, "tool_call_id": "b"}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "where", "named"),
+    [
+        ({**USER, "role": "human"}, (), "'human'"),
+        ({"role": "user"}, ("user", "content"), "required"),
+        ({**USER, "content": None}, ("user", "content", "text"), "valid string"),
+        ({**USER, "content": "\ud800"}, ("user", "content", "text"), "unicode"),
+        ({**USER, "content": []}, ("user", "content", "parts"), "at least 1 item"),
+        ({**USER, "content": [IMAGE]}, ("user", "content", "parts", 0, "type"), "'text'"),
+        (
+            {**USER, "content": [part("")] * (MAX_PARTS + 1)},
+            ("user", "content", "parts"),
+            "at most",
+        ),
+        ({"role": "tool", "content": ""}, ("tool", "tool_call_id"), "required"),
+        (
+            {"role": "assistant", "tool_calls": [{**call("{}"), "type": "custom"}]},
+            ("assistant", "tool_calls", 0, "type"),
+            "'function'",
+        ),
+        (
+            {"role": "assistant", "function_call": {"name": "f", "arguments": ""}},
+            ("assistant", "function_call"),
+            "None",
+        ),
+    ],
+)
+def test_unusable_messages(message: dict[str, Any], where: tuple[Any, ...], named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        rendered(message)
+    error = caught.value.errors()[0]
+    assert error["loc"] == (0, *where)
+    assert named.lower() in error["msg"].lower()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Messages, []),
+        (Messages, [USER] * (MAX_MESSAGES + 1)),
+        (Tools, [{"type": "function", "function": {"name": "f"}}] * (MAX_TOOLS + 1)),
+        (TemplateKwargs, {"a": [1]}),
+        (TemplateKwargs, {"a": {"b": 1}}),
+        (TemplateKwargs, {"__class__": 1}),
+        (TemplateKwargs, {"a b": 1}),
+        (TemplateKwargs, {f"a{index}": 1 for index in range(33)}),
+    ],
+)
+def test_limits(kind: Any, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(kind).validate_python(value)
+
+
+def test_template_variables_keep_their_types() -> None:
+    variables = {"a": True, "b": 1, "c": 1.5, "d": "1", "e": None}
+    checked = TypeAdapter(TemplateKwargs).validate_python(variables)
+    assert [(type(value), value) for value in checked.values()] == [
+        (type(value), value) for value in variables.values()
+    ]

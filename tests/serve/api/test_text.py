@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import copy
+import unicodedata
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_serve.api.text import (
+    OutputPart,
+    OutputText,
+    StopRules,
+    TextStream,
+    TokenBytes,
+    decode,
+    echo_text,
+    echo_tokens,
+    encode,
+    special_tokens,
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(mars_dir: Path) -> PreTrainedTokenizerBase:
+    return read_checkpoint(mars_dir).tokenizer
+
+
+# Whole characters
+
+MULTIBYTE = "aé漢😀"
+
+
+def push_all(tokenizer: PreTrainedTokenizerBase, groups: list[list[int]]) -> list[str]:
+    stream = TextStream(tokenizer)
+    last = len(groups) - 1
+    return [stream.push(group, last=index == last) for index, group in enumerate(groups)]
+
+
+def grouped(tokens: list[int], cuts: tuple[bool, ...]) -> list[list[int]]:
+    """Split ``tokens`` after each place where ``cuts`` is true."""
+    groups = [tokens[:1]]
+    for token, cut in zip(tokens[1:], cuts, strict=True):
+        if cut:
+            groups.append([])
+        groups[-1].append(token)
+    return groups
+
+
+def test_every_grouping_gives_whole_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
+    assert len(tokens) == 10, "one token a byte"
+    for cuts in product([False, True], repeat=len(tokens) - 1):
+        parts = push_all(tokenizer, grouped(tokens, cuts))
+        assert "".join(parts) == MULTIBYTE
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_characters_come_as_soon_as_they_are_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
+    parts = push_all(tokenizer, [[token] for token in tokens])
+    assert parts == ["a", "", "é", "", "", "漢", "", "", "", "😀"]
+
+
+@pytest.mark.parametrize("length", [2, 4, 5, 7, 8, 9])
+def test_output_that_ends_inside_a_character(
+    tokenizer: PreTrainedTokenizerBase, length: int
+) -> None:
+    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)[:length]
+    whole = decode(tokenizer, tokens)
+    assert whole.endswith("\ufffd")
+    *before, last = push_all(tokenizer, [[token] for token in tokens])
+    assert "".join([*before, last]) == whole
+    assert not any("\ufffd" in part for part in before)
+
+
+def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = encode(tokenizer, "漢<|im_end|>", add_special_tokens=False)
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert push_all(tokenizer, [tokens[:1], tokens[1:]]) == ["", "漢"]
+
+
+@given(data=st.data())
+def test_any_tokens_in_any_groups_join_to_the_decoded_whole(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    ids = st.integers(0, len(tokenizer) - 1)
+    groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
+    whole = decode(tokenizer, [token for group in groups for token in group])
+    assert "".join(push_all(tokenizer, groups)) == whole
+
+
+@given(data=st.data())
+def test_some_special_tokens_may_be_kept(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    special = special_tokens(tokenizer)
+    assert special == {token for token in range(len(tokenizer)) if decode(tokenizer, [token]) == ""}
+    hidden = special - {tokenizer.eos_token_id}
+    ids = st.one_of(st.sampled_from(sorted(special)), st.integers(0, len(tokenizer) - 1))
+    groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
+    stream = TextStream(tokenizer, hidden)
+    last = len(groups) - 1
+    parts = [stream.push(group, last=index == last) for index, group in enumerate(groups)]
+    shown = [token for group in groups for token in group if token not in hidden]
+    assert "".join(parts) == decode(tokenizer, shown, skip_special_tokens=False)
+
+
+# Echoed prompts
+
+
+@pytest.mark.parametrize(
+    "text", ["What is 3?", "aé漢😀b", "<|im_start|>user\nWhat?<|im_end|>\n", " a", "e\u0301"]
+)
+def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    tokens = encode(tokenizer, text, add_special_tokens=True)
+    echo = echo_text(tokenizer, text)
+    assert echo.text == text
+    assert len(echo.offsets) == len(tokens)
+    assert echo.offsets == sorted(echo.offsets)
+    for token, offset in zip(tokens, echo.offsets, strict=True):
+        name = tokenizer.decode([token])
+        assert "\ufffd" in name or unicodedata.normalize("NFC", text[offset:]).startswith(name)
+
+
+def test_added_special_tokens_take_no_room_in_an_echo(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with_ends = copy.deepcopy(tokenizer)
+    with_ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
+    )
+    plain, found = echo_text(tokenizer, "ab c"), echo_text(with_ends, "ab c")
+    assert found.offsets == [0, *plain.offsets, 4]
+
+
+@given(data=st.data())
+def test_echoed_tokens_are_spelled_out(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    ids = st.integers(0, len(tokenizer) - 1)
+    tokens = data.draw(st.lists(ids, min_size=1, max_size=12))
+    echo = echo_tokens(tokenizer, tokens)
+    assert echo.text == tokenizer.decode(tokens)
+    assert echo.offsets[0] == 0
+    assert echo.offsets == sorted(echo.offsets)
+
+
+def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "<|im_start|>user\nWhat is 3?<|im_end|>"
+    tokens = encode(tokenizer, text, add_special_tokens=True)
+    assert echo_tokens(tokenizer, tokens) == echo_text(tokenizer, text)
+
+
+# Stop strings
+
+
+def texts_of(
+    tokenizer: PreTrainedTokenizerBase, groups: list[list[int]], rules: StopRules
+) -> list[OutputPart]:
+    """Parts of an output given in passes, up to the one that stopped it."""
+    output, parts = OutputText(tokenizer, rules), list[OutputPart]()
+    for index, group in enumerate(groups):
+        parts.append(output.push(group, last=index == len(groups) - 1))
+        if parts[-1].is_stopped:
+            break
+    return parts
+
+
+def expected_output(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], rules: StopRules
+) -> tuple[str, int, bool]:
+    """Text, number of tokens and whether it stopped, from the plainest reading of the rules."""
+    pieces = push_all(tokenizer, [[token] for token in tokens])
+    for index in range(len(tokens)):
+        before, now = "".join(pieces[:index]), "".join(pieces[: index + 1])
+        found = [
+            (start, start + len(string))
+            for string in rules.strings
+            for start in range(len(now))
+            if now.startswith(string, start) and start + len(string) > len(before)
+        ]
+        if found and index >= rules.min_tokens:
+            start, end = min(found)
+            return now[: end if rules.in_output else start], index + 1, True
+    return "".join(pieces), len(tokens), False
+
+
+def longest_beginning(text: str, strings: Sequence[str]) -> int:
+    lengths = [
+        length
+        for string in strings
+        for length in range(1, len(string))
+        if text.endswith(string[:length])
+    ]
+    return max(lengths, default=0)
+
+
+STOP_TEXTS = st.text("abé漢😀", max_size=12)
+STOP_STRINGS = st.lists(st.text("abé漢😀", min_size=1, max_size=4), max_size=3)
+
+
+@given(
+    text=STOP_TEXTS,
+    strings=STOP_STRINGS,
+    in_output=st.booleans(),
+    min_tokens=st.integers(0, 5),
+    data=st.data(),
+)
+def test_stop_strings_in_any_groups(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    strings: list[str],
+    in_output: bool,
+    min_tokens: int,
+    data: st.DataObject,
+) -> None:
+    rules = StopRules(tuple(strings), in_output=in_output, min_tokens=min_tokens)
+    tokens = encode(tokenizer, "a" + text, add_special_tokens=False)
+    num_cuts = len(tokens) - 1
+    cuts = data.draw(st.lists(st.booleans(), min_size=num_cuts, max_size=num_cuts))
+    parts = texts_of(tokenizer, grouped(tokens, tuple(cuts)), rules)
+    expected, num_tokens, is_stopped = expected_output(tokenizer, tokens, rules)
+    assert "".join(part.text for part in parts) == expected
+    assert sum(part.num_tokens for part in parts) == num_tokens
+    assert [part.is_stopped for part in parts] == [False] * (len(parts) - 1) + [is_stopped]
+    assert all(len(part.offsets) == part.num_tokens for part in parts)
+
+
+@given(text=STOP_TEXTS, strings=STOP_STRINGS)
+@example(text="aab", strings=["aab"])
+def test_only_what_may_begin_a_stop_string_is_held(
+    tokenizer: PreTrainedTokenizerBase, text: str, strings: list[str]
+) -> None:
+    output = OutputText(tokenizer, StopRules(tuple(strings)))
+    stream = TextStream(tokenizer)
+    released, seen = "", ""
+    for token in encode(tokenizer, "a" + text, add_special_tokens=False):
+        part = output.push([token], last=False)
+        if part.is_stopped:
+            break
+        seen += stream.push([token], last=False)
+        released += part.text
+        held = longest_beginning(seen, strings)
+        assert released == seen[: len(seen) - held]
+
+
+@pytest.mark.parametrize(
+    ("strings", "expected", "num_tokens"),
+    [
+        (("é",), "a", 3),
+        (("漢😀",), "aé", 10),
+        (("é漢", "a"), "", 1),
+        (("漢", "é漢"), "a", 6),
+        (("x", "aé漢x"), MULTIBYTE, 10),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_stop_strings_of_several_bytes(
+    tokenizer: PreTrainedTokenizerBase,
+    strings: tuple[str, ...],
+    expected: str,
+    num_tokens: int,
+    at_once: bool,
+) -> None:
+    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
+    groups = [tokens] if at_once else [[token] for token in tokens]
+    parts = texts_of(tokenizer, groups, StopRules(strings))
+    assert "".join(part.text for part in parts) == expected
+    assert sum(part.num_tokens for part in parts) == num_tokens
+
+
+def test_what_stopped_the_output_is_kept_where_asked_for(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokens = encode(tokenizer, "abab", add_special_tokens=False)
+    (part,) = texts_of(tokenizer, [tokens], StopRules(("ba", "bab"), in_output=True))
+    assert (part.text, part.is_stopped) == ("aba", True)
+
+
+@pytest.mark.parametrize(("in_output", "expected"), [(False, "ab"), (True, "abc")])
+def test_stop_tokens_are_text_only_where_asked_for(
+    tokenizer: PreTrainedTokenizerBase, in_output: bool, expected: str
+) -> None:
+    tokens = [encode(tokenizer, each, add_special_tokens=False)[0] for each in "abc"]
+    rules = StopRules(tokens=frozenset(tokens[-1:]), in_output=in_output)
+    (part,) = texts_of(tokenizer, [tokens], rules)
+    assert (part.text, part.num_tokens, part.is_stopped) == (expected, 3, False)
+
+
+def test_offsets_count_the_characters_before(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
+    parts = texts_of(tokenizer, [tokens[:4], tokens[4:]], StopRules(("漢!",)))
+    assert [offset for part in parts for offset in part.offsets] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+
+
+# Bytes of single tokens
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Spaces are part of words, and other characters are tokens of bytes, as in Llama 2."""
+    words = ["<unk>", "<s>", "▁", "▁hi", "a", "\ufffd", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    model = models.WordLevel(vocabulary, unk_token="<unk>")  # noqa: S106
+    plain = Tokenizer(model)
+    plain.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    plain.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = {"bos_token": "<s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+
+
+def test_bytes_of_byte_tokens(fallback_tokenizer: PreTrainedTokenizerFast) -> None:
+    names = TokenBytes(fallback_tokenizer)
+    tokens = fallback_tokenizer.convert_tokens_to_ids(["▁hi", "▁", "a", "<0xC3>", "<0xA9>", "<s>"])
+    assert b"".join(names.bytes_of(token) for token in tokens) == " hi aé<s>".encode()
+    assert [names.name_of(token) for token in tokens[2:5]] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    (replacement,) = fallback_tokenizer.convert_tokens_to_ids(["\ufffd"])
+    assert names.bytes_of(replacement) == "\ufffd".encode()
+
+
+@given(text=st.text(max_size=20))
+def test_bytes_of_the_tokens_of_a_text_make_the_text(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> None:
+    names = TokenBytes(tokenizer)
+    tokens = encode(tokenizer, text, add_special_tokens=False)
+    found = b"".join(names.bytes_of(token) for token in tokens).decode()
+    assert found == unicodedata.normalize("NFC", text), "as this tokenizer does with prompts"
+
+
+def test_special_tokens_are_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert TokenBytes(tokenizer).name_of(tokenizer.eos_token_id) == "<|im_end|>"

@@ -1,0 +1,212 @@
+"""How calls are taken out of a model's text as it comes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_serve.api.tools import ContentDelta, ToolArguments, ToolEvent, ToolParser, ToolStart
+from mars_serve.api.tools.formats import Family
+from mars_serve.api.tools.parser import HermesParser, LlamaParser, MistralParser
+
+PARSERS = {
+    Family.HERMES: HermesParser,
+    Family.LLAMA: LlamaParser,
+    Family.MISTRAL_LIST: MistralParser,
+    Family.MISTRAL_NAMED: MistralParser,
+}
+
+UNIT = '{"unit": "C"}'
+ODD = '{ "a":"}]\\"<tool_call>\\\\", "b": [{"c": "\\n"}, 1.0]}'
+OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
+    (Family.HERMES, "Hello  there.\n", "Hello  there.\n", []),
+    (Family.HERMES, " \n ", " \n ", []),
+    (Family.HERMES, "1 < 2 <tool <tool_cal", "1 < 2 <tool <tool_cal", []),
+    (
+        Family.HERMES,
+        f'Wait.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {UNIT}}}\n</tool_call>',
+        "Wait.",
+        [("get_weather", UNIT)],
+    ),
+    (
+        Family.HERMES,
+        f'<tool_call>{{"name" :"unknown","arguments":{ODD}}} </tool_call>\n'
+        f'<tool_call>\n{{"arguments": {UNIT}, "name": "get_weather"}}\n</tool_call>\n',
+        "",
+        [("unknown", ODD), ("get_weather", UNIT)],
+    ),
+    (  # no arguments; arguments as text; further keys
+        Family.HERMES,
+        '<tool_call>{"name": "f"}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": {}, "id": ["}<"]}</tool_call>and <b>text</b> ',
+        "and <b>text</b>",
+        [("f", "{}"), ("f", '{"a": 1}'), ("f", "{}")],
+    ),
+    (  # a brace or the end tag forgotten
+        Family.HERMES,
+        f'<tool_call>{{"name": "f", "arguments": {UNIT}</tool_call>'
+        f'<tool_call>{{"name": "f", "arguments": {UNIT}}}\n</tool_ca text'
+        f'<tool_call>{{"name": "f", "arguments": {UNIT}}}<tool_call>{{"name": "f", "arguments": {{',
+        "\n</tool_ca text",
+        [("f", UNIT)] * 3 + [("f", "{")],
+    ),
+    (Family.HERMES, '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
+    (
+        Family.HERMES,
+        'A <tool_call>no</tool_call> <tool_call>{"name": 1}</tool_call> <tool_call>{"name": ',
+        'A <tool_call>no</tool_call> <tool_call>{"name": 1}</tool_call> <tool_call>{"name": ',
+        [],
+    ),
+    (
+        Family.HERMES,
+        '<tool_call><tool_call>{"a": <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        '<tool_call><tool_call>{"a": ',
+        [("f", "{}")],
+    ),
+    (  # what only looks like a tag, just before one
+        Family.HERMES,
+        '1 <<tool_call>{"name": "f"}</tool_call>2 < <tool_call>{"name": "f"}</tool_call>',
+        "1 <2 <",
+        [("f", "{}")] * 2,
+    ),
+    (Family.LLAMA, "The name is {", "The name is {", []),
+    (Family.LLAMA, '\n{"name": "Bob", "parameters": {"a": 1}} ok', None, []),
+    (Family.LLAMA, '{"a": 1, "b": [', None, []),
+    (
+        Family.LLAMA,
+        f'\n{{"name": "get_weather", "parameters": {UNIT}}}\n',
+        "",
+        [("get_weather", UNIT)],
+    ),
+    (
+        Family.LLAMA,
+        f'<|python_tag|>{{"name": "other", "parameters": {ODD}}}; '
+        '{"type": "function", "name": "get-time", "parameters": {}}',
+        "",
+        [("other", ODD), ("get-time", "{}")],
+    ),
+    (Family.LLAMA, "<|python_tag|>search.call(1)", "<|python_tag|>search.call(1)", []),
+    (Family.LLAMA, '{"name": "get-time", "parameters": {}} ok', " ok", [("get-time", "{}")]),
+    (
+        Family.MISTRAL_LIST,
+        f'So [1]: [TOOL_CALLS] [{{"name": "f", "arguments": {ODD}}}, '
+        '{"name": "g", "arguments": {}, "id": "abcdefghi"}]',
+        "So [1]:",
+        [("f", ODD), ("g", "{}")],
+    ),
+    (Family.MISTRAL_LIST, '[TOOL_CALLS] [1] [TOOL_CALLS][{"name": ', None, []),
+    (
+        Family.MISTRAL_LIST,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}] [TOOL_CALLS] [1]',
+        " [TOOL_CALLS] [1]",
+        [("f", "{}")],
+    ),
+    (Family.MISTRAL_LIST, '[TOOL_CALLS][{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    (
+        Family.MISTRAL_NAMED,
+        f"[TOOL_CALLS]f{UNIT}[TOOL_CALLS]get-time[ARGS]{{}}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{ODD}\n",
+        "",
+        [("f", UNIT), ("get-time", "{}"), ("g", ODD)],
+    ),
+    (Family.MISTRAL_NAMED, "[TOOL_CALLS] no name {} [TOOL_CALLS] f", None, []),
+]  # fmt: skip
+
+
+def parser_of(family: Family, *, is_parallel: bool = True) -> ToolParser:
+    return PARSERS[family](["get_weather", "get-time"], is_parallel=is_parallel)
+
+
+def gather(events: list[ToolEvent]) -> tuple[str, list[tuple[str, str]]]:
+    """Content, and names and arguments; checks indices and ids on the way."""
+    content, calls, ids = "", list[tuple[str, str]](), set[str]()
+    for event in events:
+        match event:
+            case ContentDelta(text):
+                assert text
+                content += text
+            case ToolStart(index, identifier, name):
+                assert index == len(calls)
+                assert re.fullmatch("call_[0-9a-f]{24}", identifier)
+                assert identifier not in ids
+                ids.add(identifier)
+                calls.append((name, ""))
+            case ToolArguments(index, text):
+                assert index == len(calls) - 1
+                assert text
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return content, calls
+
+
+def parse(family: Family, *parts: str) -> tuple[str, list[tuple[str, str]]]:
+    parser = parser_of(family)
+    events = [event for part in parts for event in parser.push(part, last=False)]
+    return gather(events + parser.push("", last=True))
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), OUTPUTS)
+def test_calls_are_taken_out_of_the_text(
+    family: Family,
+    text: str,
+    content: str | None,
+    calls: list[tuple[str, str]],
+) -> None:
+    expected = (text if content is None else content, calls)
+    assert parse(family, text) == expected
+    assert parse(family, *text) == expected
+    assert gather(parser_of(family).push(text, last=True)) == expected
+
+
+PIECES = st.sampled_from([
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ";", ",",
+    '{"name": "f", "arguments": ', '{"name": "get-time", "parameters": ', UNIT, ODD, "}", "{", "f",
+    "\n", " ", '"', "\\", "<", "text", '{"name": "f"}', "é", "</tool",
+])  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_how_the_text_is_parted_does_not_matter(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(list(PARSERS)))
+    pieces = data.draw(st.lists(PIECES, max_size=12)) or [data.draw(st.sampled_from(OUTPUTS))[1]]
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(family, text)
+    assert parse(family, *parts) == whole
+    if not whole[1]:
+        assert whole[0] == text  # what is no call is lost nowhere
+
+
+def test_only_text_that_may_begin_a_call_waits() -> None:
+    parser = parser_of(Family.HERMES)
+    assert parser.push("I see", last=False) == [ContentDelta("I see")]
+    assert parser.push(" <tool", last=False) == []
+    assert parser.push("s> it. <tool_call>\n", last=False) == [ContentDelta(" <tools> it.")]
+    assert parser.push('{"name": "f", "argu', last=False) == []
+    start, arguments = parser.push('ments": {"a', last=False)
+    assert isinstance(start, ToolStart)
+    assert (start.index, start.name) == (0, "f")
+    assert arguments == ToolArguments(0, '{"a')
+    assert parser.num_calls == 1
+    assert parser.push('": 1', last=False) == [ToolArguments(0, '": 1')]
+    assert parser.push("}}\n</", last=False) == [ToolArguments(0, "}")]
+    assert parser.push("tool_call>", last=True) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "text"),
+    [
+        (Family.HERMES, "f", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2),
+        (Family.LLAMA, "get-time", '{"name": "get-time", "parameters": {}};' * 2),
+        (Family.MISTRAL_LIST, "f", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]'),
+        (Family.MISTRAL_NAMED, "f", "[TOOL_CALLS]f{}" * 2),
+    ],
+)
+def test_without_parallel_calls_only_the_first_counts(family: Family, name: str, text: str) -> None:
+    parser = parser_of(family, is_parallel=False)
+    events = [event for char in text for event in parser.push(char, last=False)]
+    assert gather(events + parser.push("", last=True)) == ("", [(name, "{}")])

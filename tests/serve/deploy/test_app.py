@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve._private.build_app import build_app
+
+from mars_platform.errors import UserError
+from mars_serve.deploy.app import application
+
+ARGS: dict[str, Any] = {"models": [{"name": "some/model", "path": "p"}], "insecure": True}
+
+
+def deployments_of(args: dict[str, Any]) -> dict[str, Any]:
+    built = build_app(application(args), name="app", default_runtime_env={})
+    return {deployment.name: deployment for deployment in built.deployments}
+
+
+def test_an_ingress_and_a_deployment_for_each_model() -> None:
+    models = [*ARGS["models"], {"name": "other", "path": "p", "num_replicas": 3, "num_gpus": 1}]
+    proxy = {"num_replicas": 2}
+    deployments = deployments_of({**ARGS, "models": models, "proxy": proxy, "drain_s": 90})
+    assert deployments.keys() == {"model-0-some-model", "model-0-other", "ingress"}
+    numbers = {name: each._deployment_config.num_replicas for name, each in deployments.items()}
+    assert numbers == {"model-0-some-model": 1, "model-0-other": 3, "ingress": 2}
+    assert all(
+        each._deployment_config.graceful_shutdown_timeout_s == 90 for each in deployments.values()
+    )
+    assert deployments["model-0-other"].ray_actor_options["num_gpus"] == 1
+    assert deployments["model-0-some-model"].ray_actor_options["num_gpus"] == 0
+
+
+def test_a_models_deployment_keeps_its_name_when_others_come() -> None:
+    """An update ends a deployment whose name is gone, whoever still sends requests to it."""
+    before = deployments_of(ARGS).keys()
+    models = [{"name": "first", "path": "p"}, *ARGS["models"], {"name": "some-model", "path": "p"}]
+    added = {"model-0-first", "model-1-some-model"}
+    assert deployments_of({**ARGS, "models": models}).keys() - before == added
+
+
+@pytest.mark.parametrize(("given", "percent"), [({}, 25), ({"surge_percent": 0}, 0)])
+def test_an_update_starts_replicas_before_it_ends_others(
+    given: dict[str, int], percent: int
+) -> None:
+    deployments = deployments_of({**ARGS, **given}).values()
+    assert [each._deployment_config.max_surge_percent for each in deployments] == [percent] * 2
+
+
+def test_several_replicas_are_routed_by_prefix() -> None:
+    models = [
+        {"name": "one", "path": "p"},
+        {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_batch": 8}},
+        {"name": "three", "path": "p", "num_replicas": 2, "engine": {"reuse_prefixes": False}},
+    ]
+    configs = {
+        name: each._deployment_config.request_router_config
+        for name, each in deployments_of({**ARGS, "models": models}).items()
+    }
+    assert "mars_serve" not in configs["model-0-one"].request_router_class
+    assert configs["model-0-two"].request_router_class == "mars_serve.deploy.router.PrefixRouter"
+    assert configs["model-0-two"].request_router_kwargs == {"page_size": 16, "slack": 2}
+    assert configs["model-0-three"].request_router_kwargs["page_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"insecure": False}, r"^args: host: 0\.0\.0\.0 is reachable .* there are no keys"),
+        ({"modles": []}, r"^args: modles: unknown key"),
+        ({"models": []}, r"^args: models: "),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        application({**ARGS, **change})
+
+
+def test_keys_open_it() -> None:
+    entry = {"name": "a", "sha256": "0" * 64}
+    args = {**ARGS, "insecure": False, "keys": {"entries": [entry]}}
+    assert "ingress" in deployments_of(args)

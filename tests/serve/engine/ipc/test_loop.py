@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.errors import UserError
+from mars_platform.method import reference
+from mars_platform.method.mode import Mode
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.failures import Step
+from mars_serve.engine.ipc.loop import (
+    EngineDied,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+)
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    LiveDecoding,
+    Request,
+    StepOutput,
+)
+
+SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
+
+Loops = Callable[..., LocalLoop]
+
+
+class SlowEngine(Engine):
+    """Its requests do not end within a test unless they are cancelled."""
+
+    def begin_step(self) -> Step | None:
+        time.sleep(0.05)
+        return super().begin_step()
+
+
+class FailingEngine(Engine):
+    """Fails at its third step."""
+
+    num_steps = 0
+
+    def begin_step(self) -> Step | None:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise RuntimeError("out of memory")
+        return super().begin_step()
+
+
+class OverlappingEngine(Engine):
+    """Has its loop deliver a step's outputs while the next one runs, as a GPU does."""
+
+    overlaps = True
+
+
+@pytest.fixture
+def make_loop(
+    tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
+) -> Iterator[Loops]:
+    loops = []
+
+    def make(engine_class: type[Engine] = Engine, **sizes: int) -> LocalLoop:
+        engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
+        loops.append(LocalLoop(engine))
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.stop()
+
+
+def make_request(name: str, *, max_tokens: int = 200, threshold: float = 1.0) -> Request:
+    prompt = [4 + (7 * len(name) + 3 * ord(name[-1]) + i * i) % 60 for i in range(5)]
+    return Request(name, prompt, DecodingOptions(max_tokens, Mode.THRESHOLD, threshold))
+
+
+async def collect(loop: LocalLoop, request: Request) -> list[StepOutput]:
+    return [output async for output in loop.stream(request)]
+
+
+async def started(loop: LocalLoop, request: Request) -> AsyncIterator[StepOutput]:
+    stream = loop.stream(request)
+    await anext(stream)
+    return stream
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 2
+    while not condition():
+        assert time.monotonic() < deadline, "waited for 2 s"
+        await asyncio.sleep(0.01)
+
+
+def has_all_pages(engine: Engine) -> bool:
+    return engine.status().num_free_pages == engine.settings.num_pages and not engine.has_work
+
+
+@pytest.mark.parametrize("engine_class", [Engine, OverlappingEngine])
+async def test_outputs_come_in_order_to_their_own_listener(
+    make_loop: Loops, tiny_model: Callable[[str], PreTrainedModel], engine_class: type[Engine]
+) -> None:
+    loop = make_loop(engine_class)
+    requests = [make_request(f"r{i}", max_tokens=4 + 2 * i, threshold=0.1) for i in range(8)]
+    prompts = {request.id: list(request.tokens) for request in requests}
+    results = await asyncio.gather(*(collect(loop, request) for request in requests))
+    for request, outputs in zip(requests, results, strict=True):
+        expected = reference.decode(
+            tiny_model("qwen2"),
+            prompts[request.id],
+            SPECIAL,
+            max_tokens=request.options.max_tokens,
+            threshold=0.1,
+            num_masks=4,
+            mask_token_id=3,
+        )
+        assert [output.tokens for output in outputs] == expected.passes
+        assert {output.request_id for output in outputs} == {request.id}
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+    assert has_all_pages(loop.engine)
+
+
+async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = await started(loop, make_request("closed"))
+    status = loop.status()
+    assert (status.num_requests, status.num_pages) == (1, 120)
+    assert 120 - 52 <= status.num_free_pages <= 120 - 2  # 5 to 205 tokens, 4 a page
+    await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+    assert loop.is_alive
+
+
+async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    task = asyncio.create_task(collect(loop, make_request("cancelled")))
+    await until(lambda: loop.status().num_generated_tokens > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: has_all_pages(loop.engine))
+    await until(lambda: loop.status().num_requests == 0)
+
+
+async def test_an_error_in_the_consumer_frees_pages(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = loop.stream(make_request("consumer"))
+    with pytest.raises(ZeroDivisionError):
+        await _fail_at_first(stream)
+    await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+
+
+async def _fail_at_first(stream: AsyncIterator[StepOutput]) -> None:
+    async for _ in stream:
+        raise ZeroDivisionError
+
+
+async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_batch=1)
+    running = await started(loop, make_request("running", max_tokens=6))
+    waiting = asyncio.create_task(collect(loop, make_request("waiting")))
+    await until(lambda: "waiting" in loop.engine._requests)
+    waiting.cancel()
+    rest = [output async for output in running]
+    assert len(rest) == 5
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+    await until(lambda: has_all_pages(loop.engine))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_queue_full(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_requests=2)
+    streams = [await started(loop, make_request(name)) for name in "ab"]
+    with pytest.raises(QueueFull):
+        await collect(loop, make_request("c"))
+    await streams[0].aclose()
+    streams[0] = await started(loop, make_request("d"))
+    for stream in streams:
+        await stream.aclose()
+    await until(lambda: has_all_pages(loop.engine))
+
+
+async def test_a_refused_request_leaves_the_engine_as_it_is(make_loop: Loops) -> None:
+    loop = make_loop()
+    with pytest.raises(UserError, match=r"^max_tokens: "):
+        await collect(loop, make_request("long", max_tokens=1000))
+    assert has_all_pages(loop.engine)
+    assert len(await collect(loop, make_request("short", max_tokens=3))) == 3
+
+
+async def test_a_failed_request_is_told_and_the_others_go_on(make_loop: Loops) -> None:
+    loop = make_loop()
+    with torch.no_grad():
+        loop.engine._runner.model.get_input_embeddings().weight[63] = torch.nan
+    broken, sound = make_request("broken", max_tokens=8), make_request("sound", max_tokens=8)
+    broken.tokens[1] = 63
+    results = await asyncio.gather(
+        collect(loop, broken), collect(loop, sound), return_exceptions=True
+    )
+    assert isinstance(results[0], RequestFailed)
+    assert sum(len(output.tokens) for output in results[1]) == 8
+    assert loop.is_alive
+    assert has_all_pages(loop.engine)
+
+
+async def test_a_failing_engine_ends_every_listener(make_loop: Loops) -> None:
+    loop = make_loop(FailingEngine)
+    tasks = [asyncio.create_task(collect(loop, make_request(name))) for name in "abc"]
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=5)
+    assert [type(result) for result in results] == [EngineDied] * 3
+    await until(lambda: not loop.is_alive)
+    with pytest.raises(EngineDied):
+        await collect(loop, make_request("d"))
+    with pytest.raises(EngineDied):
+        loop.status()
+
+
+async def test_stop_ends_listeners_and_refuses_later_ones(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    stream = await started(loop, make_request("running"))
+    loop.stop()
+    assert not loop.is_alive
+    with pytest.raises(EngineDied):
+        _ = [output async for output in stream]
+    with pytest.raises(EngineDied):
+        await collect(loop, make_request("later"))
+    loop.stop()
+
+
+# Waiting
+
+
+def patient(name: str, max_queue_s: float, *, max_tokens: int = 200) -> Request:
+    request = make_request(name, max_tokens=max_tokens)
+    request.options = replace(request.options, max_queue_s=max_queue_s)
+    return request
+
+
+async def test_a_request_that_waits_too_long_is_told(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine, max_batch=1)
+    running = await started(loop, patient("running", 0.15, max_tokens=8))
+    waiting = make_request("waiting", max_tokens=2)
+    rest = asyncio.create_task(collect(loop, waiting))
+    with pytest.raises(QueueTimeout, match=r"did not begin within 0\.1 s"):
+        await collect(loop, patient("late", 0.1))
+    assert len([output async for output in running]) == 7, "what has begun has no deadline"
+    first, _ = await rest
+    assert first.queue_s > 0.1
+    await until(lambda: has_all_pages(loop.engine))
+    assert loop.engine.status().num_requests == 0
+
+
+async def test_a_deadline_that_has_passed_ends_an_idle_engines_request(make_loop: Loops) -> None:
+    loop = make_loop()
+    with pytest.raises(QueueTimeout):
+        await collect(loop, patient("never", -1.0))
+    assert len(await collect(loop, patient("soon", 60.0, max_tokens=3))) == 3
+
+
+async def test_the_first_output_says_what_was_found_and_how_long_it_waited(
+    make_loop: Loops,
+) -> None:
+    loop = make_loop()
+    await collect(loop, make_request("one", max_tokens=4))
+    outputs = await collect(loop, make_request("one", max_tokens=4))
+    assert [output.num_reused for output in outputs] == [4, 0, 0, 0]  # a page of 5 tokens
+    assert [output.queue_s > 0 for output in outputs] == [True, False, False, False]
+    status = loop.status()
+    assert (status.num_prompt_tokens, status.num_generated_tokens) == (10, 8)
+    assert (status.num_forward_passes, status.num_row_passes) == (8, 8)
+
+
+# A threshold that moves
+
+
+async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -> None:
+    loop = make_loop(SlowEngine)
+    assert loop.live.threshold == 0.95
+    loop.set_live(LiveDecoding(1.0))
+    request = make_request("live", max_tokens=40)
+    request.options = replace(request.options, threshold=None)
+    stream = loop.stream(request)
+    first = await anext(stream)
+    loop.set_live(LiveDecoding(0.5))
+    rest = [output.threshold async for output in stream]
+    assert first.threshold == 1.0
+    assert rest == sorted(rest, reverse=True)
+    assert rest[-1] == loop.live.threshold == 0.5
+    for value in (0.0, 1.1, float("nan")):
+        with pytest.raises(UserError, match="confidence_threshold: "):
+            loop.set_live(LiveDecoding(value))
+    assert loop.live.threshold == 0.5
+
+
+# Grammars, which take a while
+
+
+class CompilingEngine(Engine):
+    """Its grammars are ready when a test says so."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_compile = threading.Event()
+
+    def check(self, request: Request) -> None:
+        if request.options.grammar is not None:
+            assert self.may_compile.wait(5)
+            raise UserError("grammar: there is none")
+        super().check(request)
+
+
+def structured(name: str) -> Request:
+    request = make_request(name, max_tokens=3)
+    grammar = GrammarSpec(GrammarKind.REGEX, "a")
+    request.options = replace(request.options, grammar=grammar)
+    return request
+
+
+async def test_requests_go_on_while_a_grammar_compiles(make_loop: Loops) -> None:
+    loop = make_loop(CompilingEngine)
+    task = asyncio.create_task(collect(loop, structured("slow")))
+    assert len(await collect(loop, make_request("fast", max_tokens=3))) == 3
+    assert not task.done()
+    loop.engine.may_compile.set()
+    with pytest.raises(UserError, match=r"^grammar: "):
+        await task
+
+
+async def test_a_request_that_gets_nothing_shows_that_it_is_there(make_loop: Loops) -> None:
+    loop = make_loop(CompilingEngine)
+    stream = loop.stream(structured("slow"), beat_s=0.01)
+    assert [await anext(stream) for _ in range(3)] == [None] * 3
+    loop.engine.may_compile.set()
+    with pytest.raises(UserError, match=r"^grammar: "):
+        _ = [item async for item in stream]
+
+
+async def test_a_request_that_is_left_while_its_grammar_compiles_does_not_run(
+    make_loop: Loops,
+) -> None:
+    loop = make_loop(CompilingEngine)
+    task = asyncio.create_task(collect(loop, structured("left")))
+    assert len(await collect(loop, make_request("one", max_tokens=3))) == 3
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(await collect(loop, make_request("two", max_tokens=3))) == 3
+    loop.engine.may_compile.set()
+    assert len(await collect(loop, make_request("three", max_tokens=3))) == 3
+    assert loop.status().num_prompt_tokens == 15, "only the three have run"

@@ -1,0 +1,222 @@
+"""A threshold that moves under running requests: what each pass does with it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.errors import UserError
+from mars_platform.method import reference
+from mars_platform.method.mode import Confidence, Mode
+from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
+
+PAD, MASK, BLOCK_SIZE = 0, 3, 4
+SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({PAD, MASK}))
+LIVE = DecodingOptions(24, threshold=None)
+Models = Callable[[str], PreTrainedModel]
+Engines = Callable[..., Engine]
+Outputs = dict[str, list[StepOutput]]
+
+
+@pytest.fixture
+def model(tiny_model: Models) -> PreTrainedModel:
+    return tiny_model("qwen2")
+
+
+def requests_with(options: DecodingOptions, count: int = 5, name: str = "r") -> list[Request]:
+    source = random.Random(1)
+    prompts = [[source.randrange(4, 64) for _ in range(3 + 20 * i)] for i in range(count)]
+    return [Request(f"{name}{i}", prompt, options) for i, prompt in enumerate(prompts)]
+
+
+def run(
+    engine: Engine, requests: list[Request], live: Iterable[float | LiveDecoding] = ()
+) -> Outputs:
+    """Outputs where each step begins with the next entry of ``live``, and the last one stays."""
+    outputs = defaultdict[str, list[StepOutput]](list)
+    changes = (each if isinstance(each, LiveDecoding) else LiveDecoding(each) for each in live)
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.live = next(changes, engine.live)
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    return outputs
+
+
+def replayed(
+    model: PreTrainedModel, request: Request, outputs: list[StepOutput]
+) -> list[list[int]]:
+    """The plain decoder's passes with the thresholds and windows that the engine reports."""
+    return reference.decode(
+        model,
+        request.tokens[: request.num_prompt],
+        SPECIAL,
+        max_tokens=request.options.max_tokens,
+        threshold=[output.threshold for output in outputs],
+        num_masks=[output.num_masks for output in outputs],
+        mask_token_id=MASK,
+        measure=request.options.confidence,
+    ).passes
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("confidence", list(Confidence))
+def test_a_live_threshold_that_stays_is_a_pinned_one(
+    model: PreTrainedModel, make_engine: Engines, threshold: float, confidence: Confidence
+) -> None:
+    pinned, live = (
+        run(
+            make_engine(model, SPECIAL),
+            requests_with(replace(LIVE, threshold=value, confidence=confidence)),
+            [threshold],
+        )
+        for value in (threshold, None)
+    )
+    assert pinned == live
+    assert {output.threshold for each in live.values() for output in each} == {threshold}
+
+
+TRACE = [0.05] * 4 + [1.0] * 3 + [0.1] * 3 + [0.02]
+
+
+def test_passes_are_those_of_the_thresholds_that_they_report(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    requests = requests_with(LIVE)
+    outputs = run(make_engine(model, SPECIAL), requests, TRACE)
+    for request in requests:
+        found = outputs[request.id]
+        assert [output.tokens for output in found] == replayed(model, request, found)
+    first = outputs["r0"]
+    assert [output.threshold for output in first[: len(TRACE)]] == TRACE[: len(first)]
+    assert any(len(output.tokens) > 1 for output in first[:4])
+
+
+def test_masks_end_and_return_with_the_very_next_step(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    outputs = run(make_engine(model, SPECIAL), requests_with(LIVE, 1), [1.0, 0.9, 1.0, 0.9, 1.0])
+    masks = [output.num_masks for output in outputs["r0"][:5]]
+    assert masks == [0, BLOCK_SIZE, 0, BLOCK_SIZE, 0]
+
+
+def test_a_kept_choice_of_windows_ends_with_the_threshold() -> None:
+    """Choices are kept for several steps where steps are short, but not across a change."""
+    times = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
+    chooser, (row,) = WindowChooser(times, BLOCK_SIZE), requests_with(LIVE, 1)
+    assert chooser.choose([row]) == [(0,)]
+    row.follow(LiveDecoding(0.5))
+    assert chooser.choose([row]) == [(0,)]
+    chooser.expire()
+    assert chooser.choose([row]) == [(BLOCK_SIZE,)]
+
+
+def test_an_engine_that_adapts_windows_feeds_masks_at_once(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    engine = make_engine(model, SPECIAL)
+    flat = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
+    engine._chooser = WindowChooser(flat, BLOCK_SIZE)
+    neighbours = requests_with(replace(LIVE, threshold=0.9), 1, "pinned")  # choices are kept
+    outputs = run(engine, requests_with(LIVE, 1) + neighbours, [1.0, 1.0, 0.9, 0.9, 1.0])
+    assert [output.num_masks > 0 for output in outputs["r0"][:5]] == [0, 0, 1, 1, 0]
+
+
+def test_pinned_neighbours_do_not_notice(model: PreTrainedModel, make_engine: Engines) -> None:
+    requests = requests_with(replace(LIVE, threshold=0.1), 3)
+    found = run(make_engine(model, SPECIAL), requests + requests_with(LIVE, 2, "live"), TRACE)
+    alone = run(make_engine(model, SPECIAL), requests_with(replace(LIVE, threshold=0.1), 3))
+    for name, outputs in alone.items():
+        passes = [(output.tokens, output.num_masks, output.threshold) for output in outputs]
+        assert passes == [
+            (output.tokens, output.num_masks, output.threshold) for output in found[name]
+        ]
+
+
+def test_a_floor_holds(model: PreTrainedModel, make_engine: Engines) -> None:
+    requests = requests_with(replace(LIVE, min_threshold=0.3), 2)
+    outputs = run(make_engine(model, SPECIAL), requests, TRACE)
+    expected = [max(value, 0.3) for value in TRACE]
+    assert [output.threshold for output in outputs["r0"][: len(TRACE)]] == expected
+    for request in requests:
+        found = outputs[request.id]
+        assert [output.tokens for output in found] == replayed(model, request, found)
+
+
+@pytest.mark.parametrize("mode", [Mode.AR, Mode.EXACT])
+def test_lossless_modes_follow_nothing(
+    model: PreTrainedModel, make_engine: Engines, mode: Mode
+) -> None:
+    options = replace(LIVE, mode=mode)
+    still = run(make_engine(model, SPECIAL), requests_with(options))
+    moved = run(make_engine(model, SPECIAL), requests_with(options), TRACE)
+    assert still == moved
+    assert {output.threshold for outputs in moved.values() for output in outputs} == {1.0}
+
+
+def test_exact_may_stand_in_for_one_at_any_step(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    requests = requests_with(LIVE)
+    expected = run(make_engine(model, SPECIAL), requests_with(LIVE), [1.0])
+    exact = LiveDecoding(1.0, is_exact=True)
+    moves = [exact] * 4 + [LiveDecoding(1.0)] * 2 + [exact] * 3 + [LiveDecoding(1.0)] + [exact]
+    outputs = run(make_engine(model, SPECIAL), requests, moves)
+    for name, steps in outputs.items():
+        assert joined(steps) == joined(expected[name])
+        assert {step.threshold for step in steps} == {1.0}
+    masks = [step.num_masks > 0 for step in outputs["r0"][:10]]
+    assert masks == [True] * 4 + [False] * 2 + [True] * 3 + [False]
+
+
+def test_exact_gives_way_to_a_lower_threshold(model: PreTrainedModel, make_engine: Engines) -> None:
+    options = replace(LIVE, window=BLOCK_SIZE)
+    low = LiveDecoding(0.05, is_exact=True)
+    moved = run(make_engine(model, SPECIAL), requests_with(options), [low])
+    assert moved == run(make_engine(model, SPECIAL), requests_with(options), [0.05])
+
+
+def test_requests_of_low_priority_have_a_threshold_of_their_own(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    default, flex = requests_with(LIVE, 2)
+    flex.options = replace(LIVE, priority=-1, min_threshold=0.3)
+    engine = make_engine(model, SPECIAL)
+    outputs = run(engine, [default, flex], [LiveDecoding(0.9, flex_threshold=0.1)])
+    assert {step.threshold for step in outputs["r0"]} == {0.9}
+    assert {step.threshold for step in outputs["r1"]} == {0.3}
+
+
+def joined(steps: list[StepOutput]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def test_a_step_keeps_the_threshold_that_it_began_with(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    engine = make_engine(model, SPECIAL)
+    engine.live = LiveDecoding(0.02)
+    engine.add(requests_with(LIVE, 1)[0])
+    step = engine.begin_step()
+    engine.live = LiveDecoding(1.0)
+    late = requests_with(LIVE, 1, "late")[0]
+    engine.add(late)
+    (output,) = engine.finish_step(step)
+    assert (output.threshold, output.num_masks) == (0.02, BLOCK_SIZE)
+    assert {output.threshold for output in engine.step()} == {1.0}
+
+
+def test_a_plain_model_refuses_to_follow(model: PreTrainedModel, make_engine: Engines) -> None:
+    engine = make_engine(model, SPECIAL, block_size=None)
+    with pytest.raises(UserError, match="mode: this model is a plain AR checkpoint"):
+        engine.check(requests_with(LIVE, 1)[0])

@@ -1,0 +1,142 @@
+"""What requests hold of the pool, and that nothing grows with their number."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.mode import Mode
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import DecodingOptions, Request
+
+SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
+PAGE = 16
+
+Engines = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """As small as they come, with a context for long prefixes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        initializer_range=0.5,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(4, 32) for _ in range(length)]
+
+
+def test_no_request_holds_more_than_a_page_beyond_its_tokens(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    engine = make_engine(model, SPECIAL, num_pages=300, page_size=PAGE, max_batch=12)
+    requests = [
+        Request(str(i), prompt(1 + 11 * i, i), DecodingOptions(20 + i, threshold=0.05))
+        for i in range(12)
+    ]
+    for request in requests:
+        engine.add(request)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        running = engine._scheduler.running
+        held = engine.num_pages - engine.status().num_free_pages
+        ideal = sum(request.num_stored for request in running) / PAGE
+        assert held <= ideal + len(running)
+        most = max(most, held)
+    assert most > 20
+
+
+def test_a_shared_prefix_is_stored_and_computed_once(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    """32 requests at once, with 512 tokens in common, in a pool that could not hold them twice."""
+    prefix, own, max_tokens = prompt(512, 0), 20, 10
+    pages_of_one = -(-(own + max_tokens) // PAGE)
+    engine = make_engine(
+        model,
+        SPECIAL,
+        num_pages=512 // PAGE + 32 * pages_of_one + 1,
+        page_size=PAGE,
+        max_batch=32,
+        max_positions=1024,
+    )
+    requests = [
+        Request(str(i), prefix + prompt(own, 1 + i), DecodingOptions(max_tokens, Mode.AR))
+        for i in range(32)
+    ]
+    for request in requests:
+        engine.add(request)
+    num_stored, most = 0, 0
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        status = engine.status()
+        most = max(most, status.num_pages - status.num_free_pages)
+        if status.num_running == 32 and not num_stored:
+            shared = {tuple(request.pages[: 512 // PAGE]) for request in requests}
+            if all(request.num_stored >= 512 for request in requests):
+                assert len(shared) == 1
+                num_stored = 512
+    assert num_stored == 512
+    assert most <= 512 // PAGE + 32 * pages_of_one
+    assert engine.status().num_reused_tokens == 31 * 512
+    assert engine.status().num_preemptions == 0
+
+
+async def test_nothing_grows_over_five_thousand_requests(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_batch=16)
+    engine.warm_up()
+    loop, process = LocalLoop(engine), psutil.Process()
+
+    async def client(number: int, count: int) -> None:
+        source = random.Random(number)
+        for index in range(count):
+            options = DecodingOptions(
+                source.randint(1, 8), threshold=source.choice([0.05, 0.5, 1.0])
+            )
+            ids = prompt(source.randint(1, 12), source.randrange(10))
+            async for _ in loop.stream(Request(f"{number}/{index}", ids, options)):
+                pass
+
+    async def serve(first: int, count: int) -> None:
+        await asyncio.gather(*(client(first + number, count // 20) for number in range(20)))
+
+    await serve(0, 1_000)
+    gc.collect()
+    objects, memory = len(gc.get_objects()), process.memory_info().rss
+    threads = threading.active_count()
+    await serve(20, 4_000)
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 500
+    assert process.memory_info().rss < memory + 8 * 2**20
+    assert threading.active_count() == threads
+    status = loop.status()
+    loop.stop()
+    assert (status.num_requests, status.num_free_pages) == (0, engine.num_pages)
+    engine.check_integrity()
+    assert status.num_preemptions > 0
+    assert status.num_reused_tokens > 0

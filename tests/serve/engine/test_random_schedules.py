@@ -1,0 +1,360 @@
+"""Random schedules: whatever arrives, waits, shares, is preempted or cancelled, the output of every
+request is the oracle's for the windows that it was given.
+
+The oracle of greedy requests is the plain decoder. That of others, which sample or have a grammar,
+is an engine that serves nothing else meanwhile: in mode ar for those of mode exact, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
+from mars_platform.method import reference
+from mars_platform.method.mode import Confidence, Mode
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    LiveDecoding,
+    Outcomes,
+    Request,
+    Sampling,
+    StepOutput,
+    TokenLogprob,
+)
+from mars_serve.engine.settings import EngineSettings
+
+VOCABULARY, PAD, MASK, BLOCK_SIZE = 32, 0, 3, 4
+NAMES = {PAD: "<pad>", 1: "<end>", 2: "<start>", MASK: "<mask>", 7: "<stop>"}
+CHARACTERS = '0123456789abcdefghij,.{}":+'
+COMMON = [5, 6, 9, 15, 16, 18]
+SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
+SIZES = [
+    {"num_pages": 10, "max_batch": 6, "page_size": 4},  # two requests at a time, often preempted
+    {"num_pages": 40, "max_batch": 4, "page_size": 2},
+    {"num_pages": 16, "max_batch": 8, "page_size": 3, "reuse_prefixes": 0},
+]
+CAPACITY = min(size["num_pages"] * size["page_size"] for size in SIZES)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a schedule."""
+
+    step: int
+    family: int
+    """Prompts of a family begin alike."""
+    length: int
+    options: DecodingOptions
+    tenant: str
+    cancelled_after: int | None
+    """Steps from its arrival, or None."""
+
+    def request(self, name: str) -> Request:
+        source = torch.Generator().manual_seed(self.family)
+        stem = torch.randint(4, 32, (24,), generator=source).tolist()
+        tail = [4 + (self.step * 7 + i * 5) % 28 for i in range(self.length)]
+        shared = min(self.length - 1, 20)
+        return Request(name, [*stem[:shared], *tail[shared:]], self.options, tenant=self.tenant)
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_GRAMMARS = [
+    GrammarSpec(GrammarKind.REGEX, "[a-e]{2,6}"),
+    GrammarSpec(GrammarKind.REGEX, "(ab|cd|[0-9]{2,3})*"),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA)),
+]
+_SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 5),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.3]),
+    logit_bias=st.sampled_from([(), ((9, 2.0), (12, -50.0))]),
+    min_tokens=st.sampled_from([0, 0, 3]),
+)
+
+
+def _replayable(options: DecodingOptions) -> DecodingOptions:
+    """With a window of its own where a replay in an engine has to have the same."""
+    if options.mode is Mode.THRESHOLD and not options.is_plain and options.window is None:
+        return replace(options, window=3)
+    return options
+
+
+_OPTIONS = st.builds(
+    DecodingOptions,
+    max_tokens=st.integers(1, 9),
+    mode=st.sampled_from([Mode.THRESHOLD, Mode.THRESHOLD, Mode.EXACT, Mode.EXACT, Mode.AR]),
+    threshold=st.sampled_from([0.02, 0.05, 0.1, 0.3, 0.95, 1.0, None, None, None]),
+    min_threshold=st.sampled_from([0.0, 0.0, 0.2]),
+    confidence=st.sampled_from(list(Confidence)),
+    window=st.sampled_from([None, None, 0, 1, 2, 4]),
+    outcomes=st.sampled_from([None, None, Outcomes.ALL, Outcomes.LAST]),
+    priority=st.sampled_from([0, 0, 0, 1, 2]),
+    sampling=st.one_of(st.just(Sampling()), st.just(Sampling()), _SAMPLINGS),
+    grammar=st.sampled_from([None] * 5 + _GRAMMARS),
+    stop_ids=st.sampled_from([frozenset(), frozenset(), frozenset({9, 14})]),
+    num_logprobs=st.sampled_from([None, None, 0, 2]),
+).map(_replayable)
+_LIVE = st.lists(st.sampled_from([0.02, 0.05, 0.1, 0.5, 1.0]), min_size=1, max_size=5)
+"""What the live threshold is step by step, over and over."""
+_ARRIVALS = st.builds(
+    Arrival,
+    step=st.integers(0, 12),
+    family=st.integers(0, 2),
+    length=st.integers(1, 30),
+    options=_OPTIONS,
+    tenant=st.sampled_from(["", "", "", "other"]),
+    cancelled_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+)
+
+
+@cache
+def _model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
+    return model
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A character a token: grammars need to know what tokens say."""
+    others = [token for token in range(VOCABULARY) if token not in NAMES]
+    vocabulary = {text: token for token, text in NAMES.items()}
+    vocabulary.update(zip(CHARACTERS, others, strict=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=NAMES[1],
+        pad_token=NAMES[PAD],
+        additional_special_tokens=[NAMES[2], NAMES[MASK], NAMES[7]],
+    )
+
+
+def _engine(**sizes: int) -> Engine:
+    metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
+    checkpoint = Checkpoint(None, _model().config, _tokenizer(), metadata, SPECIAL)
+    model = copy.deepcopy(_model())
+    return Engine(checkpoint, EngineSettings(max_positions=65, **sizes), model=model)
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Engine]:
+    """Engines that serve one schedule after the other, so that later ones find stored prefixes."""
+    made = [_engine(**sizes) for sizes in SIZES]
+    for engine in made:
+        engine.warm_up()  # windows adapt: they depend on timing, and the trace says what they were
+    return made
+
+
+@pytest.fixture(scope="module")
+def solo() -> Engine:
+    """Serves one request at a time."""
+    return _engine(num_pages=20, page_size=8, max_batch=1, reuse_prefixes=0)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What the schedules met."""
+    return Counter()
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
+def test_every_output_is_the_oracles(
+    engines: list[Engine],
+    solo: Engine,
+    seen: Counter[str],
+    arrivals: list[Arrival],
+    live: list[float],
+    which: int,
+) -> None:
+    engine = engines[which]
+    requests = {str(index): arrival.request(str(index)) for index, arrival in enumerate(arrivals)}
+    outputs = _play(engine, arrivals, requests, live)
+    assert engine.status().num_free_pages == engine.num_pages
+    for name, request in requests.items():
+        options, found = request.options, outputs[name]
+        if request.finish_reason is not FinishReason.CANCELLED:
+            assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        _compare(request, found, solo)
+        passes = [output.tokens for output in found]
+        assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
+        if options.window is not None and options.mode is not Mode.EXACT:
+            assert all(output.num_masks <= options.window for output in found)
+        _count(seen, request, found)
+
+
+def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Counter[str]) -> None:
+    """Runs after the schedules: they preempted, reused prefixes and fed windows of all sizes.
+
+    They are drawn anew in each run, and how many drafts are tried depends on timing: the bounds are
+    far below what is usual.
+    """
+    statuses = [engine.status() for engine in engines]
+    assert statuses[0].num_preemptions > 3
+    assert statuses[0].num_reused_tokens > 50
+    assert statuses[1].num_reused_tokens > 50
+    assert statuses[2].num_reused_tokens == 0
+    kinds = "greedy", "sampled", "grammar"
+    assert all(seen[f"{mode}, {kind}"] > 3 for mode in Mode for kind in kinds)
+    assert sum(seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds) > 2
+    assert sum(seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] for kind in kinds) > 20
+    assert seen["threshold moved"] > 3
+    assert seen["threshold moved, masks accepted"] > 0
+
+
+def _count(seen: Counter[str], request: Request, outputs: list[StepOutput]) -> None:
+    options, passes = request.options, [output.tokens for output in outputs]
+    kind = "sampled" if options.sampling.temperature > 0 else "greedy"
+    kind = f"{options.mode}, {'grammar' if options.grammar else kind}"
+    several = "drafts" if options.mode is Mode.EXACT else "masks"
+    seen[kind] += 1
+    several_taken = any(len(tokens) > 1 for tokens in passes)
+    seen[f"{kind}, {several} accepted"] += several_taken
+    if len({output.threshold for output in outputs}) > 1:
+        seen["threshold moved"] += 1
+        seen["threshold moved, masks accepted"] += several_taken
+
+
+def _play(
+    engine: Engine,
+    arrivals: list[Arrival],
+    requests: dict[str, Request],
+    live: list[float],
+) -> dict[str, list[StepOutput]]:
+    outputs = defaultdict[str, list[StepOutput]](list)
+    step = 0
+    while engine.has_work or step <= max(arrival.step for arrival in arrivals):
+        for name, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                engine.add(requests[str(name)])
+            if arrival.cancelled_after is not None and (
+                arrival.step + arrival.cancelled_after == step
+            ):
+                engine.cancel(str(name))
+        engine.live = LiveDecoding(live[step % len(live)])
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+        step += 1
+    return outputs
+
+
+def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
+    """Assert that what a request got is what it gets alone; part of it, where it was cancelled."""
+    found = [output.tokens for output in outputs]
+    logprobs = [entry for output in outputs for entry in output.logprobs]
+    if request.options.is_plain:
+        expected = _oracle(request, outputs)
+    else:
+        replayed, finish_reason = _alone(request, outputs, solo)
+        expected = [output.tokens for output in replayed]
+        entries = [entry for output in replayed for entry in output.logprobs]
+        _compare_logprobs(logprobs, entries[: len(logprobs)])
+        if request.finish_reason is not FinishReason.CANCELLED:
+            assert request.finish_reason is finish_reason
+    num_tokens = sum(map(len, found))
+    assert len(logprobs) == (0 if request.options.num_logprobs is None else num_tokens)
+    if request.options.mode is Mode.EXACT:  # checked tokens, in passes of any length
+        found, expected = _one_by_one(found), _one_by_one(expected)
+    if request.finish_reason is FinishReason.CANCELLED:
+        expected = expected[: len(found)]
+    assert found == expected
+
+
+def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
+    """Passes of the plain decoder with the windows that the request got."""
+    options = request.options
+    windows = [output.num_masks for output in outputs]
+    if not windows:
+        return []
+    return reference.decode(
+        _model(),
+        request.tokens[: request.num_prompt],
+        replace(SPECIAL, eos=SPECIAL.eos | options.stop_ids),
+        max_tokens=sum(len(output.tokens) for output in outputs)
+        if request.finish_reason is FinishReason.CANCELLED
+        else options.max_tokens,
+        threshold=[output.threshold for output in outputs]
+        if options.mode is Mode.THRESHOLD
+        else 1.0,
+        num_masks=windows,
+        mask_token_id=MASK,
+        measure=options.confidence,
+    ).passes
+
+
+def _alone(
+    request: Request, recorded: list[StepOutput], solo: Engine
+) -> tuple[list[StepOutput], FinishReason | None]:
+    """Its passes where nothing else runs, with the thresholds that were recorded."""
+    options = request.options
+    if options.mode is Mode.EXACT:
+        options = replace(options, mode=Mode.AR, window=None, outcomes=None)
+    again = Request("alone", request.tokens[: request.num_prompt], options)
+    outputs = list[StepOutput]()
+    solo.add(again)
+    thresholds = iter([output.threshold for output in recorded])
+    while solo.has_work:
+        solo.live = LiveDecoding(next(thresholds, solo.live.threshold))
+        outputs += solo.step()
+    return outputs, again.finish_reason
+
+
+def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
+    assert [entry.from_mask for entry in found] == [entry.from_mask for entry in expected]
+    numbers, others = (
+        [[entry.logprob, *(value for _, value in entry.top)] for entry in entries]
+        for entries in (found, expected)
+    )
+    for one, other in zip(numbers, others, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+
+
+def _one_by_one(passes: list[list[int]]) -> list[list[int]]:
+    return [[token] for tokens in passes for token in tokens]

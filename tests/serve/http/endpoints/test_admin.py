@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.policy.control import Control, LoadReport, Plan, Totals
+from mars_autoscale.policy.decide import OuterSettings, Reason
+from mars_autoscale.policy.inner_loop import LocalSettings
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.config.served import Explanation, LiveThreshold
+from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
+
+
+@pytest.fixture
+async def client(client: Any) -> Any:
+    yield client
+    await client.put("/admin/threshold", json={"confidence_threshold": 0.95})
+
+
+async def test_a_change_of_all_models(client: Any) -> None:
+    before = (await client.get("/admin/threshold")).json()["models"]
+    after = (await client.put("/admin/threshold", json={"confidence_threshold": 0.7})).json()
+    assert after == (await client.get("/admin/threshold")).json()
+    for name in ("mars", "plain"):
+        live = after["models"][name]
+        assert live["confidence_threshold"] == 0.7
+        assert live["version"] > before[name]["version"]
+        state = {"confidence_threshold": 0.7, "version": live["version"]}
+        assert live["replicas"] == {"only": state}
+
+
+async def test_a_change_of_one_model(client: Any) -> None:
+    body = {"model": "mars", "confidence_threshold": 0.6}
+    changed = (await client.put("/admin/threshold", json=body)).json()["models"]
+    assert changed.keys() == {"mars"}
+    states = (await client.get("/admin/threshold")).json()["models"]
+    assert states["mars"] == changed["mars"]
+    assert states["plain"]["confidence_threshold"] == 0.95
+
+
+async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
+    body = {"model": "mars", "prompt": "What is 3", "max_tokens": 120, "logit_bias": {"2": -100}}
+    body["service_tier"] = "flex"  # its floor is 0.7
+    running = asyncio.create_task(client.post("/v1/completions", json=body))
+    for threshold in (1.0, 0.01, 1.0, 0.01):
+        await client.put("/admin/threshold", json={"confidence_threshold": threshold})
+        await asyncio.sleep(0.01)
+    mars = (await running).json()["mars"]
+    assert mars["min_confidence_threshold"] == 0.7
+    assert 0.7 < mars["confidence_threshold"] < 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"confidence_threshold": 0}, 400, "confidence_threshold"),
+        ({"confidence_threshold": 1.01}, 400, "confidence_threshold"),
+        ({"confidence_threshold": None}, 400, "confidence_threshold"),
+        ({}, 400, "confidence_threshold"),
+        ({"confidence_threshold": 0.5, "model": "nobody"}, 404, "model"),
+        ({"confidence_threshold": 0.5, "models": "mars"}, 400, "models"),
+    ],
+)
+async def test_refused(client: Any, body: dict[str, Any], status: int, param: str) -> None:
+    response = await client.put("/admin/threshold", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert error["message"].startswith(f"{param}: ")
+    states = (await client.get("/admin/threshold")).json()["models"]
+    assert {state["confidence_threshold"] for state in states.values()} == {0.95}
+
+
+# Autoscaled models
+
+LADDER = (Rung(1.0, 1.0, 0.0), Rung(0.95, 1.7, 1.5, 3), Rung(0.9, 2.0, 3.0, 3))
+CAPACITY = Capacity(linear_step_time(0.1, 1000), LADDER, 4, 1_000.0)
+PLAN = Plan(CAPACITY, OuterSettings(max_replicas=3, cold_start_s=30))
+
+
+def decided() -> Explanation:
+    """Of an outer loop that has seen a replica for ten seconds."""
+    control = Control()
+    for i in range(21):
+        totals = Totals(2 * i, 20 * i, i, 40 * i)
+        report = LoadReport("r1", 0.0, 4, 2, 0.95, 0.9, 1.6, 1.5, False, totals)
+        control.hear(1_000.0 + i / 2, report, PLAN)
+        if i % 5 == 0:
+            question = control.question(1_000.0 + i / 2)
+            control.commit(question[0], *control.answer(*question))
+    control.hold(control.question(1_011.0)[0], "ZeroDivisionError: no tokens")
+    return Explanation(control.plan, list(control.records))
+
+
+@pytest.fixture
+async def governed(
+    mars: Checkpoint,
+    loops: dict[str, Any],
+    loop_backend: Any,
+    served: Callable[..., Any],
+    app_of: Callable[..., Any],
+    client_of: Callable[..., Any],
+) -> AsyncIterator[Any]:
+    """``governed(explanation)``: a client of an autoscaled model, and of one that is not."""
+
+    class Governed(loop_backend):  # type: ignore[misc]
+        explanation: Explanation | None = None
+
+        async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+            if threshold is not None:
+                live = await super().set_live_threshold(threshold)
+            else:
+                live = self.live
+            version, is_pinned = live.version + 1, threshold is not None
+            self.live = LiveThreshold(version, live.threshold, None, is_pinned)
+            return self.live
+
+        async def autoscaler(self) -> Explanation | None:
+            return self.explanation
+
+    backend = Governed(loops["mars"])
+    autoscaled = served("mars", mars, backend, autoscaling={"max_replicas": 3})
+    app = app_of(autoscaled, served("plain", mars, loop_backend(loops["mars"])))
+    before = loops["mars"].live
+    async with client_of(app) as client:
+
+        def make(explanation: Explanation | None = None) -> Any:
+            backend.explanation = explanation
+            return client
+
+        yield make
+    loops["mars"].set_live(before)
+
+
+async def autoscalers(client: Any) -> dict[str, Any]:
+    response = await client.get("/admin/autoscaler")
+    assert response.status_code == 200, response.text
+    Autoscalers.model_validate(response.json())
+    models: dict[str, Any] = response.json()["models"]
+    return models
+
+
+async def test_an_autoscaler_tells_its_plan(governed: Any) -> None:
+    models = await autoscalers(governed(decided()))
+    assert models["plain"] is None
+    plan = models["mars"]["plan"]
+    ladder = plan.pop("ladder")
+    assert plan == {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "cold_start_s": 30.0,
+        "num_slots": 4,
+        "tokens_per_s": pytest.approx(4 / 0.1004),
+        "prefill_tokens_per_s": 1_000.0,
+        "frontier_refused": None,
+        "frontier_mismatch": None,
+    }
+    assert [rung["confidence_threshold"] for rung in ladder] == [1.0, 0.95, 0.9]
+    assert [rung["loss"] for rung in ladder] == [0.0, 1.5, 3.0]
+    assert ladder[0]["gain"] == 1.0
+    assert ladder[1]["gain"] == pytest.approx(CAPACITY.gain(LADDER[1]))
+    assert ladder[1]["tokens_per_forward"] == 1.7
+    assert ladder[1]["break_even_batch"] > 100
+
+
+async def test_the_ladder_is_the_one_that_replicas_walk(governed: Any) -> None:
+    """They leave out what gains less than 5%."""
+    ladder = (LADDER[0], Rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
+    capacity = Capacity(linear_step_time(0.1, 1000), ladder, 4, 1_000.0)
+    assert ladder[1] in capacity.useful(1.0)
+    explanation = Explanation(Plan(capacity, PLAN.settings), [])
+    plan = (await autoscalers(governed(explanation)))["mars"]["plan"]
+    walked = capacity.useful(LocalSettings().min_gain)
+    assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [
+        rung.threshold for rung in walked
+    ]
+
+
+async def test_an_autoscaler_tells_its_decisions(governed: Any) -> None:
+    explanation = decided()
+    decisions = (await autoscalers(governed(explanation)))["mars"]["decisions"]
+    assert len(decisions) == 6
+    assert all(each.keys() == AutoscalerDecision.model_fields.keys() for each in decisions)
+    assert [each["time_s"] for each in decisions] == [1_000, 1_002.5, 1_005, 1_007.5, 1_010, 1_011]
+    first, *_, latest, held = decisions
+    assert (first["requests_per_s"], first["reason"]) == (None, Reason.HELD)
+    assert latest["requests_per_s"] == 4.0
+    assert latest["prompt_tokens_per_s"] == 40.0
+    assert latest["mean_output_tokens"] == 40.0
+    assert latest["decode_tokens_per_s"] == 160.0
+    assert (latest["num_running"], latest["num_waiting"]) == (4, 2)
+    assert (latest["threshold"], latest["flex_threshold"]) == (0.95, 0.9)
+    assert latest["reason"] in set(Reason)
+    assert latest["num_replicas"] == explanation.records[-2].decision.num_replicas
+    assert (held["reason"], held["problem"]) == ("held", "ZeroDivisionError: no tokens")
+
+
+@pytest.mark.parametrize("explanation", [None, Explanation(None, [])])
+async def test_before_a_replica_has_reported_there_is_nothing_to_tell(
+    governed: Any, explanation: Explanation | None
+) -> None:
+    models = await autoscalers(governed(explanation))
+    assert models == {"mars": {"plan": None, "decisions": []}, "plain": None}
+
+
+async def test_a_frontier_that_is_refused_is_told(governed: Any) -> None:
+    capacity = Capacity(linear_step_time(0.1, 1000), LADDER[:1], 4, 1_000.0)
+    refused = Plan(capacity, PLAN.settings, refused="frontier.json: checksum: it is not")
+    plan = (await autoscalers(governed(Explanation(refused, []))))["mars"]["plan"]
+    assert plan["frontier_refused"] == "frontier.json: checksum: it is not"
+    assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [1.0]
+
+
+async def test_a_threshold_is_pinned_and_given_back(governed: Any) -> None:
+    client = governed()
+
+    async def put(threshold: float | None) -> dict[str, Any]:
+        body = {"model": "mars", "confidence_threshold": threshold}
+        response = await client.put("/admin/threshold", json=body)
+        assert response.status_code == 200, response.text
+        state: dict[str, Any] = response.json()["models"]["mars"]
+        return state
+
+    before = (await client.get("/admin/threshold")).json()["models"]
+    assert (before["mars"]["is_automatic"], before["plain"]["is_automatic"]) == (True, False)
+    pinned = await put(0.8)
+    assert (pinned["confidence_threshold"], pinned["is_automatic"]) == (0.8, False)
+    given_back = await put(None)
+    assert given_back["is_automatic"]
+    assert given_back["version"] > pinned["version"] > before["mars"]["version"]
+
+
+@pytest.mark.parametrize("model", [{}, {"model": "plain"}])
+async def test_what_is_not_autoscaled_cannot_be_given_back(
+    governed: Any, model: dict[str, str]
+) -> None:
+    client = governed()
+    before = (await client.get("/admin/threshold")).json()
+    response = await client.put("/admin/threshold", json={"confidence_threshold": None, **model})
+    message = client.error_of(response, 400, "confidence_threshold")
+    assert "model 'plain' has no autoscaler to give it back to; give a number" in message
+    assert (await client.get("/admin/threshold")).json() == before

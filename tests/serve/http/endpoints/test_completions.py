@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.api.text import decode, encode
+from rest_requests import COMPLETION, COMPLETIONS, PROMPT
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+async def test_completion(
+    official: openai.AsyncOpenAI,
+    mars: Checkpoint,
+    threshold: float,
+    as_ids: bool,
+    oracle: Any,
+) -> None:
+    ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
+    expected = oracle(ids, threshold)
+    response = await official.completions.create(
+        model="mars",
+        prompt=ids if as_ids else PROMPT,
+        max_tokens=24,
+        temperature=0,
+        extra_body={"confidence_threshold": threshold},
+    )
+    assert response.id.startswith("cmpl-")
+    assert (response.object, response.model) == ("text_completion", "mars")
+    assert [choice.text for choice in response.choices] == [decode(mars.tokenizer, expected.tokens)]
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage.prompt_tokens == len(ids)
+    assert response.usage.completion_tokens == len(expected.tokens) == 24
+    assert response.usage.total_tokens == len(ids) + 24
+    assert response.mars == {
+        "mode": "threshold",
+        "confidence_threshold": threshold,
+        "forward_passes": len(expected.passes),
+        "tokens_per_forward": round(24 / len(expected.passes), 4),
+    }
+
+
+async def test_low_threshold_takes_fewer_passes(client: Any) -> None:
+    low = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 0.05})
+    high = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 1})
+    assert low["mars"]["forward_passes"] < high["mars"]["forward_passes"] == 24
+
+
+async def test_completion_has_16_tokens_unless_told(client: Any) -> None:
+    body = await client.answer(COMPLETIONS, {"model": "mars", "prompt": PROMPT})
+    assert body["usage"]["completion_tokens"] == 16
+
+
+async def test_an_end_token_counts_and_stops(
+    mars: Checkpoint,
+    make_loop: Any,
+    client_over: Any,
+    loop_backend: Any,
+    oracle: Any,
+) -> None:
+    ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
+    tokens = oracle(ids, 1.0).tokens
+    index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
+    special = replace(mars.special, eos=frozenset({tokens[index]}))
+    ending = replace(mars, special=special)
+    async with client_over(loop_backend(make_loop(ending)), ending) as client:
+        body = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == index + 1
+
+
+async def test_requests_at_once_do_not_mix(client: Any) -> None:
+    bodies = [
+        {**COMPLETION, "prompt": f"What is {i} plus", "confidence_threshold": 0.05}
+        for i in range(8)
+    ]
+    together = await asyncio.gather(*(client.answer(COMPLETIONS, body) for body in bodies))
+    alone = [await client.answer(COMPLETIONS, body) for body in bodies]
+    assert [each["choices"] for each in together] == [each["choices"] for each in alone]
+    assert len({each["id"] for each in together}) == 8
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "top_p": 1, "n": 1, "stop": [], "logprobs": None, "echo": False},
+        {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1},
+        {"user": "someone", "seed": 3, "not_a_field": True},
+    ],
+)
+async def test_neutral_fields_are_taken(client: Any, fields: dict[str, Any]) -> None:
+    plain = await client.answer(COMPLETIONS, COMPLETION)
+    assert (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["choices"] == plain[
+        "choices"
+    ]
+
+
+# Several prompts
+
+
+def prompts_of(mars: Checkpoint, kind: str) -> list[Any]:
+    """Several prompts, as text or as token ids."""
+    texts = ["What is 3 plus 4?", "What", "It is 7, I think."]
+    ids = [encode(mars.tokenizer, text, add_special_tokens=True) for text in texts]
+    return {"texts": texts, "ids": ids}[kind]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 1, "seed": 3}, {"echo": True, "logprobs": 2}]
+)
+@pytest.mark.parametrize("kind", ["texts", "ids"])
+async def test_each_prompt_is_served_as_if_alone(
+    client: Any, mars: Checkpoint, kind: str, fields: dict[str, Any]
+) -> None:
+    body = {**COMPLETION, "n": 2, "mode": "ar", "max_tokens": 9, **fields}
+    several = prompts_of(mars, kind)
+    together = await client.answer(COMPLETIONS, {**body, "prompt": several})
+    alone = [await client.answer(COMPLETIONS, {**body, "prompt": prompt}) for prompt in several]
+    assert [choice["index"] for choice in together["choices"]] == list(range(6))
+    expected = [choice for each in alone for choice in each["choices"]]
+    for index, choice in enumerate(expected):
+        found = dict(together["choices"][index])
+        values = [each.pop("logprobs") for each in (found, choice)]
+        assert found == {**choice, "index": index}
+        if values[0] is not None:
+            assert values[0]["tokens"] == values[1]["tokens"]
+    for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert together["usage"][field] == sum(each["usage"][field] for each in alone)
+    assert together["mars"]["forward_passes"] == 6 * 9
+
+
+async def test_streams_of_several_prompts(client: Any, mars: Checkpoint) -> None:
+    several = prompts_of(mars, "texts")
+    body = {**COMPLETION, "prompt": several, "n": 2, "confidence_threshold": 0.05, "echo": True}
+    whole = await client.answer(COMPLETIONS, body)
+    events = await client.events(COMPLETIONS, body)
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in events]
+        mine = [each for each in mine if each["index"] == choice["index"]]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+        assert choice["text"].startswith(several[choice["index"] // 2])
+
+
+async def test_outputs_of_equal_prompts_differ_without_a_seed(client: Any) -> None:
+    body = {**COMPLETION, "prompt": [PROMPT] * 3, "temperature": 1}
+    choices = (await client.answer(COMPLETIONS, body))["choices"]
+    assert len({choice["text"] for choice in choices}) == 3
+
+
+async def test_problems_of_one_prompt_name_it(client: Any) -> None:
+    body = {**COMPLETION, "prompt": [[5], [5, 100_000]]}
+    assert (await client.refusal(COMPLETIONS, body, 400, "prompt")).startswith("prompt[1]: ")
+    body = {**COMPLETION, "prompt": ["a", "plus " * 300]}
+    assert "of prompt[1]" in await client.refusal(COMPLETIONS, body, 400, "max_tokens")
+
+
+# Echo
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_echo(client: Any, mars: Checkpoint, as_ids: bool) -> None:
+    prompt = "é What is 3 plus 4?"
+    ids = encode(mars.tokenizer, prompt, add_special_tokens=True)
+    body = {**COMPLETION, "prompt": ids if as_ids else prompt, "mode": "ar"}
+    plain = (await client.answer(COMPLETIONS, body))["choices"][0]
+    echoed = (await client.answer(COMPLETIONS, {**body, "echo": True}))["choices"][0]
+    assert echoed == {**plain, "text": prompt + plain["text"]}
+    events = await client.events(COMPLETIONS, {**body, "echo": True})
+    assert events[0]["choices"][0]["text"].startswith(prompt)
+    assert "".join(event["choices"][0]["text"] for event in events) == echoed["text"]
+    assert len(events) == 24
+
+
+async def test_echo_without_output(client: Any) -> None:
+    body = {**COMPLETION, "max_tokens": 0, "echo": True}
+    answer = await client.answer(COMPLETIONS, body)
+    expected = {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
+    assert answer["choices"] == [expected]
+    assert answer["usage"]["completion_tokens"] == 0
+    (event,) = await client.events(COMPLETIONS, body)
+    assert event["choices"] == [expected]
+
+
+# What tells responses apart
+
+
+async def test_what_responses_share(client: Any) -> None:
+    first, second = [await client.answer(COMPLETIONS, COMPLETION) for _ in range(2)]
+    assert first["id"] != second["id"]
+    assert first["system_fingerprint"] == second["system_fingerprint"]
+    other = await client.answer(COMPLETIONS, {**COMPLETION, "model": "plain"})
+    assert other["system_fingerprint"] != first["system_fingerprint"]
+    assert "service_tier" not in first
+
+
+async def test_cached_tokens_are_counted(client: Any) -> None:
+    body = {**COMPLETION, "prompt": "Nobody has asked this before, I think: what is 1 plus 2?"}
+    first, second = [(await client.answer(COMPLETIONS, body))["usage"] for _ in range(2)]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < second["prompt_tokens"]
+    several = (await client.answer(COMPLETIONS, {**body, "n": 2}))["usage"]
+    assert several["prompt_tokens_details"]["cached_tokens"] == cached

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from fastapi import FastAPI
+
+from mars_platform import __version__
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.http.endpoints.information import Readiness
+
+
+async def test_health_and_version(client: Any) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/version")).json() == {"version": __version__}
+
+
+async def test_ready_reports_every_replica(client: Any) -> None:
+    response = await client.get("/ready")
+    body = response.json()
+    assert (response.status_code, body["status"]) == (200, "ready")
+    assert body["models"].keys() == {"mars", "plain"}
+    (state,) = body["models"]["mars"]
+    assert (state["replica"], state["status"]["num_pages"]) == ("only", 128)
+    Readiness.model_validate_json(response.text)  # as its schema says
+
+
+async def test_not_ready_while_a_model_has_no_replica(
+    models: list[Any],
+    mars: Checkpoint,
+    served: Callable[..., Any],
+    broken_backend: Any,
+    app_of: Callable[..., FastAPI],
+    client_of: Any,
+) -> None:
+    down = served("down", mars, broken_backend(EngineDied("it has stopped")))
+    async with client_of(app_of(*models, down)) as client:
+        response = await client.get("/ready")
+        assert (response.status_code, response.json()["status"]) == (503, "not_ready")
+        assert response.json()["models"]["down"] == []
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_models(official: openai.AsyncOpenAI) -> None:
+    entries = {model.id: model async for model in await official.models.list()}
+    assert entries.keys() == {"mars", "plain"}
+    mars, plain = ((entries[name].model_extra or {})["mars"] for name in ("mars", "plain"))
+    assert mars == {"modes": ["threshold", "exact", "ar"], "block_size": 4}
+    assert plain == {"modes": ["ar"], "block_size": None}
+    assert await official.models.retrieve("mars") == entries["mars"]
+
+
+@pytest.mark.parametrize("name", ["nobody", "some/one"])
+async def test_a_model_that_is_not_there(official: openai.AsyncOpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"there is no '{name}' here") as caught:
+        await official.models.retrieve(name)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_a_models_name_may_have_slashes(
+    models: list[Any],
+    mars: Checkpoint,
+    served: Callable[..., Any],
+    app_of: Callable[..., FastAPI],
+    client_of: Any,
+) -> None:
+    named = served("some/one", mars, models[0].backend)
+    async with client_of(app_of(named)) as client:
+        assert (await client.get("/v1/models/some/one")).json()["id"] == "some/one"

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from local_loop import LocalLoop
+from mars_serve.config.served import Backend, ServedModel
+from mars_serve.engine.request import Request, StepOutput
+from mars_serve.observability.telemetry import ReplicaTelemetry
+
+NAME = re.compile(r"marsray_[a-z0-9_]+")
+BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}
+
+
+@pytest.fixture
+def app(
+    loops: dict[str, LocalLoop],
+    loop_backend: type[Backend],
+    served: Callable[..., ServedModel],
+    app_of: Callable[..., FastAPI],
+) -> FastAPI:
+    """A model with two replicas, which are one engine, and one with one."""
+
+    class CountingBackend(loop_backend):  # type: ignore[valid-type, misc]
+        def __init__(self, name: str, loop: LocalLoop, num_replicas: int) -> None:
+            super().__init__(loop)
+            replicas = [f"{name}-{index}" for index in range(num_replicas)]
+            self.telemetry = [ReplicaTelemetry(name, replica, loop) for replica in replicas]
+
+        async def complete(self, request: Request) -> list[StepOutput]:
+            return [output async for output in self.stream(request)]
+
+        async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+            async for output in self.telemetry[0].watch(self.loop.stream(request), request):
+                yield output
+
+        async def metrics(self) -> list[str]:
+            return [replica.exposition() for replica in self.telemetry]
+
+    def model(name: str, num_replicas: int) -> ServedModel:
+        loop = loops[name]
+        backend = CountingBackend(name, loop, num_replicas)
+        return served(name, loop.engine.checkpoint, backend)
+
+    return app_of(model("mars", 2), model("plain", 1))
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def check(families: list[Metric]) -> None:
+    """What promtool demands of metrics."""
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    for family in families:
+        assert NAME.fullmatch(family.name)
+        assert family.documentation.endswith(".")
+        assert family.type in ("counter", "gauge", "histogram")
+        seen = [(sample.name, *sorted(sample.labels.items())) for sample in family.samples]
+        assert len(set(seen)) == len(seen)
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        if family.type == "histogram":
+            check_histogram(family)
+
+
+def check_histogram(family: Metric) -> None:
+    counts = dict[tuple[str, str], list[float]]()
+    for sample in family.samples:
+        key = sample.labels["model"], sample.labels["replica"]
+        if sample.name.endswith("_bucket"):
+            counts.setdefault(key, []).append(sample.value)
+        elif sample.name.endswith("_count"):
+            assert counts[key][-1] == sample.value
+    assert all(each == sorted(each) for each in counts.values())
+
+
+async def test_every_replica_and_the_ingress_are_in_one_answer(client: httpx2.AsyncClient) -> None:
+    before = samples((await client.get("/metrics")).text)
+    for max_tokens in (3, 5):
+        response = await client.post("/v1/completions", json={**BODY, "max_tokens": max_tokens})
+        assert response.status_code == 200
+    assert (await client.post("/v1/completions", json={**BODY, "model": "x"})).status_code == 404
+    after = samples((await client.get("/metrics")).text)
+
+    def grown(name: str, model: str, **labels: str) -> float:
+        key = name, tuple(sorted({"model": model, **labels}.items()))
+        return after[key] - before.get(key, 0)
+
+    of = {"replica": "mars-0"}
+    assert grown("marsray_generation_tokens_total", "mars", **of) == 8
+    assert grown("marsray_e2e_request_latency_seconds_count", "mars", **of) == 2
+    assert grown("marsray_e2e_request_latency_seconds_count", "mars", replica="mars-1") == 0
+    assert grown("marsray_generation_tokens_total", "plain", replica="plain-0") == 0
+    of = {"replica": "ingress"}
+    assert grown("marsray_requests_total", "mars", outcome="length", **of) == 2
+    assert grown("marsray_requests_total", "", outcome="rejected_404", **of) == 1
+    assert grown("marsray_rejections_total", "", status="404", code="model_not_found", **of) == 1
+
+
+async def test_the_text_is_what_prometheus_reads(client: httpx2.AsyncClient) -> None:
+    response = await client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = list(text_string_to_metric_families(response.text))
+    assert len(families) == 6 + 5 + 6 + 2
+    check(families)
+    for line in ("HELP", "TYPE"):
+        assert response.text.count(f"# {line} marsray_num_requests_running ") == 1
+
+
+async def test_openmetrics_where_it_is_asked_for(client: httpx2.AsyncClient) -> None:
+    headers = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain;q=0.5"}
+    response = await client.get("/metrics", headers=headers)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    check(list(openmetrics.text_string_to_metric_families(response.text)))

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.engine.request import LiveDecoding
+from rest_requests import BODIES, COMPLETION, COMPLETIONS
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode", "threshold"),
+    [
+        ({}, "threshold", 0.95),
+        ({"confidence_threshold": 0.9}, "threshold", 0.9),
+        ({"confidence_threshold": 0.1, "min_confidence_threshold": 0.6}, "threshold", 0.6),
+        ({"confidence_threshold": 0.9, "min_confidence_threshold": 0.6}, "threshold", 0.9),
+        ({"min_confidence_threshold": 0.99}, "threshold", 0.99),
+        ({"confidence_threshold": 1}, "threshold", 1.0),
+        ({"mode": "threshold"}, "threshold", 0.95),
+        ({"mode": "ar"}, "ar", 1.0),
+        ({"mode": "ar", "confidence_threshold": 0.2}, "ar", 1.0),
+        ({"model": "plain"}, "ar", 1.0),
+        ({"model": "plain", "mode": "ar"}, "ar", 1.0),
+        ({"model": "plain", "confidence_threshold": 1}, "ar", 1.0),
+    ],
+)
+async def test_effective_mode_and_threshold(
+    client: Any, fields: dict[str, Any], mode: str, threshold: float
+) -> None:
+    summary = (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["mars"]
+    assert (summary["mode"], summary["confidence_threshold"]) == (mode, threshold)
+    if threshold == 1:
+        assert summary["forward_passes"] == 24
+
+
+async def test_settings_of_the_model_are_the_defaults(
+    loops: dict[str, LocalLoop],
+    mars: Checkpoint,
+    served: Any,
+    app_of: Any,
+    client_of: Any,
+    loop_backend: Any,
+) -> None:
+    backend = loop_backend(loops["mars"])
+    tiers = {"default_min_threshold": 0.99}
+    low = served("low", mars, backend, confidence_threshold=0.99, tiers=tiers)
+    models = [low, served("ar", mars, backend, mode="ar")]
+    async with client_of(app_of(*models)) as client:
+        raised = await client.answer(COMPLETIONS, {**COMPLETION, "model": "low"})
+        ar = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar"})
+        asked = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar", "mode": "threshold"})
+    assert raised["mars"]["confidence_threshold"] == 0.99
+    assert (ar["mars"]["mode"], ar["mars"]["confidence_threshold"]) == ("ar", 1.0)
+    assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
+
+
+async def test_calibration_that_the_model_does_not_have(client: Any) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, "calibrated": True})
+    client.error_of(response, 400, "calibrated")
+
+
+# Tiers
+
+
+@pytest.mark.parametrize(
+    ("tier", "used", "mode"),
+    [
+        ("auto", "default", "threshold"),
+        ("default", "default", "threshold"),
+        ("flex", "flex", "threshold"),
+        ("priority", "priority", "exact"),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_service_tiers(client: Any, path: str, tier: str, used: str, mode: str) -> None:
+    body = {**BODIES[path], "service_tier": tier}
+    answer = await client.answer(path, body)
+    assert (answer["service_tier"], answer["mars"]["mode"]) == (used, mode)
+    events = await client.events(path, body)
+    assert {event["service_tier"] for event in events} == {used}
+
+
+async def test_a_plain_model_serves_every_tier(client: Any) -> None:
+    for tier in ("default", "flex", "priority"):
+        body = {**COMPLETION, "model": "plain", "service_tier": tier}
+        assert (await client.answer(COMPLETIONS, body))["mars"]["mode"] == "ar"
+
+
+# The server's own threshold
+
+
+@pytest.fixture
+def governed(make_loop: Any, mars: Checkpoint, loop_backend: Any) -> Any:
+    """A backend whose threshold a test may change."""
+    return loop_backend(make_loop(mars))
+
+
+async def test_the_servers_threshold_is_followed(
+    governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint
+) -> None:
+    tiers = {"default_min_threshold": 0.3, "flex_min_threshold": 0.05}
+    async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
+
+        async def used(**fields: Any) -> float:
+            answer = await client.answer(COMPLETIONS, {**COMPLETION, **fields})
+            assert "min_confidence_threshold" not in answer["mars"]
+            return answer["mars"]["confidence_threshold"]
+
+        for live, expected in [(0.95, 0.95), (0.1, 0.3), (1.0, 1.0)]:
+            await governed.set_live_threshold(live)
+            assert await used() == expected
+        await governed.set_live_threshold(0.01)
+        assert await used(service_tier="flex") == 0.05
+        assert await used(service_tier="flex", min_confidence_threshold=0.2) == 0.2
+        assert await used(min_confidence_threshold=0.2) == 0.3
+        assert await used(confidence_threshold=0.02) == 0.02
+        assert await used(mode="exact") == 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_threshold_that_moves_is_told(
+    governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint, stream: bool
+) -> None:
+    """The threshold goes from 1 to 0.5 behind the first five passes."""
+    engine, steps = governed.loop.engine, 0
+    step = engine.begin_step
+
+    def counting() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 6:
+            engine.live = LiveDecoding(0.5)  # sent to it, it might come a step later
+        return step()
+
+    engine.begin_step = counting
+    governed.loop.set_live(LiveDecoding(1.0))
+    tiers = {"default_min_threshold": 0.01}
+    async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
+        if stream:
+            found = (await client.events(COMPLETIONS, COMPLETION))[-1]["mars"]
+        else:
+            found = (await client.answer(COMPLETIONS, COMPLETION))["mars"]
+    passes = found["forward_passes"]
+    assert found["min_confidence_threshold"] == 0.5
+    mean = (5 * 1.0 + (passes - 5) * 0.5) / passes
+    assert found["confidence_threshold"] == pytest.approx(mean, abs=1e-6)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.method.mode import Mode
+from mars_serve.api.text import encode
+from rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
+
+SAMPLED = {"temperature": 1, "seed": 11}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_seed_repeats_the_output(client: Any, path: str) -> None:
+    body = {**BODIES[path], **SAMPLED}
+    first, again = await client.answer(path, body), await client.answer(path, body)
+    other = await client.answer(path, {**body, "seed": 12})
+    greedy = await client.answer(path, BODIES[path])
+    assert first["choices"] == again["choices"]
+    texts = {text_of(each["choices"][0]) for each in (first, other, greedy)}
+    assert len(texts) == 3
+    events = await client.events(path, body)
+    streamed = "".join(text_of(event["choices"][0]) for event in events)
+    assert streamed == text_of(first["choices"][0])
+
+
+async def test_choices_have_consecutive_seeds(client: Any) -> None:
+    body = {**COMPLETION, **SAMPLED}
+    several = await client.answer(COMPLETIONS, {**body, "n": 3})
+    texts = [choice["text"] for choice in several["choices"]]
+    alone = [
+        (await client.answer(COMPLETIONS, {**body, "seed": 11 + index}))["choices"][0]["text"]
+        for index in range(3)
+    ]
+    assert texts == alone
+    assert len(set(texts)) == 3
+
+
+async def test_outputs_without_a_seed_differ(client: Any) -> None:
+    bodies = [client.answer(COMPLETIONS, {**COMPLETION, "temperature": 1}) for _ in range(4)]
+    texts = {each["choices"][0]["text"] for each in await asyncio.gather(*bodies)}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, SAMPLED, {**SAMPLED, "top_p": 0.9, "frequency_penalty": 1.0}]
+)
+async def test_mode_exact_gives_what_ar_gives(client: Any, fields: dict[str, Any]) -> None:
+    exact = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "exact"})
+    ar = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "ar"})
+    assert exact["choices"] == ar["choices"]
+    assert (exact["mars"]["mode"], exact["mars"]["confidence_threshold"]) == ("exact", 1.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**SAMPLED, "top_k": 1},
+        {**SAMPLED, "top_p": 1e-6},
+        {**SAMPLED, "min_p": 1.0},
+        {**SAMPLED, "temperature": 1e-4},
+    ],
+)
+async def test_narrow_sampling_is_greedy(client: Any, fields: dict[str, Any]) -> None:
+    greedy = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
+    narrow = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar", **fields})
+    assert narrow["choices"] == greedy["choices"]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_logit_bias(client: Any, mars: Checkpoint, mode: Mode) -> None:
+    (token,) = encode(mars.tokenizer, "a", add_special_tokens=False)
+    body = {**COMPLETION, "mode": mode, "logit_bias": {str(token): 100}}
+    assert (await client.answer(COMPLETIONS, body))["choices"][0]["text"] == "a" * 24
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_penalties_change_the_output(client: Any, mode: Mode) -> None:
+    body = {**COMPLETION, "mode": mode}
+    plain = await client.answer(COMPLETIONS, body)
+    for field, value in [
+        ("frequency_penalty", 2),
+        ("presence_penalty", 2),
+        ("repetition_penalty", 5),
+    ]:
+        changed = await client.answer(COMPLETIONS, {**body, field: value})
+        assert changed["choices"] != plain["choices"], field
+
+
+async def test_min_tokens_keep_end_tokens_away(client: Any, mars: Checkpoint) -> None:
+    (end,) = mars.special.eos
+    body = {**COMPLETION, "logit_bias": {str(end): 100}}
+    at_once = await client.answer(COMPLETIONS, body)
+    assert at_once["usage"]["completion_tokens"] == 1
+    later = await client.answer(COMPLETIONS, {**body, "min_tokens": 5})
+    assert later["usage"]["completion_tokens"] == 6
+    assert {each["choices"][0]["finish_reason"] for each in (at_once, later)} == {"stop"}
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"guided_json": {"enum": [1, "x", None]}}, '1|"x"|null'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}},
+            "5",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_structure(
+    client: Any, path: str, fields: dict[str, Any], pattern: str, mode: Mode
+) -> None:
+    body = {**BODIES[path], **fields, "mode": mode, **SAMPLED}
+    choice = (await client.answer(path, body))["choices"][0]
+    assert re.fullmatch(pattern, text_of(choice).strip())
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_regex", "("),
+        ("guided_grammar", "start: nothing"),
+        ("guided_json", '{"type": '),
+        ("guided_json", {"type": "thing"}),
+        ("structured_outputs", {"regex": "("}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}},
+        ),
+    ],
+)
+async def test_structure_that_does_not_compile(
+    client: Any, field: str, value: Any, stream: bool
+) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, field: value, "stream": stream})
+    assert client.error_of(response, 400, field).startswith(f"{field}: ")

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+import openai
+import pytest
+from fastapi import FastAPI
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.api.incoming.prompts import Prompt
+from mars_serve.api.outgoing.choices import Choice, stream_all
+from mars_serve.api.text import OutputText, StopRules
+from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from rest_requests import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    COMPLETIONS,
+    CONVERSATION,
+    MESSAGES,
+    PROMPT,
+    text_of,
+)
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.05, 1.0])
+@pytest.mark.parametrize("path", BODIES)
+async def test_stream_gives_the_same_text(client: Any, path: str, threshold: float) -> None:
+    body = {**BODIES[path], "max_tokens": 60, "confidence_threshold": threshold}
+    whole = await client.answer(path, body)
+    events = await client.events(path, body)
+    choices = [event["choices"][0] for event in events]
+    assert "".join(text_of(choice) for choice in choices) == text_of(whole["choices"][0])
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(events) - 1) + [whole["choices"][0]["finish_reason"]]
+    assert {event["id"] for event in events} == {events[0]["id"]}
+    *_, last = events
+    assert {key: last["mars"][key] for key in whole["mars"]} == whole["mars"]
+    assert len(events) == whole["mars"]["forward_passes"]
+    counts = [event["mars"]["tokens"] for event in events]
+    assert sum(counts) == whole["usage"]["completion_tokens"]
+    assert (max(counts) > 1) == (threshold < 1)
+    assert all("confidence_threshold" not in event["mars"] for event in events[:-1])
+
+
+async def test_stream_shapes(client: Any) -> None:
+    completion = await client.events(COMPLETIONS, COMPLETION)
+    assert {event["object"] for event in completion} == {"text_completion"}
+    chat = await client.events(CHAT, CONVERSATION)
+    assert {event["object"] for event in chat} == {"chat.completion.chunk"}
+    roles = [event["choices"][0]["delta"].get("role") for event in chat]
+    assert roles == ["assistant"] + [None] * (len(chat) - 1)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_include_usage_adds_one_event(client: Any, path: str) -> None:
+    whole = await client.answer(path, BODIES[path])
+    without = await client.events(path, BODIES[path])
+    body = {**BODIES[path], "stream_options": {"include_usage": True}}
+    *events, last = await client.events(path, body)
+    assert len(events) == len(without)
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert not any(event.get("usage") for event in [*events, *without])
+
+
+async def test_official_client_streams(official: openai.AsyncOpenAI) -> None:
+    options = {"model": "mars", "extra_body": {"confidence_threshold": 0.05}, "max_tokens": 24}
+    whole = await official.chat.completions.create(messages=MESSAGES, **options)
+    stream = await official.chat.completions.create(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options
+    )
+    *chunks, usage = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].mars["forward_passes"] == len(chunks) == whole.mars["forward_passes"]
+    assert usage.usage == whole.usage
+    parts = await official.completions.create(prompt=PROMPT, stream=True, **options)
+    texts = [chunk.choices[0].text async for chunk in parts]
+    complete = await official.completions.create(prompt=PROMPT, **options)
+    assert "".join(texts) == complete.choices[0].text
+
+
+async def test_leaving_a_stream_frees_its_pages(
+    app: FastAPI, loops: dict[str, LocalLoop], until_idle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loops["mars"].engine
+    monkeypatch.setattr(engine, "step", _slowed(engine.step))
+    gone = asyncio.Event()
+    body = json.dumps({**COMPLETION, "max_tokens": 200, "stream": True, "mode": "ar"}).encode()
+    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in incoming:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            gone.set()
+
+    await asyncio.wait_for(app(_scope(COMPLETIONS), receive, send), timeout=5)
+    assert gone.is_set()
+    await until_idle(engine)
+
+
+def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutput]]:
+    """The same step, so slow that 200 of them outlast the test."""
+
+    def slow() -> list[StepOutput]:
+        time.sleep(0.05)
+        return step()
+
+    return slow
+
+
+def _scope(path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+
+async def test_an_error_amid_a_stream_is_its_last_event(
+    broken_backend: Any, client_over: Any
+) -> None:
+    backend = broken_backend(EngineDied("dead"), num_outputs=2)
+    async with client_over(backend) as client:
+        response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
+    assert response.status_code == 200
+    *events, last, nothing = response.text.split("\n\n")
+    assert (len(events), nothing) == (2, "")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "not_ready")
+
+
+async def test_headers_of_a_stream(client: Any) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_usage_is_null_until_the_end(client: Any, path: str) -> None:
+    body = {**BODIES[path], "stream_options": {"include_usage": True}}
+    *events, _ = await client.events(path, body)
+    assert all(event["usage"] is None for event in events)
+    events = await client.events(path, BODIES[path])
+    assert not any("usage" in event for event in events)
+
+
+async def test_usage_in_each_event(client: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await client.events(COMPLETIONS, {**COMPLETION, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == [*range(1, 25), 24]
+
+
+class GatedBackend:
+    """Backend that gives one token, and then waits until it is closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        try:
+            yield StepOutput(request.id, [50], None)
+            await asyncio.Event().wait()
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n: int) -> None:
+    backend = GatedBackend()
+    prompt = Prompt([5], "prompt")
+    choices = [
+        Choice(
+            index,
+            Request(str(index), [5], DecodingOptions(8)),
+            prompt,
+            OutputText(mars.tokenizer, StopRules()),
+            may_stop=False,
+        )
+        for index in range(n)
+    ]
+    deltas = stream_all(choices, backend)
+    await anext(deltas)
+    assert not backend.is_closed
+    await deltas.aclose()
+    assert backend.is_closed
+
+
+async def test_a_client_that_is_slow_to_leave_closes_the_backend(
+    mars: Checkpoint, app_of: Any, served: Any
+) -> None:
+    """It leaves while an event is sent to it, not while one is waited for."""
+    backend = GatedBackend()
+    app = app_of(served("mars", mars, backend))
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        return await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            raise OSError("the client has left")
+
+    with suppress(Exception):
+        await app(_scope(COMPLETIONS), receive, send)
+    assert backend.is_closed

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.method.mode import Mode
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n<tools>' }}
+{%- for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MESSAGES = [{"role": "user", "content": "7?"}]
+
+
+def tool(name: str, *choices: str) -> dict[str, Any]:
+    """A tool with one argument, of which the outputs are few and short."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"enum": list(choices)}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("add", "x", "yes"), tool("take", "no")]
+BODY = {"model": "mars", "messages": MESSAGES, "max_tokens": 90, "tools": TOOLS}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def trained(mars: Checkpoint) -> Iterator[Checkpoint]:
+    """The checkpoint with a chat template that knows tools."""
+    tokenizer = mars.tokenizer
+    before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
+    yield replace(mars, tokenizer=tokenizer)
+    tokenizer.chat_template = before
+
+
+@pytest.fixture
+def client(
+    trained: Checkpoint, loops: dict[str, LocalLoop], loop_backend: Any, client_over: Any
+) -> Any:
+    return client_over(loop_backend(loops["mars"]), trained)
+
+
+@pytest.fixture
+def official(client: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        api_key="none", base_url="http://server/v1", http_client=client, max_retries=0
+    )
+
+
+def check(call: dict[str, Any]) -> None:
+    """A call is valid by construction where it is forced."""
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    allowed = {"add": ["x", "yes"], "take": ["no"]}[call["function"]["name"]]
+    arguments = json.loads(call["function"]["arguments"])
+    assert list(arguments) == ["a"]
+    assert arguments["a"] in allowed
+
+
+def joined(events: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Content and calls of a stream, as clients put them together."""
+    content, calls = "", list[dict[str, Any]]()
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        content += delta.get("content") or ""
+        for part in delta.get("tool_calls", []):
+            if part["index"] == len(calls):
+                calls.append({**part, "function": dict(part["function"])})
+            else:
+                assert set(part) == {"index", "function"}
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    for index, call in enumerate(calls):
+        assert call.pop("index") == index
+    return content, calls
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_call_that_is_required(client: Any, mode: Mode) -> None:
+    body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, "mode": mode}
+    (choice,) = (await client.answer(CHAT, body))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    check(call)
+    events = await client.events(CHAT, body)
+    content, (streamed,) = joined(events)
+    assert content == ""
+    assert streamed["function"] == call["function"]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert "role" in events[0]["choices"][0]["delta"]
+
+
+async def test_a_function_by_name(official: openai.AsyncOpenAI) -> None:
+    named = {"type": "function", "function": {"name": "take"}}
+    options: dict[str, Any] = {**BODY, "tool_choice": named}
+    response = await official.chat.completions.create(**options)
+    (call,) = response.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("take", '{"a": "no"}')
+    # what the model said is a message that can be sent back
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    turns = [*MESSAGES, response.choices[0].message, result]
+    again = await official.chat.completions.create(**{**options, "messages": turns})
+    assert again.usage.prompt_tokens > response.usage.prompt_tokens
+    assert again.choices[0].message.tool_calls[0].id != call.id
+
+
+async def test_official_client_puts_a_streamed_call_together(official: openai.AsyncOpenAI) -> None:
+    body = {key: value for key, value in BODY.items() if key != "tools"}
+    tools = [{**each, "function": {**each["function"], "strict": True}} for each in TOOLS]
+    async with official.chat.completions.stream(
+        **body, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments["a"] in ("x", "yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (CALL, None, 1),
+        (f"So: {CALL}", "So:", 1),
+        (f"{CALL}\n{CALL}", None, 2),
+        ("no call", "no call", 0),
+    ],
+)
+@pytest.mark.parametrize("threshold", [0.05, 1.0])
+async def test_calls_in_free_text(
+    client: Any, text: str, content: str | None, num_calls: int, threshold: float
+) -> None:
+    body = {**BODY, "guided_grammar": f"start: {json.dumps(text)}"}
+    body |= {"confidence_threshold": threshold, "max_tokens": 150}
+    (choice,) = (await client.answer(CHAT, body))["choices"]
+    message = choice["message"]
+    assert (message["content"] or "").strip() == (content or "")
+    assert (message["content"] is None) == (content is None)
+    assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
+    found = message.get("tool_calls", [])
+    assert [each["function"] for each in found] == [
+        {"name": "add", "arguments": '{"a": "x"}'}
+    ] * num_calls
+    assert len({each["id"] for each in found}) == num_calls
+    streamed, calls = joined(await client.events(CHAT, body))
+    assert streamed == (message["content"] or "")
+    assert [each["function"] for each in calls] == [each["function"] for each in found]
+
+
+async def test_a_call_that_is_cut_is_no_end_by_tool_calls(client: Any) -> None:
+    body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "max_tokens": 45}
+    (choice,) = (await client.answer(CHAT, body))["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+async def test_no_tools_are_used_where_none_are_wanted(client: Any) -> None:
+    body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "tool_choice": "none"}
+    (choice,) = (await client.answer(CHAT, body))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+    ],
+)
+async def test_tools_that_are_refused(client: Any, fields: dict[str, Any], param: str) -> None:
+    await client.refusal(CHAT, {**BODY, **fields}, 400, param)

@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from ray.exceptions import ActorDiedError, RayTaskError, WorkerCrashedError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
+
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.errors import UserError
+from mars_serve.config.served import ServedModel
+from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
+from mars_serve.http.middleware.errors import as_api_error
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOLDEN = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 12, "mode": "exact"}
+COMPLETION = {"model": "mars", "prompt": "x", "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
+BODY_BYTES = 4096
+LIMITS = {
+    "body_bytes": BODY_BYTES,
+    "prompt_tokens": 40,
+    "output_tokens": 30,
+    "choices": 3,
+    "stop_strings": 2,
+    "stop_characters": 5,
+}
+BROKEN = {
+    "full": QueueFull("secret"),
+    "late": QueueTimeout("secret"),
+    "dead": EngineDied("secret"),
+    "failed": RequestFailed("secret"),
+    "odd": KeyError("secret"),
+    "remote": RayTaskError("stream", "secret", KeyError("secret")).as_instanceof_cause(),
+    "remote-full": RayTaskError("stream", "secret", QueueFull("x")).as_instanceof_cause(),
+    "gone": ActorDiedError(),
+}
+
+
+def entry(key: str, **fields: Any) -> dict[str, Any]:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    tiers = ["default", "flex", "priority"]
+    return {"name": key, "sha256": digest, "tiers": tiers, **fields}
+
+
+KEYS = [
+    entry("golden"),
+    entry("plain", tiers=["default"]),
+    entry("one", max_concurrent=1),
+    entry("rare", requests_per_minute=2),
+    entry("small", tokens_per_minute=6),
+]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def make_app(
+    models: list[ServedModel],
+    mars: Checkpoint,
+    served: Any,
+    broken_backend: Any,
+    app_of: Callable[..., FastAPI],
+) -> Callable[[], FastAPI]:
+    """Applications whose keys have used nothing yet."""
+    broken = [served(name, mars, broken_backend(error)) for name, error in BROKEN.items()]
+    return lambda: app_of(*models, *broken, limits=LIMITS, keys={"entries": KEYS})
+
+
+@pytest.fixture
+async def client(
+    make_app: Callable[[], FastAPI], client_of: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
+    async with client_of(make_app(), headers=bearer("plain")) as client:
+        yield client
+
+
+@pytest.fixture
+async def shared(app_of_errors: FastAPI, client_of: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of the application that all errors are tried on."""
+    async with client_of(app_of_errors, headers=bearer("plain")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def app_of_errors(make_app: Callable[[], FastAPI]) -> FastAPI:
+    return make_app()
+
+
+@pytest.fixture(scope="module")
+def golden(make_app: Callable[[], FastAPI], client_of: Any) -> str:
+    """What the golden request gives on a server of its own."""
+
+    async def ask() -> str:
+        async with client_of(make_app(), headers=bearer("golden")) as client:
+            return await text_of(client)
+
+    return asyncio.run(ask())
+
+
+async def text_of(client: httpx2.AsyncClient) -> str:
+    response = await client.post(COMPLETIONS, json=GOLDEN, headers=bearer("golden"))
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {"json": {**COMPLETION, **fields}}
+
+
+def raw(content: bytes, **headers: str) -> dict[str, Any]:
+    return {"content": content, "headers": {**JSON, **headers}}
+
+
+def escaped(field: str) -> dict[str, Any]:
+    return raw(json.dumps({**COMPLETION, field: "\ud800"}).encode())
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * 1000
+
+
+DEEP = b"[" * 101 + b"]" * 101
+HIDDEN = b'{"prompt": "a \\" b", "x": ' + DEEP + b"}"
+ERRORS: dict[str, tuple[str, str, dict[str, Any], int, str | None, str | None]] = {
+    # method, path, request, status, code, param
+    "wrong key": ("GET", "/v1/models", {"headers": bearer("x")}, 401, "invalid_api_key", None),
+    "no admin": ("GET", "/admin/threshold", {}, 403, "not_allowed", None),
+    "tier": (
+        "POST",
+        COMPLETIONS,
+        changed(service_tier="priority"),
+        403,
+        "tier_not_allowed",
+        "service_tier",
+    ),
+    "path": ("GET", "/v1/nothing", {}, 404, "not_found", None),
+    "slash": ("POST", COMPLETIONS + "/", changed(), 404, "not_found", None),
+    "long path": ("GET", "/" + "x" * 5000, {}, 404, "not_found", None),
+    "model": ("POST", COMPLETIONS, changed(model="x" * 4000), 404, "model_not_found", "model"),
+    "method": ("GET", COMPLETIONS, {}, 405, "method_not_allowed", None),
+    "method of health": ("PUT", "/health", changed(), 405, "method_not_allowed", None),
+    "declared size": (
+        "POST",
+        COMPLETIONS,
+        raw(b" " * (BODY_BYTES + 1)),
+        413,
+        "body_too_large",
+        None,
+    ),
+    "size of chunks": ("POST", COMPLETIONS, raw(endless), 413, "body_too_large", None),
+    "size on any path": ("POST", "/nothing", raw(endless), 413, "body_too_large", None),
+    "gzip": (
+        "POST",
+        COMPLETIONS,
+        raw(b"x", **{"Content-Encoding": "gzip"}),
+        415,
+        "unsupported_encoding",
+        None,
+    ),
+    "form": (
+        "POST",
+        COMPLETIONS,
+        raw(b"x", **{"Content-Type": "application/x-www-form-urlencoded"}),
+        415,
+        "unsupported_content_type",
+        None,
+    ),
+    "no type": ("POST", COMPLETIONS, {"content": b"{}"}, 415, "unsupported_content_type", None),
+    "no JSON": ("POST", COMPLETIONS, raw(b"{"), 422, "unparsable", None),
+    "no object": ("POST", COMPLETIONS, raw(b"[]"), 422, "unparsable", None),
+    "no body": ("POST", COMPLETIONS, raw(b""), 422, "unparsable", None),
+    "deep": ("POST", COMPLETIONS, raw(DEEP), 422, "unparsable", None),
+    "deep behind a string": ("POST", COMPLETIONS, raw(HIDDEN), 422, "unparsable", None),
+    "deep without end": ("POST", COMPLETIONS, raw(b"[" * 4000), 422, "unparsable", None),
+    "UTF-16": (
+        "POST",
+        COMPLETIONS,
+        raw(json.dumps(COMPLETION).encode("utf-16-le")),
+        422,
+        "unparsable",
+        None,
+    ),
+    "long number": ("POST", COMPLETIONS, raw(b"9" * 4000 + b"9" * 50), 422, "unparsable", None),
+    "value": ("POST", COMPLETIONS, changed(temperature=3), 400, "invalid_value", "temperature"),
+    "long value": ("POST", COMPLETIONS, changed(mode="x" * 4000), 400, "invalid_value", "mode"),
+    **{
+        f"lone surrogate in {field}": ("POST", COMPLETIONS, escaped(field), 400, None, field)
+        for field in ("mode", "prompt", "stop")
+    },
+    "lone surrogate in model": ("POST", COMPLETIONS, escaped("model"), 404, None, "model"),
+    "long prompt": ("POST", COMPLETIONS, changed(prompt=[5] * 41), 400, None, "prompt"),
+    "long output": ("POST", COMPLETIONS, changed(max_tokens=31), 400, None, "max_tokens"),
+    "choices": ("POST", COMPLETIONS, changed(n=4), 400, None, "n"),
+    "stops": ("POST", COMPLETIONS, changed(stop=["a", "b", "c"]), 400, None, "stop"),
+    "long stop": ("POST", COMPLETIONS, changed(stop="abcdef"), 400, None, "stop"),
+    **{
+        f"model is {name}": ("POST", COMPLETIONS, changed(model=name), status, code, None)
+        for name, (status, code) in {
+            "full": (503, "queue_full"),
+            "late": (503, "queue_timeout"),
+            "dead": (503, "not_ready"),
+            "gone": (503, "not_ready"),
+            "remote-full": (503, "queue_full"),
+            "failed": (500, "request_failed"),
+            "odd": (500, "internal_error"),
+            "remote": (500, "internal_error"),
+        }.items()
+    },
+}
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def check_error(
+    response: httpx2.Response, status: int, code: str | None, param: str | None
+) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    other = "invalid_request_error" if status < 500 else "server_error"
+    assert error["type"] == TYPES.get(status, other)
+    assert error["param"] == param
+    assert code is None or error["code"] == code
+    assert len(error["message"]) <= 1000
+    assert "secret" not in response.text
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize("case", ERRORS)
+async def test_error_beside_a_request_that_it_does_not_touch(
+    shared: httpx2.AsyncClient, golden: str, case: str
+) -> None:
+    method, path, request, status, code, param = ERRORS[case]
+    if callable(request.get("content")):
+        request = {**request, "content": request["content"]()}
+    beside = asyncio.create_task(text_of(shared))
+    await asyncio.sleep(0)
+    response = await shared.request(method, path, **request)
+    check_error(response, status, code, param)
+    assert await beside == golden
+
+
+async def test_method_not_allowed_names_those_that_are(client: httpx2.AsyncClient) -> None:
+    assert (await client.get(COMPLETIONS)).headers["allow"] == "POST"
+    assert (await client.post("/version", json={})).headers["allow"] == "GET"
+
+
+async def test_unforeseen_error_is_in_the_log_only(
+    client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = await client.post(COMPLETIONS, json={**COMPLETION, "model": "odd"})
+    assert response.status_code == 500
+    assert "KeyError: 'secret'" in caplog.text
+
+
+async def test_body_that_is_just_small_enough(client: httpx2.AsyncClient) -> None:
+    body = json.dumps(COMPLETION).encode()
+    padded = body + b" " * (BODY_BYTES - len(body))
+    for content in (padded, b"\xef\xbb\xbf" + body):
+        response = await client.post(COMPLETIONS, content=content, headers=JSON)
+        assert response.status_code == 200
+    headers = {"Content-Type": "Application/JSON; charset=utf-8", "Content-Encoding": "identity"}
+    assert (await client.post(COMPLETIONS, content=body, headers=headers)).status_code == 200
+
+
+# Limits of keys
+
+
+async def complete(client: httpx2.AsyncClient, key: str, **fields: Any) -> httpx2.Response:
+    return await client.post(COMPLETIONS, json={**COMPLETION, **fields}, headers=bearer(key))
+
+
+async def test_requests_at_once(client: httpx2.AsyncClient, golden: str) -> None:
+    results = await asyncio.gather(
+        *(complete(client, "one", stream=stream) for stream in (True, False)), text_of(client)
+    )
+    assert results[0].status_code == 200
+    check_error(results[1], 429, "rate_limit_exceeded", None)
+    assert results[1].headers["retry-after"] == "1"
+    assert results[2] == golden
+    assert (await complete(client, "one")).status_code == 200
+    assert (await complete(client, "one", temperature=9)).status_code == 400
+    assert (await complete(client, "one")).status_code == 200
+
+
+async def test_requests_per_minute(client: httpx2.AsyncClient, golden: str) -> None:
+    first = await complete(client, "rare")
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert "x-ratelimit-limit-tokens" not in first.headers
+    assert (await complete(client, "rare", stream=True)).status_code == 200
+    refused = await complete(client, "rare")
+    check_error(refused, 429, "rate_limit_exceeded", None)
+    assert 28 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert await text_of(client) == golden
+    listed = await client.get("/v1/models", headers=bearer("rare"))
+    assert listed.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_per_minute(client: httpx2.AsyncClient, golden: str, stream: bool) -> None:
+    first = await complete(client, "small", prompt=[5, 6, 7], max_tokens=2, stream=stream)
+    assert first.status_code == 200
+    left = 3 if stream else 1  # of six; the header comes with the first token, or with all
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) in (left - 1, left)
+    again = await complete(client, "small", prompt=[5, 6, 7], max_tokens=7, stream=stream)
+    assert again.status_code == 200
+    refused = await complete(client, "small", stream=stream)
+    check_error(refused, 429, "rate_limit_exceeded", None)
+    assert 98 <= int(refused.headers["retry-after"]) <= 100  # 9 too many, at one in 10 s, and one
+    assert await text_of(client) == golden
+
+
+async def test_unlimited_keys_get_no_headers(client: httpx2.AsyncClient) -> None:
+    response = await complete(client, "golden")
+    assert not [name for name in response.headers if name.startswith("x-ratelimit")]
+
+
+async def test_place_of_a_client_that_left_is_free(
+    make_app: Callable[[], FastAPI], client_of: Any
+) -> None:
+    app = make_app()
+    body = json.dumps({**COMPLETION, "max_tokens": 30, "stream": True}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            gone.set()
+
+    headers = [*JSON.items(), *bearer("one").items()]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
+    }
+    await asyncio.wait_for(app(scope, receive, send), timeout=10)
+    async with client_of(app) as client:
+        assert (await complete(client, "one")).status_code == 200
+
+
+# What Ray raises
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (WorkerCrashedError(), 503, "not_ready"),
+        (DeploymentUnavailableError("model"), 503, "not_ready"),
+        (ReplicaUnavailableError("replica"), 503, "not_ready"),
+        (RequestCancelledError("id"), 503, "not_ready"),
+        (BackPressureError(1, 1), 503, "queue_full"),
+        (RayTaskError("f", "secret", EngineDied("x")), 503, "not_ready"),
+        (RayTaskError("f", "secret", UserError("grammar: bad")), 400, "invalid_value"),
+        (RayTaskError("f", "secret", ValueError("secret")), 500, "internal_error"),
+    ],
+)
+def test_errors_of_ray(error: Exception, status: int, code: str) -> None:
+    for each in (error, RayTaskError("outer", "secret", error)):
+        found = as_api_error(each, "guided_regex")
+        assert (found.status, found.code) == (status, code)
+        assert "secret" not in str(found.body())
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "expected"),
+    [
+        ("seed: 5 is odd; use 4", "seed", "seed: 5 is odd; use 4"),
+        ("grammar: bad", "guided_regex", "guided_regex: bad"),
+        ("the request cannot run", None, "the request cannot run"),
+        ("it says: no", None, "it says: no"),
+        ("stop: '\ud800' is long", "stop", "stop: '?' is long"),
+    ],
+)
+def test_field_that_an_engine_refuses(message: str, param: str | None, expected: str) -> None:
+    error = as_api_error(UserError(message), "guided_regex")
+    found = error.body()["error"]
+    assert (error.status, found["param"], found["message"]) == (400, param, expected)

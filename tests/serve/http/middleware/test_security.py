@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mars_platform.errors import UserError
+from mars_serve.config.served import ServedModel
+from mars_serve.config.settings import ServeSettings
+from mars_serve.http.middleware.authentication import PUBLIC_PATHS
+from mars_serve.http.middleware.bodies import _MAX_DEPTH, _depth
+from mars_serve.http.middleware.security import add_security
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 2}
+BODIES = {
+    COMPLETIONS: COMPLETION,
+    CHAT: {"model": "mars", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+}
+PLAIN, ADMIN, FLEX = "key-plain", "key-admin", "key-flex"
+HOLDERS = {"none": None, "wrong": "key-wrong", "flex": FLEX, "plain": PLAIN, "admin": ADMIN}
+
+
+def entry(key: str, **fields: Any) -> dict[str, Any]:
+    return {"name": key, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}
+
+
+KEYS = {"entries": [entry(PLAIN), entry(ADMIN, admin=True), entry(FLEX, tiers=["flex"])]}
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keyed(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
+    return app_of(*models, keys=KEYS)
+
+
+async def call(
+    app: FastAPI,
+    path: str,
+    method: str = "GET",
+    *,
+    key: str | None = None,
+    headers: list[tuple[bytes, bytes]] | None = None,
+    chunks: tuple[bytes, ...] = (b"",),
+    **scope: Any,
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of a response, the path taken as it is."""
+    incoming = [
+        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
+        for index, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    own = [(name.lower().encode(), value.encode()) for name, value in bearer(key).items()]
+    base = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [*own, *(headers or [])],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    await app({**base, **scope}, receive, send)
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], found, b"".join(message["body"] for message in sent[1:])
+
+
+# Who may do what
+
+
+def routes_of(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """Method and path of everything that the application answers."""
+    for route in app.routes:
+        path = getattr(route, "path", None)
+        if path is not None:
+            yield from ((method, path) for method in route.methods)
+    for path, methods in app.openapi()["paths"].items():
+        yield from ((method.upper(), path) for method in methods)
+
+
+def expected(method: str, path: str, who: str) -> set[int]:
+    if path in PUBLIC_PATHS and method in ("GET", "HEAD"):
+        return {200}
+    if who in ("none", "wrong"):
+        return {401}
+    if path.startswith("/admin"):
+        return {200, 400, 422} if who == "admin" else {403}
+    if path in BODIES:
+        return {403} if who == "flex" else {200}
+    return {200, 400, 404, 422}  # without what the path asks for
+
+
+@pytest.mark.parametrize("who", HOLDERS)
+async def test_every_route_for_everybody(keyed: FastAPI, client_of: Any, who: str) -> None:
+    routes = set(routes_of(keyed))
+    assert {("POST", COMPLETIONS), ("GET", "/metrics"), ("GET", "/health")} <= routes
+    async with client_of(keyed, headers=bearer(HOLDERS[who])) as client:
+        for method, path in routes:
+            body = {**BODIES[path], "service_tier": "default"} if path in BODIES else {}
+            response = await client.request(method, path, json=body)
+            assert response.status_code in expected(method, path, who), (method, path)
+            if response.status_code == 401:
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or response.json()["error"]["code"] == "invalid_api_key"
+            if response.status_code == 403:
+                assert response.json()["error"]["type"] == "permission_error"
+
+
+async def test_tier_that_the_key_may_use(keyed: FastAPI, client_of: Any) -> None:
+    async with client_of(keyed) as client:
+        for key, tier, status in [
+            (FLEX, "flex", 200),
+            (FLEX, "auto", 200),
+            (FLEX, "default", 403),
+            (PLAIN, "flex", 200),
+            (PLAIN, "priority", 403),
+        ]:
+            body = {**COMPLETION, "service_tier": tier}
+            response = await client.post(COMPLETIONS, json=body, headers=bearer(key))
+            assert response.status_code == status, (key, tier)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/admin",
+        "/admin/",
+        "/admin/threshold",
+        "/admin/threshold/",
+        "/admin/nothing",
+        "//admin/threshold",
+        "/./admin/threshold",
+        "/health/../admin/threshold",
+        "/ADMIN/threshold",
+        "/Admin",
+        "/%61dmin/threshold",
+        "/%2e/admin",
+        "/%2fadmin/threshold",
+        "/x/%2e%2e/admin/threshold",
+        "\\admin\\threshold",
+        "/\\admin",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "PUT", "HEAD", "OPTIONS", "POST", "TRACE"])
+async def test_no_spelling_gets_around_the_admin_key(
+    keyed: FastAPI, path: str, method: str
+) -> None:
+    assert (await call(keyed, path, method))[0] == 401
+    assert (await call(keyed, path, method, key=PLAIN))[0] == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health/",
+        "//health",
+        "/Health",
+        "/health/.",
+        "/health%20",
+        "/healthy",
+        "/health/../v1/models",
+        "/openapi.json/",
+        "",
+        "/",
+        "/docs",
+        "/metrics",
+        "/nothing",
+        "/v1/models",
+    ],
+)
+async def test_what_is_not_listed_needs_a_key(keyed: FastAPI, path: str) -> None:
+    assert (await call(keyed, path))[0] == 401
+    assert (await call(keyed, path, key=PLAIN))[0] in (200, 404)
+
+
+async def test_only_reading_is_public(keyed: FastAPI) -> None:
+    assert (await call(keyed, "/health"))[0] == 200
+    for method in ("POST", "OPTIONS", "DELETE"):
+        assert (await call(keyed, "/health", method))[0] == 401
+        assert (await call(keyed, "/health", method, key=PLAIN))[0] == 405
+
+
+async def test_paths_below_a_prefix(keyed: FastAPI) -> None:
+    root = "/mars"
+    assert (await call(keyed, "/mars/health", root_path=root))[0] == 200
+    assert (await call(keyed, "/mars/v1/models", root_path=root))[0] == 401
+    assert (await call(keyed, "/mars/admin/x", root_path=root, key=PLAIN))[0] == 403
+    assert (await call(keyed, "/marsh/health", root_path=root))[0] == 401
+
+
+async def test_websockets_are_refused() -> None:
+    sent = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    app = FastAPI()
+    app.websocket("/v1/live")(lambda socket: socket.accept())
+    add_security(app, ServeSettings(models=[{"name": "a", "path": "a"}]))
+    await app({"type": "websocket", "path": "/v1/live", "headers": []}, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def test_document_says_which_paths_need_a_key(
+    keyed: FastAPI, app: FastAPI, client_of: Any
+) -> None:
+    async with client_of(keyed) as client:
+        document = (await client.get("/openapi.json")).json()
+    assert document["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    without = {
+        path
+        for path, item in document["paths"].items()
+        if item.get("get", {}).get("security") == []
+    }
+    assert without == PUBLIC_PATHS - {"/openapi.json"}  # which does not describe itself
+    assert "security" not in app.openapi()
+
+
+# How a key is given
+
+
+@pytest.mark.parametrize(
+    ("values", "is_let_in"),
+    [
+        ([f"Bearer {PLAIN}"], True),
+        ([f"bearer {PLAIN}"], True),
+        ([f" BEARER   {PLAIN}  "], True),
+        ([], False),
+        ([""], False),
+        (["Bearer"], False),
+        (["Bearer "], False),
+        ([PLAIN], False),
+        ([f"Basic {PLAIN}"], False),
+        ([f"Bearer{PLAIN}"], False),
+        ([f"Bearer {PLAIN} x"], False),
+        ([f"Bearer {PLAIN},Bearer {ADMIN}"], False),
+        ([f"Bearer {PLAIN}", f"Bearer {PLAIN}"], False),
+        (["Bearer x", f"Bearer {PLAIN}"], False),
+        ([f"Bearer {PLAIN.upper()}"], False),
+    ],
+)
+async def test_header(keyed: FastAPI, values: list[str], is_let_in: bool) -> None:
+    headers = [(b"authorization", value.encode()) for value in values]
+    status, found, body = await call(keyed, "/v1/models", headers=headers)
+    assert status == (200 if is_let_in else 401)
+    if not is_let_in:
+        assert found["www-authenticate"] == "Bearer"
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert "Authorization: Bearer" in error["message"]
+
+
+async def test_no_other_header_or_parameter_holds_a_key(keyed: FastAPI) -> None:
+    for name in (b"api-key", b"x-api-key", b"proxy-authorization", b"cookie"):
+        headers = [(name, f"Bearer {PLAIN}".encode()), (name, PLAIN.encode())]
+        assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
+    assert (await call(keyed, "/v1/models", query_string=f"api_key={PLAIN}".encode()))[0] == 401
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=st.binary(max_size=80), scheme=st.sampled_from([b"", b"Bearer ", b"Basic "]))
+async def test_no_header_breaks_the_check(keyed: FastAPI, value: bytes, scheme: bytes) -> None:
+    headers = [(b"authorization", scheme + value)]
+    assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
+
+
+async def test_keys_are_in_no_log_and_no_response(
+    keyed: FastAPI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secrets = ["canary-wrong", ADMIN]
+    for secret in secrets:
+        for path in ("/v1/models", "/nothing", "/admin/threshold"):
+            _, headers, body = await call(keyed, path, key=secret)
+            assert secret not in str(headers) + body.decode()
+    logged = caplog.text + "".join(str(vars(record)) for record in caplog.records)
+    assert "canary-wrong" not in logged
+    assert f"Bearer {ADMIN}" not in logged  # its name is the same text
+
+
+async def test_changed_file_of_keys_is_in_force_without_a_restart(
+    models: list[ServedModel], app_of: Callable[..., FastAPI], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [entry("old")]}), encoding="utf-8")
+    app = app_of(*models, keys={"file": path, "reload_s": 1e-9})
+    assert (await call(app, "/v1/models", key="old"))[0] == 200
+    path.write_text(json.dumps({"keys": [entry("new-one")]}), encoding="utf-8")
+    assert (await call(app, "/v1/models", key="new-one"))[0] == 200
+    assert (await call(app, "/v1/models", key="old"))[0] == 401
+
+
+# Without keys
+
+
+async def test_open_server_is_administered_from_its_own_machine_only(
+    models: list[ServedModel], app_of: Callable[..., FastAPI], app: FastAPI
+) -> None:
+    reachable = app_of(*models, host="192.0.2.1", insecure=True)
+    for each, status in ((app, 404), (reachable, 403)):
+        assert (await call(each, "/v1/models", key="anything"))[0] == 200
+        assert (await call(each, "/v1/models"))[0] == 200
+        assert (await call(each, "/admin/nothing"))[0] == status
+
+
+async def test_keys_without_an_admin_close_the_admin_paths(
+    models: list[ServedModel], app_of: Callable[..., FastAPI]
+) -> None:
+    app = app_of(*models, keys={"entries": [entry(PLAIN)]})
+    status, _, body = await call(app, "/admin/threshold", key=PLAIN)
+    assert status == 403
+    error = json.loads(body)["error"]
+    assert error["code"] == "not_allowed"
+    assert "admin: true" in error["message"]
+
+
+def test_process_without_the_keys_of_its_driver_does_not_open_the_server(
+    models: list[ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [entry(PLAIN)]}))
+    made = ServeSettings(models=[models[0].settings], host="192.0.2.1")
+    captured = made.model_copy(update={"keys": made.keys.captured()})
+    add_security(FastAPI(), made)
+    monkeypatch.delenv("MARSRAY_API_KEYS")
+    with pytest.raises(UserError, match=r"^keys: "):
+        add_security(FastAPI(), made)
+    add_security(FastAPI(), captured)
+
+
+# Bodies
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+FIELDS = ["prompt", "messages", "stop", "n", "logit_bias", "tools", "tool_choice", "stream"]
+FIELDS += ["response_format", "guided_json", "stream_options", "metadata", "chat_template_kwargs"]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    path=st.sampled_from([COMPLETIONS, CHAT]),
+    fields=st.dictionaries(st.sampled_from(FIELDS), NESTED, max_size=2),
+)
+async def test_no_body_breaks_the_server(app: FastAPI, path: str, fields: dict[str, Any]) -> None:
+    body = json.dumps({**BODIES[path], **fields}).encode()
+    json_type = [(b"content-type", b"application/json")]
+    status, _, content = await call(app, path, "POST", headers=json_type, chunks=(body,))
+    assert status in (200, 400, 422), content
+
+
+@settings(max_examples=100, deadline=None)
+@given(body=st.binary(max_size=60) | st.text('[]{}":,\\0a', max_size=60).map(str.encode))
+async def test_no_bytes_break_the_server(app: FastAPI, body: bytes) -> None:
+    json_type = [(b"content-type", b"application/json")]
+    status, _, _ = await call(app, COMPLETIONS, "POST", headers=json_type, chunks=(body,))
+    assert status in (400, 422)
+
+
+def levels(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max((levels(each) for each in inner), default=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(value=NESTED, num_more=st.integers(0, 3), wide=st.booleans())
+def test_depth_of_json(value: Any, num_more: int, wide: bool) -> None:
+    for _ in range(num_more):
+        value = [value]
+    if wide:
+        value = [value, *[[]] * _MAX_DEPTH]
+    depth = _depth(json.dumps(value).encode())
+    assert depth == levels(value) if wide else depth <= _MAX_DEPTH

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from frontiers import frontier_of, point
+from mars_autoscale.model.frontier import FRONTIER_FILE, write_frontier
+from mars_platform.checkpoint.calibration import (
+    Calibration,
+    DepthCalibration,
+    weights_fingerprint,
+    write_calibration,
+)
+from mars_platform.checkpoint.directory import (
+    MarsMetadata,
+    add_mask_token,
+    load_model,
+    save_checkpoint,
+)
+from mars_platform.checkpoint.manifest import MANIFEST, describe_all, verify
+from mars_platform.cli.main import run
+from mars_platform.errors import UserError
+from mars_serve.measure.promote import Gate, promote
+from mars_train.recipe import ScratchModel
+from mars_train.run.scratch import create_model
+
+Content = dict[str, Any]
+Make = Callable[..., Path]
+WEIGHTS = "model.safetensors"
+ANYTHING = None
+"""For a gate: it compares nothing."""
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MARS checkpoint, of which all others are copies with other weights."""
+    plain, mars = (tmp_path_factory.mktemp("models") / name for name in ("plain", "mars"))
+    config = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 8}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    texts = ["Count a box of 12 apples"] * 5
+    create_model(ScratchModel(config=config, vocabulary_size=300), texts, 64, plain, seed=0)
+    model, tokenizer = load_model(plain), AutoTokenizer.from_pretrained(plain)
+    mask_id, _ = add_mask_token(model, tokenizer)
+    save_checkpoint(mars, model, tokenizer, MarsMetadata(block_size=1, mask_token_id=mask_id))
+    return mars
+
+
+@pytest.fixture
+def checkpoint(complete: Path) -> Make:
+    """Makes directories with weights of their own, a manifest, and a frontier that came later."""
+
+    def make(path: Path, quality: float = 80.0, tokens: float = 1.5, **more: Any) -> Path:
+        shutil.copytree(complete, path)
+        own = torch.tensor([[quality, tokens, float(len(path.name))], [1.0, 2.0, 3.0]])
+        save_file({"weight": own}, path / WEIGHTS)
+        (path / FRONTIER_FILE).write_text("{}")  # an earlier one, in the manifest
+        (path / MANIFEST).write_text(describe_all(path).text)
+        frontier = frontier_of(
+            point("ar", 1.0, quality, 1.0, 1.0),
+            point("threshold", 0.9, quality - 1, tokens, 2.0),
+            weights=weights_fingerprint(path),
+            seconds=0.01,
+            **{"items": "the same", **more},
+        )
+        write_frontier(path, frontier)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def link(checkpoint: Make, tmp_path: Path) -> Path:
+    """What stands for ``a``, which is in service."""
+    place = tmp_path / "current"
+    promote(checkpoint(tmp_path / "a"), place, Gate())
+    return place
+
+
+def test_the_first_one_is_put_in_service(checkpoint: Make, tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    assert promote(checkpoint(tmp_path / "a"), link, Gate()) == []
+    assert link.is_symlink()
+    assert link.resolve() == tmp_path / "a"
+
+
+def test_one_that_is_not_worse_takes_its_place(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    compared = promote(checkpoint(tmp_path / "b", 79.2, 1.44), link, Gate())
+    assert link.resolve() == tmp_path / "b"
+    assert [each.current.threshold for each in compared] == [1.0, 0.9]
+    promote(tmp_path / "a", link, Gate())  # and back
+    assert link.resolve() == tmp_path / "a"
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quality", "tokens", "message"),
+    [
+        (78.5, 1.5, r"mode ar: quality 78.5 is 1.5 points below 80.0; τ 0.9: quality 77.5"),
+        (80.0, 1.4, r"τ 0.9: 1.40 tokens a pass are 7% fewer than 1.50; train"),
+    ],
+)
+def test_a_worse_one_is_refused(
+    checkpoint: Make, link: Path, tmp_path: Path, quality: float, tokens: float, message: str
+) -> None:
+    worse = checkpoint(tmp_path / "b", quality, tokens)
+    with pytest.raises(UserError, match=message):
+        promote(worse, link, Gate())
+    assert link.resolve() == tmp_path / "a"
+    promote(worse, link, Gate(max_loss=2, max_slower=0.1))
+    assert link.resolve() == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("current", "candidate", "message"),
+    [
+        ({}, {"items": "others"}, r"same conversations; .* one in service .*, or .* --force"),
+        ({}, {"items": None}, r"same conversations; .* one in service .*, or .* --force"),
+        (
+            {"measure": "agreement"},
+            {"measure": "agreement"},
+            r'quality of both is agreement .* on both .* have an "answer" each, or .* --force',
+        ),
+        ({}, {"measure": "agreement"}, r'of the candidate is agreement .* "answer" .* --force'),
+        ({"measure": "agreement"}, {}, r'of the one in service is agreement .* "answer" .*--force'),
+    ],
+)
+def test_what_was_not_measured_alike_is_not_compared(
+    checkpoint: Make, tmp_path: Path, current: Content, candidate: Content, message: str
+) -> None:
+    link = tmp_path / "current"
+    promote(checkpoint(tmp_path / "a", **current), link, Gate())
+    other = checkpoint(tmp_path / "b", **candidate)
+    with pytest.raises(UserError, match=message):
+        promote(other, link, Gate(max_loss=100, max_slower=0.99))
+    assert link.resolve() == tmp_path / "a"
+    assert promote(other, link, ANYTHING) == []
+    assert link.resolve() == tmp_path / "b"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("{")])
+def test_the_one_in_service_need_not_be_readable_to_be_replaced(
+    checkpoint: Make, link: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(tmp_path / "a" / FRONTIER_FILE)
+    worse = checkpoint(tmp_path / "b", 10.0)
+    with pytest.raises(UserError, match=r"current/frontier\.json: .* again, or promote with --for"):
+        promote(worse, link, Gate())
+    assert promote(worse, link, ANYTHING) == []
+    assert link.resolve() == tmp_path / "b"
+
+
+# --- the candidate itself -------------------------------------------------------------------------
+
+
+def damage_later_row(path: Path) -> None:
+    """As by a bad disk: where no fingerprint looks, and of the same size."""
+    weights = load_file(path / WEIGHTS)
+    weights["weight"][1, 2] = 4.0
+    save_file(weights, path / WEIGHTS)
+
+
+def calibrate_another(path: Path) -> None:
+    depths = (DepthCalibration(temperature=1, num_fitted=0, num_checked=0),) * 2
+    calibration = Calibration(weights="of another model", num_items=2, depths=depths)
+    write_calibration(path, calibration)
+
+
+@pytest.mark.parametrize("gate", [Gate(), ANYTHING], ids=["compared", "forced"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_later_row, r"b is not what its manifest says \(model\.safetensors does not match"),
+        (lambda path: (path / "mars.json").unlink(), r"\(mars\.json is missing\); copy it again"),
+        (lambda path: (path / MANIFEST).write_text("{"), r"cannot be read .* delete its manifest"),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda path: (path / FRONTIER_FILE).unlink(), r"b/frontier\.json: cannot be read"),
+        (calibrate_another, r"b/calibration\.json: weights: it was made for another model's"),
+        (
+            lambda path: save_file({"weight": torch.zeros(2, 3)}, path / WEIGHTS),
+            r"b/frontier\.json: weights: it was measured on another model's",
+        ),
+    ],
+)
+def test_one_that_no_server_could_use_is_refused(
+    checkpoint: Make,
+    link: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    gate: Gate | None,
+) -> None:
+    bad = checkpoint(tmp_path / "b")
+    damage(bad)
+    with pytest.raises(UserError, match=message):
+        promote(bad, link, gate)
+    assert link.resolve() == tmp_path / "a"
+
+
+def test_one_that_was_calibrated_again_is_what_its_manifest_says(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    listed = json.loads((tmp_path / "a" / MANIFEST).read_text())["files"]
+    assert listed[FRONTIER_FILE]["num_bytes"] < (tmp_path / "a" / FRONTIER_FILE).stat().st_size
+    promote(tmp_path / "a", link, Gate())
+
+
+def test_one_without_a_manifest_gets_it(checkpoint: Make, link: Path, tmp_path: Path) -> None:
+    bare = checkpoint(tmp_path / "b")
+    (bare / MANIFEST).unlink()
+    promote(bare, link, Gate())
+    assert link.resolve() == bare
+    verify(LocalFileSystem(), str(link))
+    assert WEIGHTS in json.loads((bare / MANIFEST).read_text())["files"]
+    damage_later_row(bare)
+    with pytest.raises(UserError, match="is not what its manifest says"):
+        promote(bare, link, Gate())
+
+
+def test_no_manifest_is_written_for_one_that_is_incomplete(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    bare = checkpoint(tmp_path / "b")
+    for name in (MANIFEST, "tokenizer.json"):
+        (bare / name).unlink()
+    with pytest.raises(UserError, match="has no tokenizer"):
+        promote(bare, link, Gate())
+    assert not (bare / MANIFEST).exists()
+
+
+def test_a_directory_is_not_replaced(checkpoint: Make, tmp_path: Path) -> None:
+    (tmp_path / "current").mkdir()
+    with pytest.raises(UserError, match="no symbolic link"):
+        promote(checkpoint(tmp_path / "a"), tmp_path / "current", ANYTHING)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_was_there(
+    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "current"
+    for name in ("a", "b"):
+        arguments = ["promote", str(checkpoint(tmp_path / name)), "--service", str(link)]
+        assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    assert f"before, it was {tmp_path / 'a'}" in printed
+    worse = checkpoint(tmp_path / "c", 10.0)
+    assert run(["promote", str(worse), "--service", str(link)]) == 2
+    assert "is not promoted" in capsys.readouterr().err
+    assert run(["promote", str(worse), "--service", str(link), "--force"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == [
+        f"{link} is now {worse}",
+        f"before, it was {tmp_path / 'b'}",
+    ]

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from transformers import PreTrainedModel
+
+from local_loop import LocalLoop
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.mode import Mode
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.ipc.loop import RequestFailed
+from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
+from mars_serve.observability import ray_metrics, telemetry
+from mars_serve.observability.ray_metrics import RayMirror
+from mars_serve.observability.telemetry import IngressTelemetry, ReplicaTelemetry
+
+SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
+PROMPT = [5, 9, 12, 30, 7, 41]
+
+
+@pytest.fixture
+def loop(
+    tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
+) -> Iterator[LocalLoop]:
+    loop = LocalLoop(make_engine(tiny_model("qwen2"), SPECIAL))
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def replica(loop: LocalLoop) -> ReplicaTelemetry:
+    return ReplicaTelemetry("mars", "r1", loop)
+
+
+def request(name: str, *, mode: Mode = Mode.AR, **options: Any) -> Request:
+    return Request(name, list(PROMPT), DecodingOptions(mode=mode, **options))
+
+
+def values(text: str, **labels: str) -> dict[str, float]:
+    """Value by name of the samples without labels beyond these."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels == labels
+    }
+
+
+async def run(
+    replica: ReplicaTelemetry, loop: LocalLoop, request: Request, stop_after: int | None = None
+) -> list[StepOutput]:
+    outputs = []
+    watched = replica.watch(loop.stream(request), request)
+    async for output in watched:
+        outputs.append(output)
+        if len(outputs) == stop_after:
+            break
+    await watched.aclose()
+    return outputs
+
+
+async def script(outputs: list[StepOutput | None]) -> AsyncGenerator[StepOutput | None]:
+    for output in outputs:
+        yield output
+
+
+async def test_a_replica_counts_what_its_requests_got(
+    replica: ReplicaTelemetry, loop: LocalLoop
+) -> None:
+    requests = [
+        request("a", max_tokens=5),
+        request("b", max_tokens=9),
+        request("c", mode=Mode.THRESHOLD, max_tokens=12, threshold=0.05, window=3),
+    ]
+    ran = await asyncio.gather(*(run(replica, loop, each) for each in requests))
+    passes = [output for outputs in ran for output in outputs]
+    num_tokens = 5 + 9 + 12
+    num_first = sum(len(outputs[0].tokens) for outputs in ran)
+    found = values(replica.exposition(), model="mars", replica="r1")
+
+    assert len(ran[2]) < 12  # several tokens a pass: else the counts below say little
+    assert found["marsray_prompt_tokens_total"] == 3 * len(PROMPT)
+    assert found["marsray_generation_tokens_total"] == num_tokens
+    assert found["marsray_row_passes_total"] == len(passes)
+    assert found["marsray_tokens_per_forward_count"] == len(passes)
+    assert found["marsray_tokens_per_forward_sum"] == num_tokens
+    assert found["marsray_inter_token_latency_seconds_count"] == num_tokens - num_first
+    assert found["marsray_time_to_first_token_seconds_count"] == 3
+    assert found["marsray_request_queue_time_seconds_count"] == 3
+    assert found["marsray_e2e_request_latency_seconds_count"] == 3
+    assert found["marsray_request_confidence_threshold_count"] == 1
+    assert found["marsray_request_confidence_threshold_sum"] == pytest.approx(0.05)
+    assert found["marsray_num_requests_running"] == found["marsray_num_requests_waiting"] == 0
+    assert found["marsray_kv_cache_usage_ratio"] == 0
+    steps = found["marsray_forward_passes_total"]
+    assert max(map(len, ran)) <= steps <= len(passes)
+
+
+async def test_a_cancelled_request_counts_and_leaves_nothing_held(
+    replica: ReplicaTelemetry, loop: LocalLoop
+) -> None:
+    watched = replica.watch(loop.stream(each := request("a", max_tokens=100)), each)
+    await anext(watched)
+    held = values(replica.exposition(), model="mars", replica="r1")
+    await watched.aclose()
+    while loop.status().num_running:
+        await asyncio.sleep(0.005)
+    found = values(replica.exposition(), model="mars", replica="r1")
+
+    assert held["marsray_num_requests_running"] == 1
+    assert held["marsray_kv_cache_usage_ratio"] > 0
+    assert found["marsray_kv_cache_usage_ratio"] == 0
+    assert found["marsray_e2e_request_latency_seconds_count"] == 1
+    assert found["marsray_tokens_per_forward_count"] == 1
+    assert 1 <= found["marsray_generation_tokens_total"] < 100
+
+
+async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: LocalLoop) -> None:
+    for name in "ab":
+        await run(replica, loop, request(name, max_tokens=1))
+    found = values(replica.exposition(), model="mars", replica="r1")
+    assert found["marsray_prefix_cache_hit_tokens_total"] == 4  # one full page of 4
+
+
+async def test_the_live_threshold_is_that_of_the_engine(
+    replica: ReplicaTelemetry, loop: LocalLoop
+) -> None:
+    loop.set_live(LiveDecoding(0.625))
+    found = values(replica.exposition(), model="mars", replica="r1")
+    assert found["marsray_confidence_threshold"] == 0.625
+
+
+async def test_times_of_a_request(
+    replica: ReplicaTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, 10.5, 11.1, 11.3, 14.0])  # arrival, three passes with tokens, the end
+    monkeypatch.setattr(telemetry, "perf_counter", lambda: next(clock))
+    outputs = [
+        None,  # nothing yet
+        StepOutput("a", [], None, queue_s=0.25),  # a part of a prompt
+        StepOutput("a", [7, 8], None, threshold=0.5),
+        None,
+        StepOutput("a", [9, 10, 11], None, threshold=0.75),
+        StepOutput("a", [12], None, threshold=1.0),
+    ]
+    threshold_request = request("a", mode=Mode.THRESHOLD, max_tokens=9)
+    assert [each async for each in replica.watch(script(outputs), threshold_request)] == outputs
+    found = values(replica.exposition(), model="mars", replica="r1")
+
+    sums = {name: value for name, value in found.items() if name.endswith("_sum")}
+    assert sums == pytest.approx(
+        {
+            "marsray_request_queue_time_seconds_sum": 0.25,
+            "marsray_time_to_first_token_seconds_sum": 0.5,
+            "marsray_inter_token_latency_seconds_sum": 0.6 + 0.2,
+            "marsray_e2e_request_latency_seconds_sum": 4.0,
+            "marsray_tokens_per_forward_sum": 6,
+            "marsray_request_confidence_threshold_sum": 0.75,
+        }
+    )
+    assert found["marsray_inter_token_latency_seconds_count"] == 4
+    label = {"model": "mars", "replica": "r1", "le": "0.2"}
+    gaps = values(replica.exposition(), **label)["marsray_inter_token_latency_seconds_bucket"]
+    assert gaps in (3, 4)  # 0.6 s for 3 tokens, give or take the last bit; never one of 0.6
+
+
+async def test_a_request_that_never_began_is_not_timed(replica: ReplicaTelemetry) -> None:
+    async def refused() -> AsyncGenerator[StepOutput]:
+        raise RequestFailed("no")
+        yield
+
+    with pytest.raises(RequestFailed):
+        await anext(replica.watch(refused(), request("a", max_tokens=1)))
+    found = values(replica.exposition(), model="mars", replica="r1")
+    assert not any(value for name, value in found.items() if name.endswith("_count"))
+
+
+async def test_closing_the_watch_closes_what_it_watches(replica: ReplicaTelemetry) -> None:
+    is_closed = False
+
+    async def outputs() -> AsyncGenerator[StepOutput]:
+        nonlocal is_closed
+        try:
+            yield StepOutput("a", [7], None)
+        finally:
+            is_closed = True
+
+    watched = replica.watch(outputs(), request("a", max_tokens=9))
+    await anext(watched)
+    await watched.aclose()
+    assert is_closed
+
+
+def test_a_dead_engine_reports_only_what_was_timed(
+    replica: ReplicaTelemetry, loop: LocalLoop
+) -> None:
+    loop.stop()
+    names = {family.name for family in text_string_to_metric_families(replica.exposition())}
+    assert "marsray_e2e_request_latency_seconds" in names
+    assert "marsray_num_requests_running" not in names
+
+
+@given(st.lists(st.floats(0, 12), max_size=20), st.data())
+def test_a_histogram_equals_the_library_s(numbers: list[float], data: st.DataObject) -> None:
+    definition = telemetry._INTER_TOKEN_LATENCY
+    edges = data.draw(st.lists(st.sampled_from(definition.buckets), max_size=5))
+    own = telemetry._Histogram(definition)
+    oracle = prometheus_client.Histogram(
+        definition.name, definition.help, ["model", "replica"], buckets=definition.buckets,
+        registry=None,
+    )  # fmt: skip
+    child = oracle.labels("m", "r")
+    for number in [*numbers, *edges]:
+        own.observe(number)
+        child.observe(number)
+
+    def samples(family: Metric) -> dict[tuple[str, str], float]:
+        return {
+            (each.name, each.labels.get("le", "")): each.value
+            for each in family.samples
+            if not each.name.endswith("_created")
+        }
+
+    (expected,) = oracle.collect()
+    assert samples(own.family(("m", "r"))) == pytest.approx(samples(expected))
+
+
+def test_buckets_are_ascending() -> None:
+    kind = telemetry._HistogramDefinition
+    definitions = [each for each in vars(telemetry).values() if isinstance(each, kind)]
+    assert len(definitions) == 6
+    for definition in definitions:
+        assert list(definition.buckets) == sorted(set(definition.buckets))
+
+
+def test_requests_for_models_that_are_not_served_share_a_label() -> None:
+    ingress = IngressTelemetry(["mars"], "i1")
+    ingress.count("mars", "stop")
+    for name in ("anything", "else", None):
+        ingress.count(name, "rejected_404")
+    ingress.count_rejection("else", 404, "model_not_found")
+    text = ingress.exposition()
+    assert values(text, model="mars", replica="i1", outcome="stop") == {"marsray_requests_total": 1}
+    assert values(text, model="", replica="i1", outcome="rejected_404") == {
+        "marsray_requests_total": 3
+    }
+    assert values(text, model="", replica="i1", status="404", code="model_not_found") == {
+        "marsray_rejections_total": 1
+    }
+
+
+class FakeInstrument:
+    """Stands for Ray's gauges and counters."""
+
+    made: dict[str, FakeInstrument]
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.tag_keys = tag_keys
+        self.writes: list[tuple[float, dict[str, str]]] = []
+        assert name not in self.made, "Ray wants each instrument to be made once"
+        self.made[name] = self
+
+    def write(self, value: float, tags: dict[str, str]) -> None:
+        assert tuple(tags) == self.tag_keys
+        self.writes.append((value, tags))
+
+    set = inc = write
+
+
+def test_ray_gets_gauges_and_what_counters_grew_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dict[str, FakeInstrument]()
+    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
+    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
+    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+    ingress = IngressTelemetry(["mars"], "i1")
+    mirror = RayMirror(ingress)
+    for num_new in (2, 0, 3):
+        for _ in range(num_new):
+            ingress.count("mars", "stop")
+        mirror.update()
+    stop = {"model": "mars", "outcome": "stop"}
+    assert made["marsray_requests_total"].writes == [(2, stop), (3, stop)]
+
+
+def test_ray_gets_what_a_counter_counts_from_its_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = dict[str, FakeInstrument]()
+    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
+    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
+    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+    counts = iter([5.0, 2.0, 6.0])
+
+    class Restarting(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield CounterMetricFamily("marsray_some_total", "Some.", value=next(counts))
+
+    mirror = RayMirror(Restarting())
+    for _ in range(3):
+        mirror.update()
+    assert [value for value, _ in made["marsray_some_total"].writes] == [5, 2, 4]
+
+
+async def test_ray_gets_histograms_as_gauges(
+    monkeypatch: pytest.MonkeyPatch, replica: ReplicaTelemetry
+) -> None:
+    made = dict[str, FakeInstrument]()
+    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
+    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
+    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+    outputs = [StepOutput("a", [7, 8], None)]
+    async for _ in replica.watch(script(outputs), request("a", max_tokens=2)):
+        pass
+    RayMirror(replica).update()
+    buckets = made["marsray_tokens_per_forward_bucket"].writes
+    assert [value for value, tags in buckets if tags["le"] == "1.0"] == [0]
+    assert [value for value, tags in buckets if tags["le"] in ("2.0", "+Inf")] == [1, 1]
+    assert made["marsray_tokens_per_forward_sum"].writes == [(2, {"model": "mars"})]

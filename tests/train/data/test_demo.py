@@ -1,0 +1,142 @@
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import parse_conversation
+from mars_platform.errors import UserError
+from mars_train.data.demo import draw_task, write_demo_data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "data"
+    write_demo_data(out, num_train=3000, num_eval=300, seed=5)
+    return out
+
+
+def rows(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def questions(file):
+    return [row["messages"][0]["content"] for row in rows(file)]
+
+
+def expected_response(question):
+    """The response worked out from the question's text alone."""
+    if match := re.fullmatch(r"Count a box of (\d+) ([a-z]+)", question):
+        count, thing = match.groups()
+        return f"There are {count} {thing} in the box. Answer: {count}"
+    if match := re.fullmatch(r"Add (\d+) and (\d+) ([a-z]+)", question):
+        first, second, thing = match.groups()
+        total = int(first) + int(second)
+        return f"Adding {second} to {first} gives {total} {thing}. Answer: {total}"
+    match = re.fullmatch(r"Start at (\d+)\. Steps: ([-+\d ]+)", question)
+    totals = [int(match[1])]
+    for sign, change in re.findall(r"([-+])(\d+)", match[2]):
+        totals.append(totals[-1] + (int(change) if sign == "+" else -int(change)))
+    return f"Totals: {' '.join(map(str, totals[1:]))}. Answer: {totals[-1]}"
+
+
+def test_numbers_of_rows(written):
+    assert len(rows(written / "train.jsonl")) == 3000
+    assert len(rows(written / "eval.jsonl")) == 300
+
+
+def test_held_out_questions_are_distinct_and_not_trained_on(written):
+    held_out = questions(written / "eval.jsonl")
+    assert len(set(held_out)) == 300
+    assert not set(held_out) & set(questions(written / "train.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl"])
+def test_responses_follow_from_the_questions(written, name):
+    for row in rows(written / name):
+        question, response = (message["content"] for message in row["messages"])
+        assert response == expected_response(question)
+        assert response.endswith(f"Answer: {row['answer']}")
+        assert is_correct(response, row["answer"])
+
+
+def test_rows_are_conversations_of_one_turn(written):
+    for line in (written / "eval.jsonl").read_text().splitlines():
+        roles = [message.role for message in parse_conversation(line).messages]
+        assert roles == ["user", "assistant"]
+
+
+def test_kinds_come_in_their_shares():
+    rng = random.Random(0)
+    counts = Counter(draw_task(rng).kind for _ in range(4000))
+    shares = {kind: count / 4000 for kind, count in counts.items()}
+    assert shares == pytest.approx({"boxes": 0.15, "sums": 0.15, "totals": 0.7}, abs=0.03)
+
+
+def test_totals_have_two_digits_and_four_steps():
+    rng = random.Random(1)
+    for task in (draw_task(rng) for _ in range(2000)):
+        if task.kind == "totals":
+            numbers = re.findall(r"\d+", task.question)[:1] + re.findall(r"\d+", task.response)
+            assert len(numbers) == 5
+            assert all(len(number) == 2 for number in numbers)
+            assert re.fullmatch(r"([-+][1-5] ?){4}", task.question.partition("Steps: ")[2])
+
+
+def files(out):
+    return [(out / name).read_bytes() for name in ("train.jsonl", "eval.jsonl")]
+
+
+def test_seed_determines_the_data(written, tmp_path):
+    write_demo_data(tmp_path / "same", num_train=3000, num_eval=300, seed=5)
+    write_demo_data(tmp_path / "other", num_train=3000, num_eval=300, seed=6)
+    assert files(tmp_path / "same") == files(written)
+    assert all(a != b for a, b in zip(files(tmp_path / "other"), files(written), strict=True))
+
+
+def test_held_out_questions_do_not_depend_on_the_training_size(written, tmp_path):
+    write_demo_data(tmp_path / "small", num_train=1, num_eval=300, seed=5)
+    assert files(tmp_path / "small")[1] == files(written)[1]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl"])
+def test_existing_data_is_kept(tmp_path, name):
+    (tmp_path / name).write_text("mine\n")
+    with pytest.raises(UserError, match="--out: .* has " + name):
+        write_demo_data(tmp_path, num_train=3, num_eval=3, seed=0)
+    assert (tmp_path / name).read_text() == "mine\n"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_more_questions_than_exist(tmp_path, monkeypatch):
+    few = [draw_task(random.Random(seed)) for seed in range(3)]
+    monkeypatch.setattr("mars_train.data.demo.draw_task", lambda rng: rng.choice(few))
+    with pytest.raises(UserError, match="--eval-examples: there are not 5 distinct questions"):
+        write_demo_data(tmp_path / "data", num_train=3, num_eval=5, seed=0)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("There are 12 apples in the box. Answer: 12", "12", True),
+        ("Answer: 12", "12", True),
+        ("Answer:12", "12", True),
+        ("Answer: 12\n", "12", True),
+        ("Answer: 3 Answer: 12", "12", True),
+        ("Answer: 12 Answer: 3", "12", False),
+        ("Answer: 13", "12", False),
+        ("Answer: 112", "12", False),
+        ("Answer: 12 apples", "12", False),
+        ("Answer: 12.", "12", False),
+        ("Answer:", "12", False),
+        ("12", "12", False),
+        ("answer: 12", "12", False),
+        ("", "12", False),
+        ("", "", False),
+    ],
+)
+def test_is_correct(response, answer, expected):
+    assert is_correct(response, answer) is expected

@@ -1,0 +1,296 @@
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_platform.errors import UserError
+from mars_train.data.token_store import (
+    BatchOrder,
+    TokenStore,
+    TokenStoreWriter,
+    block_offsets,
+    epoch_order,
+    share,
+)
+
+# --- the store ------------------------------------------------------------------------------------
+
+# (file, line) -> tokens and supervision
+ROWS = {
+    (0, 1): ([5, 6, 7], [False, True, True]),
+    (0, 3): ([1, 2], [False, True]),
+    (1, 2): ([2**31 - 1], [False]),
+    (2, 1): ([9, 9, 9, 9], [True, True, False, True]),
+}
+FILES = ["index.npy", "store.json", "supervised.bin", "tokens.bin"]
+
+
+def append(writer, rows):
+    tokens, supervised = zip(*rows.values(), strict=True)
+    writer.append(
+        np.array(list(rows), np.int64),
+        np.array([len(ids) for ids in tokens], np.int32),
+        np.concatenate(tokens).astype(np.int32),
+        np.concatenate(supervised),
+    )
+
+
+def write_store(path, *batches):
+    with TokenStoreWriter(path) as writer:
+        for rows in batches:
+            append(writer, rows)
+        return writer.finish()
+
+
+def contents(store):
+    return [(ids.tolist(), supervised.tolist()) for ids, supervised in store]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_store(tmp_path / "store", ROWS)
+
+
+def test_rows_come_back(store):
+    again = TokenStore(store.path)
+    assert (len(again), again.num_tokens) == (4, 10)
+    assert contents(again) == list(ROWS.values())
+    ids, supervised = again[-1]
+    assert (ids.dtype, supervised.dtype) == (np.int64, np.bool_)
+    assert ids.tolist() == [9, 9, 9, 9]
+
+
+def test_a_row_is_the_callers_own(store):
+    store[0][0][:] = 0
+    assert store[0][0].tolist() == [5, 6, 7]
+
+
+def test_there_is_no_row_past_the_end(store):
+    with pytest.raises(IndexError):
+        store[4]
+
+
+@settings(deadline=None, max_examples=20)
+@given(order=st.permutations(list(ROWS)), cut=st.integers(1, 3))
+def test_order_of_arrival_does_not_matter(tmp_path_factory, order, cut):
+    path = tmp_path_factory.mktemp("stores")
+    canonical = write_store(path / "canonical", ROWS)
+    batches = [{key: ROWS[key] for key in keys} for keys in (order[:cut], order[cut:])]
+    arrived = write_store(path / "arrived", *batches)
+    assert arrived.fingerprint == canonical.fingerprint
+    assert contents(arrived) == list(ROWS.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {(0, 1): ([5, 6, 8], [False, True, True])},
+        {(0, 1): ([5, 6, 7], [True, True, True])},
+        {(0, 1): ([5, 6], [False, True]), (0, 3): ([7, 1, 2], [True, False, True])},
+        {(3, 1): ([5], [True])},
+    ],
+)
+def test_fingerprint_tells_contents_apart(tmp_path, store, change):
+    assert write_store(tmp_path / "other", ROWS | change).fingerprint != store.fingerprint
+
+
+def test_fingerprint_does_not_drift(store):
+    assert store.fingerprint == ("f1e4fa4642c413a6009282ec954468cb24e5123b16d2c0d374d977247b31c874")
+
+
+def test_a_store_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "store"
+    with TokenStoreWriter(path) as writer:
+        append(writer, ROWS)
+        assert not path.exists()
+    assert list(tmp_path.iterdir()) == []  # it was left before it was finished
+    write_store(path, ROWS)
+    assert sorted(file.name for file in path.iterdir()) == FILES
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rests_of_a_killed_writer_are_cleared_away(tmp_path):
+    (tmp_path / "store.partial").mkdir()
+    (tmp_path / "store.partial" / "tokens.bin").write_bytes(b"rest")
+    assert contents(write_store(tmp_path / "store", ROWS)) == list(ROWS.values())
+    assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+
+
+def test_a_store_is_not_overwritten(store):
+    with pytest.raises(UserError, match=r"store is there already; remove it"):
+        TokenStoreWriter(store.path)
+    assert contents(TokenStore(store.path)) == list(ROWS.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_file_is_named(store, name):
+    (store.path / name).unlink()
+    with pytest.raises(UserError, match=rf"store/{name}: cannot be read \(.*No such file"):
+        TokenStore(store.path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("cut", [2, 8, None])
+def test_truncated_file_is_named(store, name, cut):
+    file = store.path / name
+    content = file.read_bytes()
+    file.write_bytes(content[: -cut if cut else 0])
+    with pytest.raises(UserError, match=rf"^.*store/{name}: .*; prepare the data again$"):
+        TokenStore(store.path)
+
+
+@pytest.mark.parametrize("name", ["supervised.bin", "tokens.bin"])
+def test_file_with_more_than_belongs_is_named(store, name):
+    with (store.path / name).open("ab") as handle:
+        handle.write(b"more")
+    with pytest.raises(UserError, match=rf"{name}: \d+ bytes where \d+ belong"):
+        TokenStore(store.path)
+
+
+def test_index_of_another_store_is_named(tmp_path, store):
+    other = write_store(tmp_path / "other", {**ROWS, (3, 1): ([1], [True])})
+    (other.path / "index.npy").rename(store.path / "index.npy")
+    with pytest.raises(UserError, match=r"index\.npy: does not hold 4 rows"):
+        TokenStore(store.path)
+
+
+def test_index_is_never_unpickled(store):
+    np.save(store.path / "index.npy", np.array([{}] * 4, dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=r"index\.npy: cannot be read"):
+        TokenStore(store.path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format_version": 2}, r"format_version: Input should be 1 \(got '2'\)"),
+        ({"num_rows": -4}, "num_rows: "),
+        ({"compression": "zstd"}, "compression: unknown key"),
+    ],
+)
+def test_other_version_is_refused(store, change, problem):
+    file = store.path / "store.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=rf"store\.json: {problem}.*; prepare the data again"):
+        TokenStore(store.path)
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+SEEDS = st.integers(0, 2**64)
+EPOCHS = st.integers(0, 1000)
+SIZES = st.integers(1, 300)
+
+
+@given(num_rows=SIZES, seed=SEEDS, epoch=EPOCHS)
+def test_an_epoch_is_a_permutation(num_rows, seed, epoch):
+    order = epoch_order(num_rows, seed, epoch)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(num_rows))
+    assert order.tolist() == epoch_order(num_rows, seed, epoch).tolist()
+
+
+def test_order_does_not_drift():
+    assert epoch_order(10, seed=0, epoch=0).tolist() == [6, 7, 2, 4, 1, 8, 9, 5, 0, 3]
+    assert epoch_order(10, seed=0, epoch=1).tolist() == [3, 6, 7, 5, 9, 1, 0, 4, 2, 8]
+    assert epoch_order(10, seed=1, epoch=0).tolist() == [4, 6, 5, 9, 2, 3, 8, 7, 0, 1]
+
+
+def splitmix64(state):
+    """SplitMix64 in Python's integers, after https://prng.di.unimi.it/splitmix64.c."""
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@given(num_rows=SIZES, seed=st.integers(0, 2**64 - 1), epoch=EPOCHS, block_size=st.integers(1, 64))
+def test_hash_is_splitmix64(num_rows, seed, epoch, block_size):
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # published first output for the seed 0
+
+    def hashed(purpose, row):
+        state = 0
+        for word in (purpose, seed, epoch, row):
+            state = splitmix64((state + word) % 2**64)
+        return state
+
+    rows = np.arange(num_rows)
+    expected = sorted(range(num_rows), key=lambda row: hashed(1, row))
+    assert epoch_order(num_rows, seed, epoch).tolist() == expected
+    offsets = block_offsets(rows, seed, epoch, block_size)
+    assert offsets.tolist() == [hashed(2, row) % block_size for row in range(num_rows)]
+
+
+def test_epochs_and_seeds_give_unlike_orders():
+    orders = [epoch_order(1000, seed, epoch) for seed in range(4) for epoch in range(4)]
+    for index, first in enumerate(orders):
+        for second in orders[:index]:
+            assert (first == second).sum() < 20  # 1 is expected
+            assert abs(np.corrcoef(first, second)[0, 1]) < 0.2
+
+
+@given(num_rows=SIZES, batch_size=st.integers(1, 50), seed=SEEDS)
+def test_every_row_comes_once_an_epoch_but_for_the_incomplete_batch(num_rows, batch_size, seed):
+    batch_size = min(batch_size, num_rows)
+    order = BatchOrder(num_rows, batch_size, seed)
+    assert order.steps_per_epoch == num_rows // batch_size
+    for epoch in range(3):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        assert {order.epoch(step) for step in steps} == {epoch}
+        rows = np.concatenate([order.rows(step) for step in steps])
+        assert len(set(rows.tolist())) == len(rows) == order.steps_per_epoch * batch_size
+        assert rows.tolist() == epoch_order(num_rows, seed, epoch)[: len(rows)].tolist()
+
+
+@given(steps=st.lists(st.integers(0, 40), min_size=1, max_size=10))
+def test_rows_of_a_step_do_not_depend_on_the_steps_before(steps):
+    order = BatchOrder(23, 5, seed=3)
+    for step in steps:
+        assert order.rows(step).tolist() == BatchOrder(23, 5, seed=3).rows(step).tolist()
+
+
+def test_every_row_meets_every_place_of_the_epoch():
+    firsts = Counter(int(epoch_order(8, 0, epoch)[0]) for epoch in range(4000))
+    assert len(firsts) == 8
+    assert all(400 < count < 600 for count in firsts.values())  # 500 expected, 24 off is one sigma
+
+
+@given(num_rows=st.integers(0, 100), num_workers=st.integers(1, 12))
+def test_shares_are_even_and_contiguous(num_rows, num_workers):
+    rows = np.arange(num_rows) * 7
+    shares = [share(rows, rank, num_workers) for rank in range(num_workers)]
+    assert np.concatenate(shares).tolist() == rows.tolist()
+    sizes = [len(part) for part in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(
+    rows=st.lists(st.integers(0, 10**9), max_size=50),
+    seed=SEEDS,
+    epoch=EPOCHS,
+    block_size=st.integers(1, 64),
+    num_workers=st.integers(1, 5),
+)
+def test_block_offsets_do_not_depend_on_the_worker(rows, seed, epoch, block_size, num_workers):
+    rows = np.array(rows, np.int64)
+    whole = block_offsets(rows, seed, epoch, block_size)
+    assert ((whole >= 0) & (whole < block_size)).all()
+    parts = [
+        block_offsets(share(rows, rank, num_workers), seed, epoch, block_size)
+        for rank in range(num_workers)
+    ]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+def test_block_offsets_do_not_drift():
+    rows = np.arange(10)
+    assert block_offsets(rows, 0, 0, block_size=8).tolist() == [7, 0, 1, 0, 3, 2, 3, 1, 0, 4]
+    assert block_offsets(rows, 0, 1, block_size=8).tolist() == [2, 6, 5, 7, 2, 7, 0, 0, 3, 3]
+
+
+def test_block_offsets_are_uniform():
+    counts = np.bincount(block_offsets(np.arange(8000), 0, 0, 8), minlength=8)
+    assert ((counts > 850) & (counts < 1150)).all()  # 1000 expected, 30 off is one sigma

@@ -1,0 +1,428 @@
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mars_platform.method.rules import visibility
+from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
+from mars_train.method.objective import Objective
+
+MASK, PAD = 60, 0
+
+
+@dataclass
+class Sequence:
+    ids: np.ndarray
+    supervised: np.ndarray
+    block_size: int
+    offset: int = 0
+
+    def layout(self):
+        return lay_out(self.ids, self.supervised, self.block_size, MASK, self.offset)
+
+
+def sequence(num_prompt, num_response, block_size, offset=0):
+    length = num_prompt + num_response
+    return Sequence(np.arange(10, 10 + length), np.arange(length) >= num_prompt, block_size, offset)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # far from uniform predictions
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def plain_model(model):
+    """The same weights with the textbook attention, for the computation written out below."""
+    other = Qwen2ForCausalLM._from_config(
+        copy.deepcopy(model.config), attn_implementation="eager", dtype=torch.float32
+    )
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+# --- the worked example ---------------------------------------------------------------------------
+
+# Prompt 10 11 12, response 13 14 15 16 17, B = 4, so blocks are positions 0-3 and 4-7.
+# Slots 0-6 are the clean stream (c0-c6): label 7 is predicted at c6, and nothing reads c7. Slots
+# 7-10 are the noisy stream (n3-n6): c0-c2 stand before their block's first mask, so n0-n2 would
+# equal them and n3 sees them instead; nothing reads n7.
+# Rows are queries and columns keys. Row c_i: clean 0..i, no noisy. Row n3: clean 0-2, noisy 3.
+# Row n_i of block 1: clean 0-3, noisy 4..i.
+EXAMPLE_VISIBILITY = """
+    1000 000  0000
+    1100 000  0000
+    1110 000  0000
+    1111 000  0000
+    1111 100  0000
+    1111 110  0000
+    1111 111  0000
+
+    1110 000  1000
+    1111 000  0100
+    1111 000  0110
+    1111 000  0111
+"""
+
+
+def matrix(text):
+    rows = [line.replace(" ", "") for line in text.splitlines() if line.strip()]
+    return [[cell == "1" for cell in row] for row in rows]
+
+
+def test_example_slots():
+    layout = sequence(3, 5, 4).layout()
+    assert layout.tokens.tolist() == [*range(10, 17), *[MASK] * 4]
+    assert layout.positions.tolist() == [*range(7), 3, 4, 5, 6]
+    assert layout.blocks.tolist() == [-1, -1, -1, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert layout.noisy.tolist() == [False] * 7 + [True] * 4
+
+
+def test_example_labels():
+    layout = sequence(3, 5, 4).layout()
+    assert layout.labels.tolist() == [13, 14, 15, 16, 17]
+    assert layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
+    # n2 sees no mask, so c2 stands for it; the others are n3, n4, n5, n6
+    assert layout.noisy_sources.tolist() == [2, 7, 8, 9, 10]
+    assert layout.depths.tolist() == [0, 1, 1, 2, 3]
+
+
+def test_example_visibility():
+    batch = collate([[sequence(3, 5, 4).layout()]], PAD)
+    visible = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    assert visible[0].tolist() == matrix(EXAMPLE_VISIBILITY)
+
+
+def test_only_what_predicts_behind_a_mask_is_copied():
+    # labels 6, 7, 8: 6 is predicted at position 5 without a mask, 7 and 8 at 6 and 7
+    layout = sequence(6, 3, 4).layout()
+    assert layout.positions.tolist() == [*range(8), 6, 7]
+    assert layout.tokens[8:].tolist() == [MASK, MASK]
+    assert layout.noisy_sources.tolist() == [5, 8, 9]
+    assert layout.depths.tolist() == [0, 1, 2]
+
+
+def test_prompt_between_masks_of_a_block_is_copied():
+    supervised = np.isin(np.arange(8), [2, 6])
+    layout = lay_out(np.arange(10, 18), supervised, 8, MASK)
+    # label 6 is predicted at position 5, which sees the mask at 2 and the tokens since
+    assert layout.positions.tolist() == [*range(6), 2, 3, 4, 5]
+    assert layout.tokens[6:].tolist() == [MASK, 13, 14, 15]
+    assert layout.depths.tolist() == [0, 1]
+
+
+def test_masks_that_nothing_reads_are_not_copied():
+    supervised = np.isin(np.arange(12), [2, 3, 9])
+    layout = lay_out(np.arange(10, 22), supervised, 4, MASK)
+    # label 3 is predicted at position 2; after the mask at 3 its block has no label to predict
+    assert layout.positions.tolist() == [*range(9), 2]
+    assert layout.noisy_sources.tolist() == [1, 9, 8]
+
+
+def test_offset_moves_block_borders():
+    layout = sequence(3, 5, 4, offset=1).layout()
+    # position p lies in block (p + 1) // 4, so positions 3-6 are block 1
+    assert layout.blocks.tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert layout.positions[7:].tolist() == [3, 4, 5, 6]
+    assert layout.depths.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_plain_ar_has_the_clean_stream_alone():
+    layout = lay_out(np.arange(10, 18), np.arange(8) >= 3, None, MASK)
+    assert layout.tokens.tolist() == [*range(10, 17)]
+    assert not layout.noisy.any()
+    assert layout.noisy_sources.tolist() == layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_sequence_without_labels_takes_one_slot():
+    for block_size in (None, 4):
+        layout = lay_out(np.arange(10, 18), np.zeros(8, bool), block_size, MASK)
+        assert layout.tokens.tolist() == [10]
+        assert len(layout.labels) == len(layout.depths) == 0
+
+
+def test_first_token_is_never_a_label():
+    layout = lay_out(np.arange(10, 14), np.ones(4, bool), 2, MASK)
+    assert layout.labels.tolist() == [11, 12, 13]
+
+
+# --- the loss against a plain computation ---------------------------------------------------------
+
+
+def random_sequence(rng, block_size):
+    length = int(rng.integers(2, 34))
+    supervised = np.zeros(length, bool)
+    for _ in range(rng.integers(1, 4)):  # turns
+        begin = int(rng.integers(1, length))
+        supervised[begin : begin + int(rng.integers(1, 12))] = True
+    ids = rng.integers(1, MASK, length)
+    return Sequence(ids, supervised, block_size, int(rng.integers(block_size)))
+
+
+def random_sequences(block_size, num=7):
+    rng = np.random.default_rng(block_size)
+    return [random_sequence(rng, block_size) for _ in range(num)]
+
+
+def sees(query, key, length, block):
+    """The rule for slots 0..length-1 (clean) and length..2*length-1 (noisy) of one sequence."""
+    query_noisy, key_noisy = query >= length, key >= length
+    i, j = query % length, key % length
+    if not query_noisy:
+        return not key_noisy and j <= i
+    if key_noisy:
+        return block(i) == block(j) and j <= i
+    return block(j) < block(i)
+
+
+def naive_logits(model, item):
+    """Logits of the clean and of the noisy stream, [length, vocabulary] each."""
+    length = len(item.ids)
+    noisy = [MASK if hide else int(t) for t, hide in zip(item.ids, item.supervised, strict=True)]
+    mask = torch.full((2 * length, 2 * length), torch.finfo(torch.float32).min)
+    for query in range(2 * length):
+        for key in range(2 * length):
+            if sees(query, key, length, lambda p: (p + item.offset) // item.block_size):
+                mask[query, key] = 0.0
+    output = model(
+        input_ids=torch.tensor([item.ids.tolist() + noisy]),
+        position_ids=torch.tensor([[*range(length), *range(length)]]),
+        attention_mask=mask[None, None],
+        use_cache=False,
+    )
+    return output.logits[0, :length], output.logits[0, length:]
+
+
+def naive_sums(model, items):
+    sums = {"clean": torch.zeros(()), "noisy": torch.zeros(())}
+    for item in items:
+        clean, noisy = naive_logits(model, item)
+        for t in range(1, len(item.ids)):
+            if item.supervised[t]:
+                label = torch.tensor(int(item.ids[t]))
+                sums["clean"] = sums["clean"] + F.cross_entropy(clean[t - 1], label)
+                sums["noisy"] = sums["noisy"] + F.cross_entropy(noisy[t - 1], label)
+    return sums
+
+
+def packed(items, row_slots=96):
+    return collate(pack([item.layout() for item in items], row_slots), PAD)
+
+
+def assert_gradients_equal(model, plain_model):
+    pairs = zip(model.named_parameters(), plain_model.named_parameters(), strict=True)
+    for (name, parameter), (_, plain) in pairs:
+        scale = float(plain.grad.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(
+            parameter.grad,
+            plain.grad,
+            rtol=1e-3,
+            atol=1e-4 * max(scale, 1e-2),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+def test_loss_and_gradients_equal_plain_computation(model, plain_model, block_size):
+    items = random_sequences(block_size)
+    ends = [int(np.flatnonzero(item.supervised)[0]) + item.offset for item in items]
+    assert any(end % block_size for end in ends)  # a prompt ends inside a block
+    batch = packed(items)
+    assert batch.tokens.shape[0] > 1
+    assert batch.documents.max() >= 1  # a row holds more than one sequence
+    model.zero_grad()
+    plain_model.zero_grad()
+    ours, expected = Objective(model, masked=True)(batch), naive_sums(plain_model, items)
+    (ours.noisy + 0.7 * ours.clean).backward()
+    (expected["noisy"] + 0.7 * expected["clean"]).backward()
+    torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.noisy, expected["noisy"], rtol=1e-5, atol=0)
+    assert ours.num_labels == sum(int(item.supervised[1:].sum()) for item in items)
+    assert abs(float(ours.noisy.detach() - ours.clean.detach())) > 1.0  # two terms, told apart
+    assert_gradients_equal(model, plain_model)
+
+
+def test_plain_ar_loss_is_the_clean_term(model, plain_model):
+    items = random_sequences(4)
+    layouts = [lay_out(item.ids, item.supervised, None, MASK) for item in items]
+    with torch.no_grad():
+        ours = Objective(model, masked=False)(collate(pack(layouts, 64), PAD))
+        expected = naive_sums(plain_model, items)
+    torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-4, atol=0)
+    assert float(ours.noisy) == 0.0
+
+
+def test_sequence_without_labels_adds_nothing(model):
+    items = random_sequences(4, num=3)
+    silent = Sequence(np.arange(1, 9), np.zeros(8, bool), 4)
+    with torch.no_grad():
+        alone = Objective(model, masked=True)(packed(items))
+        joined = Objective(model, masked=True)(packed([*items, silent]))
+    assert joined.num_labels == alone.num_labels
+    torch.testing.assert_close(joined.noisy, alone.noisy, rtol=1e-4, atol=0)
+
+
+# --- training sees what decoding sees -------------------------------------------------------------
+
+
+def noisy_logits(model, layout):
+    """Logits of the noisy slots of one layout, by position."""
+    batch = collate([[layout]], PAD)
+    hidden = Objective(model, masked=True)._hidden_states(batch)
+    logits = model.get_output_embeddings()(hidden)
+    slots = np.flatnonzero(layout.noisy)
+    return {int(layout.positions[slot]): logits[slot] for slot in slots}
+
+
+@pytest.mark.parametrize(("block_size", "offset"), [(4, 0), (4, 3), (8, 0), (8, 5)])
+def test_noisy_logits_equal_decoding(model, block_size, offset):
+    item = sequence(9, 20, block_size, offset)
+    layout = item.layout()
+    with torch.no_grad():
+        ours = noisy_logits(model, layout)
+        for position, logits in ours.items():
+            start = max(position - (position + offset) % block_size, 0)
+            known = min(max(start, 9), position + 1)  # the prompt has 9 tokens
+            context = [*item.ids[:known].tolist(), *[MASK] * (position + 1 - known)]
+            expected = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert {9, 16, 24} < set(ours)
+
+
+def test_depth_counts_the_masks_that_decoding_feeds(model):
+    item = sequence(9, 20, 4)
+    layout = item.layout()
+    with torch.no_grad():
+        ours = noisy_logits(model, layout)
+    position_of = {int(source): layout.positions[source] for source in layout.noisy_sources}
+    checked = 0
+    for source, depth in zip(layout.noisy_sources.tolist(), layout.depths.tolist(), strict=True):
+        if depth == 0:
+            continue
+        position = int(position_of[source])
+        context = [*item.ids[: position + 1 - depth].tolist(), *[MASK] * depth]
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(ours[position], expected, rtol=1e-4, atol=1e-4)
+        checked += 1
+    assert checked == 19
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=25),
+    row_slots=st.integers(1, 90),
+    block_size=st.sampled_from([None, 1, 2, 4, 16]),
+)
+@settings(deadline=None, max_examples=100)
+def test_pack_loses_nothing_and_fits(lengths, row_slots, block_size):
+    layouts = [sequence(a, b, block_size).layout() for a, b in lengths]
+    rows = pack(layouts, row_slots)
+    assert sorted(id(layout) for row in rows for layout in row) == sorted(map(id, layouts))
+    for row in rows:
+        assert row
+        longest = max(len(layout.tokens) for layout in layouts)
+        assert sum(len(layout.tokens) for layout in row) <= max(row_slots, longest)
+
+
+def packed_sizes(sizes, row_slots, multiple_of=1):
+    layouts = [lay_out(np.arange(n + 1), np.ones(n + 1, bool), None, MASK) for n in sizes]
+    rows = pack(layouts, row_slots, multiple_of)
+    return [[len(layout.tokens) for layout in row] for row in rows]
+
+
+def test_pack_fills_rows():
+    assert packed_sizes([3, 6, 4, 7], 10) == [[7, 3], [6, 4]]
+
+
+def test_pack_fills_rows_evenly():
+    assert packed_sizes([6, 2, 3] * 3, 16) == [[6, 3, 2]] * 3  # not the fullest rows, 16, 15 and 2
+
+
+def test_pack_takes_more_rows_where_that_leaves_less_padding():
+    assert packed_sizes([7, 3] * 4, 16) == [[7, 3]] * 4  # three rows would be 14, 13 and 13
+
+
+def test_pack_takes_the_shortest_rows_where_padding_is_the_same():
+    assert packed_sizes([5] * 8, 20) == [[5]] * 8
+
+
+def test_pack_fills_rows_up_to_a_layout_longer_than_they():
+    assert packed_sizes([20, 4, 6, 10], 8) == [[20], [10, 6, 4]]
+
+
+def test_pack_counts_what_rows_are_rounded_up_to():
+    assert len(packed_sizes([9] * 6, 32, multiple_of=1)) == 6
+    assert len(packed_sizes([9] * 6, 32, multiple_of=32)) == 2
+
+
+def test_collate_points_sources_at_their_own_row():
+    rows = [[sequence(3, 5, 4).layout(), sequence(2, 2, 4).layout()], [sequence(6, 3, 4).layout()]]
+    batch = collate(rows, PAD)
+    tokens, clean = batch.tokens.flatten(), batch.clean_sources
+    # clean tokens count upwards, so a label is its source's token plus one
+    assert (tokens[clean] + 1).tolist() == batch.labels.tolist()
+    deep = batch.depths > 0
+    noisy = batch.noisy.flatten()[batch.noisy_sources]
+    assert noisy.tolist() == deep.tolist()
+    positions, documents = batch.positions.flatten(), batch.documents.flatten()
+    assert torch.equal(positions[batch.noisy_sources], positions[clean])
+    assert torch.equal(documents[batch.noisy_sources], documents[clean])
+
+
+def test_padding_is_a_document_of_its_own():
+    batch = collate([[sequence(3, 5, 4).layout()], [sequence(1, 1, 4).layout()]], PAD)
+    assert batch.documents[0].tolist() == [0] * 11
+    assert batch.documents[1].tolist() == [0] + [PADDING_DOCUMENT] * 10
+    assert batch.tokens[1, 1:].tolist() == [PAD] * 10
+    visible = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    assert not visible[1, :1, 1:].any()
+    assert not visible[1, 1:, :1].any()
+    assert visible.any(dim=-1).all()  # an empty row would turn into NaN
+
+
+def test_rows_are_rounded_up():
+    layouts = [sequence(3, 5, 4).layout(), sequence(6, 3, 4).layout()]
+    batch = collate([[layout] for layout in layouts], PAD, multiple_of=8)
+    assert batch.tokens.shape == (2, 16)
+    assert batch.documents[0].tolist() == [0] * 11 + [PADDING_DOCUMENT] * 5
+    assert batch.clean_sources.tolist() == [2, 3, 4, 5, 6, 16 + 5, 16 + 6, 16 + 7]
+
+
+def test_heavy_padding_changes_no_loss(model):
+    long, short = sequence(20, 30, 4), sequence(2, 3, 4)
+    with torch.no_grad():
+        both = Objective(model, masked=True)(packed([long, short], row_slots=1))
+        apart = [Objective(model, masked=True)(packed([item])) for item in (long, short)]
+    assert torch.isfinite(both.noisy)
+    for term in ("clean", "noisy"):
+        expected = sum(getattr(part, term) for part in apart)
+        torch.testing.assert_close(getattr(both, term), expected, rtol=1e-4, atol=0)
+
+
+def test_heavy_padding_gives_finite_gradients(model):
+    model.zero_grad()
+    batch = packed([sequence(20, 30, 4), sequence(1, 1, 4)], row_slots=1)
+    sums = Objective(model, masked=True)(batch)
+    (sums.noisy + sums.clean).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())

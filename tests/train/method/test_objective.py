@@ -1,0 +1,278 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import mars_train.method.objective as objective_module
+from mars_platform.method.rules import visibility
+from mars_train.method.attention import FLEX_MULTIPLE, block_mask
+from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
+from mars_train.method.objective import Objective
+
+MASK, PAD, VOCABULARY = 60, 0, 64
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
+SHARDED = Path(__file__).with_name("sharded_objective.py")
+
+
+def build_model(family="qwen2", **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        head_dim=8,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,  # no power of two, and three for each key and value
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        **settings,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def build_batch(num=8, row_slots=128, multiple_of=1, block_size=4, seed=0):
+    rng = np.random.default_rng(seed)
+    layouts = [
+        lay_out(
+            rng.integers(1, MASK, length),
+            np.arange(length) >= rng.integers(1, length),
+            block_size,
+            MASK,
+            block_offset=int(rng.integers(block_size or 1)),
+        )
+        for length in rng.integers(4, 40, num)
+    ]
+    return collate(pack(layouts, row_slots, multiple_of), PAD, multiple_of)
+
+
+def silent_layout():
+    return lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)
+
+
+def gradients(objective, batch):
+    """Loss and gradients by name."""
+    objective.zero_grad()
+    sums = objective(batch)
+    loss = sums.noisy + 0.7 * sums.clean
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in objective.named_parameters()}
+
+
+def assert_same(ours, expected):
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+    assert ours[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = float(gradient.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(
+            ours[1][name],
+            gradient,
+            rtol=1e-4,
+            atol=2e-5 * scale,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def checkpoint_layers(model):
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@pytest.fixture
+def logits_seen(monkeypatch):
+    """Watches an objective's output layer: elements of the logits of each of its calls."""
+
+    def watch(objective, max_logits):
+        monkeypatch.setattr(objective_module, "MAX_LOGITS", max_logits)
+        seen = []
+        objective.model.lm_head.register_forward_hook(
+            lambda layer, inputs, output: seen.append(output.numel())
+        )
+        return seen
+
+    return watch
+
+
+# --- the losses -----------------------------------------------------------------------------------
+
+
+def test_label_losses_add_up_to_the_sums():
+    objective, batch = Objective(build_model(), masked=True), build_batch()
+    with torch.no_grad():
+        clean, noisy = objective.label_losses(batch)
+        sums = objective(batch)
+    assert clean.shape == noisy.shape == batch.labels.shape
+    torch.testing.assert_close((clean.sum(), noisy.sum()), (sums.clean, sums.noisy))
+    shallow = batch.depths == 0
+    assert shallow.any()
+    assert torch.equal(clean[shallow], noisy[shallow])
+    assert not torch.isclose(clean[~shallow], noisy[~shallow]).any()
+
+
+def test_label_losses_of_the_clean_stream_alone():
+    objective, batch = Objective(build_model(), masked=False), build_batch(block_size=None)
+    with torch.no_grad():
+        clean, noisy = objective.label_losses(batch)
+    assert (clean > 0).all()
+    assert not noisy.any()
+
+
+def test_losses_are_float32_under_bfloat16():
+    objective = Objective(build_model().bfloat16(), masked=True)
+    clean, noisy = objective.label_losses(build_batch())
+    assert clean.dtype == noisy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_batch_without_labels_gives_zero_gradients(masked):
+    objective = Objective(build_model(), masked=masked)
+    batch = collate([[silent_layout()], [silent_layout(), silent_layout()]], PAD)
+    sums = objective(batch)
+    (sums.noisy + sums.clean).backward()
+    assert (float(sums.clean.detach()), float(sums.noisy.detach()), sums.num_labels) == (0, 0, 0)
+    for name, parameter in objective.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+# --- logits in chunks -----------------------------------------------------------------------------
+
+
+def test_chunks_change_neither_loss_nor_gradients(logits_seen):
+    objective, batch = Objective(build_model(), masked=True), build_batch()
+    whole = gradients(objective, batch)
+    max_logits = 10 * VOCABULARY
+    seen = logits_seen(objective, max_logits)
+    assert_same(gradients(objective, batch), whole)
+    predictions = len(batch.labels) + int((batch.depths > 0).sum())
+    assert sum(seen) == 2 * predictions * VOCABULARY  # once forward, once backward
+    assert max(seen) <= max_logits
+    assert len(seen) == 2 * -(-predictions // 10)
+
+
+def test_one_chunk_is_not_computed_twice(logits_seen):
+    objective, batch = Objective(build_model(), masked=True), build_batch()
+    seen = logits_seen(objective, 2**20)
+    gradients(objective, batch)
+    assert len(seen) == 1
+
+
+def test_chunks_hold_a_label_at_least(logits_seen):
+    objective, batch = Objective(build_model(), masked=False), build_batch(2, block_size=None)
+    seen = logits_seen(objective, VOCABULARY - 1)
+    assert_same(gradients(objective, batch), gradients(objective, batch))
+    assert set(seen) == {VOCABULARY}
+
+
+# --- gradient checkpointing, compilation and sharding ---------------------------------------------
+
+
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(logits_seen):
+    batch = build_batch()
+    expected = gradients(Objective(build_model().train(), masked=True), batch)
+    model = build_model().train()
+    checkpoint_layers(model)
+    calls = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    objective = Objective(model, masked=True)
+    logits_seen(objective, 10 * VOCABULARY)
+    assert_same(gradients(objective, batch), expected)
+    assert len(calls) == 2  # forward, and again in the backward pass
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # what torch says to itself
+def test_compiled_equals_eager_at_every_shape():
+    eager = Objective(build_model(), masked=True)
+    compiled = Objective(build_model(), masked=True, compile=True)
+    batches = [build_batch(num, seed=num) for num in (8, 11, 5)]
+    assert len({batch.tokens.shape for batch in batches}) == 3
+    assert_same(gradients(compiled, batches[0]), gradients(eager, batches[0]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in batches[1:]:
+            assert_same(gradients(compiled, batch), gradients(eager, batch))
+    assert compiled.state_dict().keys() == eager.state_dict().keys()
+
+
+def test_sharded_over_two_processes_equals_whole():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(SHARDED)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("equal") == 4
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def flex_batch(num=9, **settings):
+    batch = build_batch(num, row_slots=256, multiple_of=FLEX_MULTIPLE, **settings)
+    assert batch.tokens.shape[1] % FLEX_MULTIPLE == 0
+    assert batch.documents.amax() >= 2
+    assert (batch.documents == PADDING_DOCUMENT).any()
+    return batch
+
+
+@pytest.mark.parametrize("block_size", [None, 2, 16])
+def test_block_mask_is_the_dense_mask(block_size):
+    batch = flex_batch(block_size=block_size)
+    dense = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    blocks = block_mask(batch)
+    rows, slots = batch.tokens.shape
+    by_element = create_mask(blocks.mask_mod, rows, 1, slots, slots, device="cpu")
+    assert torch.equal(by_element.squeeze(1), dense)
+    side = slots // FLEX_MULTIPLE
+    tiles = dense.view(rows, side, FLEX_MULTIPLE, side, FLEX_MULTIPLE)
+    assert torch.equal(blocks.to_dense().squeeze(1).bool(), tiles.any(dim=4).any(dim=2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_losses_equal_sdpa_losses(family):
+    batch, model = flex_batch(), build_model(family)
+    with torch.no_grad():
+        expected = Objective(model, masked=True).label_losses(batch)
+        flex = Objective(model, masked=True, attention="flex")
+        ours = flex.label_losses(batch)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert model.config._attn_implementation != "sdpa"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention trains on CUDA only")
+@pytest.mark.parametrize("compile_", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flex_gradients_equal_sdpa_gradients(family, compile_):
+    batch = flex_batch().to(torch.device("cuda"))
+    expected = gradients(Objective(build_model(family).cuda(), masked=True), batch)
+    flex = Objective(build_model(family).cuda(), masked=True, attention="flex", compile=compile_)
+    ours = gradients(flex, batch)
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-4, atol=0)
+    for name, gradient in expected[1].items():
+        atol = 1e-3 * float(gradient.abs().max())
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-3, atol=atol)
+
+
+def test_attention_is_not_saved_with_the_model(tmp_path):
+    model = build_model()
+    Objective(model, masked=True, attention="flex")
+    model.save_pretrained(tmp_path)
+    assert "flex" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"

@@ -1,0 +1,94 @@
+import math
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from histories import held_out, record
+from mars_train.run.curves import plot_curves
+from mars_train.stage.history import HeldOutScore, History, ThresholdScore
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that have been saved."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *args, **kw: figures.append(figure) or save(figure, *args, **kw),
+    )
+    return figures
+
+
+def steps(*losses):
+    return [record(loss, skipped=not math.isfinite(loss)) for loss in losses]
+
+
+def ar_steps(*losses):
+    return [record(loss, clean_loss=loss, noisy_loss=0.0) for loss in losses]
+
+
+def unchecked(step):
+    return HeldOutScore(step, [1.0, 2.0], [ThresholdScore(1.0, None, 1.0)])
+
+
+HISTORIES = {
+    "scores": History(steps(*[9 / (1 + i) for i in range(200)]), [held_out(0), held_out(200)]),
+    "no scores": History(steps(3.0, 2.0, 1.0)),
+    "one step": History(steps(2.0), [held_out(0), held_out(1)]),
+    "not a number": History(steps(math.nan, 2.0, math.nan, 1.0), [held_out(0)]),
+    "nothing finite": History(steps(math.nan, math.nan)),
+    "no step": History([], [held_out(0)]),
+    "nothing": History(),
+    "ar": History(ar_steps(3.0, 2.0)),
+    "nothing checkable": History(steps(2.0), [unchecked(0), unchecked(1)]),
+}
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_any_history_is_drawn(tmp_path, case):
+    plot_curves({case: HISTORIES[case]}, tmp_path / "curves.png")
+    picture = imread(tmp_path / "curves.png")  # [height, width, 4]
+    assert picture.shape == (396, 1760, 4)
+    assert picture.min() < 0.1 < 0.9 < picture.max()
+
+
+def test_stages_are_rows_of_one_picture(tmp_path, drawn):
+    histories = dict(list(HISTORIES.items())[:3])
+    plot_curves(histories, tmp_path / "curves.png")
+    (figure,) = drawn
+    assert len(figure.axes) == 4 * len(histories)
+    assert imread(tmp_path / "curves.png").shape == (396 * len(histories), 1760, 4)
+
+
+def test_curves_show_the_figures_of_the_history(tmp_path, drawn):
+    plot_curves({"mars": HISTORIES["one step"], "ar": HISTORIES["ar"]}, tmp_path / "curves.png")
+    axes = drawn[0].axes
+    curves = [{line.get_label(): list(line.get_ydata()) for line in axis.lines} for axis in axes]
+    assert curves[0] == {"clean (AR)": [2 / 3], "noisy (masked)": [4 / 3]}
+    assert curves[1] == {"depth 0": [0.1 + 0.2] * 2, "depth 1": [1 / 3] * 2}
+    assert curves[2] == {"τ = 1": [0.5, 0.5]}
+    assert curves[3] == {"τ = 1": [1.0, 1.0], "τ = 0.7": [10 / 3] * 2}
+    assert list(axes[1].lines[0].get_xdata()) == [0, 1]
+    assert curves[4] == {"clean (AR)": [3.0, 2.0]}
+    assert [axis.get_title() for axis in axes[::4]] == [
+        "stage mars: training loss, nats",
+        "stage ar: training loss, nats",
+    ]
+
+
+def test_training_loss_is_smoothed_over_what_is_finite(tmp_path, drawn):
+    losses = [math.nan, *[3.0] * 99]
+    losses[50:52] = 6.0, math.nan
+    plot_curves({"ar": History(ar_steps(*losses))}, tmp_path / "curves.png")  # windows of 2 steps
+    shown = list(drawn[0].axes[0].lines[0].get_ydata())
+    assert math.isnan(shown[0])
+    assert shown[1:50] == [3.0] * 49
+    assert shown[50:54] == [4.5, 6.0, 3.0, 3.0]
+    assert len(shown) == 100
+
+
+def test_steps_are_drawn_where_they_were_made(tmp_path, drawn):
+    plot_curves({"mars": History(steps(3.0, 2.0, 1.0))}, tmp_path / "curves.png")
+    assert list(drawn[0].axes[0].lines[0].get_xdata()) == [1, 2, 3]

@@ -1,0 +1,62 @@
+import json
+import math
+
+import pytest
+
+from histories import held_out, record
+from mars_train.stage.history import HeldOutScore, History, ThresholdScore, read_history
+
+
+def test_history_survives_writing_and_reading_exactly(tmp_path):
+    losses = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 1e22]
+    history = History([record(loss) for loss in losses], [held_out(0), held_out(4)])
+    history.write(tmp_path / "history.json")
+    again = read_history(tmp_path / "history.json")
+    assert again == history
+    assert [step.loss.hex() for step in again.steps] == [loss.hex() for loss in losses]
+    assert (again.steps[0].num_tokens, again.steps[0].skipped) == (77, False)
+
+
+def test_empty_history_survives(tmp_path):
+    History().write(tmp_path / "history.json")
+    assert read_history(tmp_path / "history.json") == History()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_read_as_not_a_number(tmp_path, loss):
+    History([record(loss, gradient_norm=math.inf, skipped=True)]).write(tmp_path / "history.json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    json.loads((tmp_path / "history.json").read_text(), parse_constant=refuse)  # valid JSON
+    (step,) = read_history(tmp_path / "history.json").steps
+    assert math.isnan(step.loss)
+    assert math.isnan(step.gradient_norm)
+    assert step.skipped
+    assert step.learning_rate == 1e-3
+
+
+def test_scores_that_are_not_finite_survive(tmp_path):
+    score = HeldOutScore(0, [math.nan], [ThresholdScore(1.0, 0.0, 1.0)])
+    History([], [score]).write(tmp_path / "history.json")
+    (again,) = read_history(tmp_path / "history.json").scores
+    assert math.isnan(again.loss_by_depth[0])
+
+
+def test_skipped_steps_are_counted():
+    assert History([record(), record(skipped=True), record(skipped=True)]).num_skipped == 2
+
+
+def test_scores_as_metrics_leave_out_what_is_not_checkable():
+    assert held_out().metrics() == {
+        "eval/loss_depth_0": 0.1 + 0.2,
+        "eval/loss_depth_1": 1 / 3,
+        "eval/tokens_per_forward_1": 1.0,
+        "eval/accuracy_1": 0.5,
+        "eval/tokens_per_forward_0.7": 10 / 3,
+    }
+
+
+def test_one_token_decoding_is_the_threshold_of_one():
+    assert held_out().one_token == ThresholdScore(1.0, 0.5, 1.0)

@@ -1,0 +1,403 @@
+import json
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mars_platform.checkpoint.directory import load_model, read_metadata
+from mars_train.data.token_store import BatchOrder, TokenStore, TokenStoreWriter, block_offsets
+from mars_train.method.batches import num_steps
+from mars_train.method.layout import collate, lay_out
+from mars_train.method.objective import Objective
+from mars_train.stage.trainer import MODEL
+from mars_train.storage.directories import Storage
+from stage_runs import PROBE, build_job, run_stage, write_rows, write_start
+
+NUM_ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return write_start(tmp_path_factory.mktemp("start") / "start")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("data") / "data", NUM_ROWS)
+
+
+@pytest.fixture
+def job_of(tmp_path, start, data):
+    """Builds jobs of 8 steps; those of one name share their checkpoints."""
+
+    def build(name="run", *, stage=(), start=start, data=data, **rest):
+        stage = {"max_steps": 8, **dict(stage)}
+        return build_job(tmp_path / name, start, data, stage=stage, **rest)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, start, data):
+    """What the same jobs leave when nothing interrupts them."""
+    stage = {"max_steps": 8}
+
+    @cache
+    def run(workers=1, strategy="ddp"):
+        path = tmp_path_factory.mktemp("straight") / "run"
+        job = build_job(path, start, data, stage=stage, workers=workers, strategy=strategy)
+        return run_stage(job)
+
+    return run
+
+
+def assert_equal(ours, expected):
+    """Bit for bit."""
+    assert ours.error is None
+    assert ours.finished
+    assert ours.history == expected.history
+    assert ours.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+def assert_close(ours, expected, num_steps):
+    assert ours.error is None
+    assert len(ours.losses) == len(expected.losses) == num_steps
+    np.testing.assert_allclose(ours.losses, expected.losses, rtol=0, atol=1e-5)
+
+
+def assert_same_weights(ours, expected, atol):
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=atol)
+
+
+def state_of(job, name):
+    directory = Storage(job.storage).fetch(name)
+    return {k: v for file in directory.glob("shard-*") for k, v in load_file(file).items()}
+
+
+def flip_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+# --- how a step's conversations are split ---------------------------------------------------------
+
+
+def test_split_over_workers_and_micro_batches_changes_nothing(job_of):
+    stage = {"max_steps": 20}
+    one = run_stage(job_of("1", stage=stage, workers=1))  # accumulates 4 micro-batches
+    two = run_stage(job_of("2", stage=stage, workers=2))
+    four = run_stage(job_of("4", stage=stage, workers=4))
+    sharded = run_stage(job_of("sharded", stage=stage, workers=2, strategy="fsdp2"))
+    assert_close(two, one, 20)
+    assert_close(four, one, 20)
+    assert_close(sharded, two, 20)
+    assert_same_weights(sharded, two, atol=1e-5)
+    assert_same_weights(four, one, atol=1e-3)  # Adam enlarges rounding where gradients vanish
+    assert one.losses[-1] < one.losses[0] - 1
+    assert [s.num_tokens for s in four.history.steps] == [s.num_tokens for s in one.history.steps]
+
+
+def test_workers_without_a_conversation_left_change_nothing(job_of):
+    stage = {"batch_size": 10, "micro_batch_size": 1, "max_steps": 6}
+    one = run_stage(job_of("1", stage=stage))
+    three = run_stage(job_of("3", stage=stage, workers=3))  # shares of 3, 3 and 4
+    assert_close(three, one, 6)
+
+
+def test_first_step_is_the_mean_over_labels_of_conversations_one_by_one(job_of, start, data):
+    stage = {"block_size": 3, "ar_weight": 0.7, "max_steps": 1, "max_grad_norm": 1e9}
+    job = job_of(stage=stage, workers=2)
+    outcome = run_stage(job)
+    mask_id = read_metadata(Storage(job.storage).fetch(MODEL)).mask_token_id
+    model = load_model(start).train()
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[mask_id] = weight[:mask_id].mean(dim=0)
+    objective, store = Objective(model, masked=True), TokenStore(data)
+    rows = BatchOrder(len(store), 16, job.recipe.seed).rows(0)
+    offsets = block_offsets(rows, job.recipe.seed, 0, 3)
+    clean = noisy = num_labels = num_tokens = 0
+    for row, offset in zip(rows, offsets, strict=True):
+        batch = collate([[lay_out(*store[int(row)], 3, mask_id, int(offset))]], 0)
+        sums = objective(batch)
+        clean, noisy = clean + sums.clean, noisy + sums.noisy
+        num_labels, num_tokens = num_labels + sums.num_labels, num_tokens + batch.num_tokens
+    loss = (noisy + 0.7 * clean) / num_labels
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    (step,) = outcome.history.steps
+    assert step.loss == pytest.approx(loss.item(), abs=1e-5)
+    assert step.clean_loss == pytest.approx(clean.item() / num_labels, abs=1e-5)
+    assert step.noisy_loss == pytest.approx(noisy.item() / num_labels, abs=1e-5)
+    assert step.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert step.num_tokens == num_tokens
+
+
+def test_ar_stage_trains_the_clean_stream_alone(job_of):
+    job = job_of(stage={"objective": "ar", "max_steps": 3})
+    outcome = run_stage(job)
+    assert all(s.noisy_loss == 0 and s.loss == s.clean_loss > 0 for s in outcome.history.steps)
+    assert read_metadata(Storage(job.storage).fetch(MODEL)) is None
+
+
+def test_incomplete_last_batch_of_an_epoch_is_left_out(job_of):
+    stage = job_of(stage={"max_steps": None, "batch_size": 30, "epochs": 3}).stage
+    assert num_steps(stage, NUM_ROWS) == 9
+    assert num_steps(stage, 29) == 0
+    assert num_steps(job_of(stage={"max_steps": 5}).stage, NUM_ROWS) == 5
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")]
+)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(job_of, straight, workers, strategy):
+    scaling = {"workers": workers, "strategy": strategy}
+    stopped = run_stage(job_of("resumed", **scaling), stop_at=5)
+    assert stopped.finished is False
+    assert len(stopped.losses) == 5
+    resumed = run_stage(job_of("resumed", **scaling))
+    assert "resumed from " in resumed.spoken.said[0]
+    assert "step-00000005" in resumed.spoken.said[0]
+    assert_equal(resumed, straight(workers, strategy))
+
+
+def test_resumed_run_repeats_what_dropout_draws(job_of, straight, tmp_path):
+    start = write_start(tmp_path / "start", attention_dropout=0.2)
+    uninterrupted = run_stage(job_of("straight", start=start))
+    run_stage(job_of("resumed", start=start), stop_at=5)
+    assert_equal(run_stage(job_of("resumed", start=start)), uninterrupted)
+    assert uninterrupted.losses[0] != straight().losses[0]
+
+
+def test_run_resumes_with_another_number_of_workers(job_of, straight):
+    run_stage(job_of("resumed", workers=2, strategy="fsdp2"), stop_at=3)
+    stopped = run_stage(job_of("resumed", workers=3), stop_at=6)
+    assert "step-00000003" in stopped.spoken.said[0]
+    resumed = run_stage(job_of("resumed", workers=1))
+    assert "step-00000006" in resumed.spoken.said[0]
+    assert_close(resumed, straight(), 8)
+    run_stage(job_of("sharded"), stop_at=4)
+    assert_close(run_stage(job_of("sharded", workers=2, strategy="fsdp2")), straight(), 8)
+
+
+def test_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(job_of, straight):
+    job = job_of("resumed", workers=2, checkpoints={"every_steps": 3})
+    run_stage(job, stop_at=7)
+    storage = Storage(job.storage)
+    assert storage.names() == ["step-00000006", "step-00000007"]
+    flip_bit(storage.fetch("step-00000007") / "shard-00001-of-00002.safetensors")
+    resumed = run_stage(job)
+    (warning,) = resumed.spoken.warned
+    assert f"{job.storage}/step-00000007 is damaged and not used: shard-00001-of-00002" in warning
+    assert "step-00000006" in resumed.spoken.said[0]
+    assert_equal(resumed, straight(workers=2))
+
+
+def test_run_whose_checkpoints_are_all_damaged_starts_anew(job_of, straight):
+    job = job_of("resumed", checkpoints={"every_steps": 3})
+    run_stage(job, stop_at=7)
+    storage = Storage(job.storage)
+    for name in storage.names():
+        (storage.fetch(name) / "history.json").unlink()
+    resumed = run_stage(job)
+    assert [text.count("history.json is missing") for text in resumed.spoken.warned] == [1, 1]
+    assert resumed.spoken.said == []
+    assert_equal(resumed, straight())
+
+
+def test_save_that_was_cut_short_does_not_count(job_of, straight):
+    job = job_of("resumed")
+    run_stage(job, stop_at=5)
+    newest = Storage(job.storage).fetch("step-00000005")
+    cut_short = newest.with_name(".partial-step-00000009-abc")
+    newest.rename(cut_short)
+    resumed = run_stage(job)
+    assert resumed.spoken.said == []
+    assert not cut_short.exists()
+    assert_equal(resumed, straight())
+
+
+def test_finished_run_is_not_trained_again(job_of):
+    job = job_of()
+    finished = run_stage(job)
+    again = run_stage(job)
+    assert "step-00000008" in again.spoken.said[0]
+    assert_equal(again, finished)
+    assert Storage(job.storage).names() == [MODEL, "step-00000008"]
+
+
+def test_checkpoint_of_another_run_is_refused_by_name(job_of, tmp_path):
+    run_stage(job_of(), stop_at=3)
+    other = run_stage(job_of(stage={"learning_rate": 1e-3}, seed=1))
+    assert "step-00000003 is of another run, which differs in stages, seed; " in other.error
+    data = write_rows(tmp_path / "data", NUM_ROWS, seed=1)
+    assert "differs in its data; name another storage" in run_stage(job_of(data=data)).error
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_newest_checkpoints_are_kept_and_hold_the_recipe(job_of):
+    job = job_of(checkpoints={"every_steps": 2, "keep": 2}, stage={"max_steps": 7})
+    outcome = run_stage(job, save_at=(3, 4))
+    saved = [m["step"] for m in outcome.spoken.reported if "checkpoint" in m]
+    assert saved == [2, 3, 4, 6, 7]
+    storage = Storage(job.storage)
+    assert storage.names() == [MODEL, "step-00000006", "step-00000007"]
+    for name in storage.names():
+        storage.verify(name)
+    state = json.loads((storage.fetch("step-00000007") / "state.json").read_text())
+    assert state["recipe"] == job.recipe.model_dump(mode="json")
+    assert state["step"] == 7
+
+
+def test_full_disk_skips_a_checkpoint_and_keeps_the_one_before(job_of, straight):
+    job = job_of("full", workers=2, checkpoints={"every_steps": 3})
+    outcome = run_stage(job, full_disk_at=(6,))
+    (warning,) = outcome.spoken.warned
+    assert warning.startswith("checkpoint skipped: ")
+    assert "step-00000006 could not be written: " in warning
+    assert_equal(outcome, straight(workers=2))
+    storage = Storage(job.storage)
+    assert storage.names() == [MODEL, "step-00000003", "step-00000008"]
+    for name in storage.names():
+        storage.verify(name)
+    assert not list(storage.fetch(MODEL).parent.glob(".*"))
+
+
+def test_full_disk_at_the_end_of_a_run_is_said_and_can_be_mended(job_of, straight):
+    job = job_of("full", checkpoints={"every_steps": 3})
+    outcome = run_stage(job, full_disk_at=(8,))
+    assert "step-00000008 could not be written: " in outcome.error
+    assert outcome.error.endswith("; make room and run again")
+    assert_equal(run_stage(job), straight())
+
+
+# --- steps that are not finite --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """A start model and data, one of whose conversations makes the loss not a number."""
+    path = tmp_path_factory.mktemp("poisoned")
+    start = write_start(path / "start", tie_word_embeddings=False)
+    weights = load_file(start / "model.safetensors")
+    weights["model.embed_tokens.weight"][1] = math.nan
+    save_file(weights, start / "model.safetensors", metadata={"format": "pt"})
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 250, (24, 12)).astype(np.int32)
+    tokens[7, 2] = 1
+    with TokenStoreWriter(path / "data") as writer:
+        keys = np.stack([np.zeros(24, np.int64), np.arange(24)], axis=1)
+        supervised = np.tile(np.arange(12) >= 5, 24)
+        writer.append(keys, np.full(24, 12, np.int32), tokens.flatten(), supervised)
+        writer.finish()
+    return {"start": start, "data": path / "data"}
+
+
+POISONED_STAGE = {
+    "objective": "ar",
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "epochs": 2,
+    "max_steps": 12,
+}
+
+
+@pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (2, "fsdp2")])
+def test_step_that_is_not_finite_is_skipped_and_counted(job_of, poisoned, workers, strategy):
+    job = job_of(
+        stage=POISONED_STAGE,
+        workers=workers,
+        strategy=strategy,
+        checkpoints={"every_steps": 1, "keep": 99},
+        **poisoned,
+    )
+    outcome = run_stage(job)
+    order = BatchOrder(24, 4, job.recipe.seed)
+    bad = [step for step in range(12) if 7 in order.rows(step)]  # once an epoch
+    assert [i for i, step in enumerate(outcome.history.steps) if step.skipped] == bad
+    assert outcome.history.num_skipped == len(bad) == 2
+    assert [math.isnan(loss) for loss in outcome.losses] == [i in bad for i in range(12)]
+    assert [f"step {i + 1}: " in w for i, w in zip(bad, outcome.spoken.warned, strict=True)]
+    for step in range(1, 12):
+        before, after = (state_of(job, f"step-{i:08d}") for i in (step, step + 1))
+        same = [torch.equal(before[k], after[k]) for k in after if "embed_tokens" not in k]
+        assert all(same) == (step in bad), step
+
+
+def test_too_many_steps_that_are_not_finite_are_fatal(job_of, poisoned):
+    job = job_of(stage=POISONED_STAGE, max_nonfinite_steps=1, **poisoned)
+    outcome = run_stage(job)
+    order = BatchOrder(24, 4, job.recipe.seed)
+    last = [step for step in range(12) if 7 in order.rows(step)][1] + 1
+    assert outcome.error == (
+        "stage ar: loss or gradient was not finite in 2 steps, the last of them step "
+        f"{last}, and max_nonfinite_steps allows 1; lower learning_rate, or look for broken data"
+    )
+    assert len(outcome.losses) == last
+
+
+def test_learning_rate_that_is_far_too_high_is_fatal(job_of):
+    outcome = run_stage(job_of(stage={"learning_rate": 1e30}, max_nonfinite_steps=3))
+    assert "not finite in 4 steps" in outcome.error
+
+
+def test_run_resumes_before_the_first_step_that_was_not_skipped(job_of, tmp_path, data):
+    start = write_start(tmp_path / "start")
+    weights = load_file(start / "model.safetensors")
+    weights["model.norm.weight"][:] = math.nan
+    save_file(weights, start / "model.safetensors", metadata={"format": "pt"})
+    run_stage(job_of(start=start, max_nonfinite_steps=99), stop_at=2)
+    resumed = run_stage(job_of(start=start, max_nonfinite_steps=99))
+    assert resumed.finished
+    assert resumed.history.num_skipped == 8
+
+
+# --- models and precisions ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_trained_model_is_exported_to_plain_transformers(job_of, tmp_path, family):
+    start = write_start(tmp_path / "start", family=family, tie_word_embeddings=family == "qwen3")
+    job = job_of(start=start, stage={"max_steps": 1})
+    outcome = run_stage(job)
+    path = Storage(job.storage).fetch(MODEL)
+    model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values())
+    assert model.config.model_type == family
+    with torch.no_grad():
+        torch.testing.assert_close(model(PROBE).logits, outcome.logits)
+        assert not torch.allclose(load_model(start)(PROBE).logits, outcome.logits, atol=1e-3)
+    metadata = read_metadata(path)
+    assert metadata.block_size == job.stage.block_size
+    assert metadata.provenance == {"embedding_grown": False}
+    assert (path / "history.json").exists()
+
+
+def test_gradient_checkpointing_changes_nothing(job_of):
+    plain = run_stage(job_of("plain", stage={"max_steps": 3}))
+    for strategy in ("ddp", "fsdp2"):
+        scaling = {"workers": 2, "strategy": strategy, "gradient_checkpointing": True}
+        assert_close(run_stage(job_of(strategy, stage={"max_steps": 3}, **scaling)), plain, 3)
+
+
+def test_bf16_is_close_to_float32(job_of):
+    plain = run_stage(job_of("plain", stage={"max_steps": 2}))
+    for strategy in ("ddp", "fsdp2"):
+        scaling = {"workers": 2, "strategy": strategy, "precision": "bf16"}
+        rounded = run_stage(job_of(strategy, stage={"max_steps": 2}, **scaling))
+        np.testing.assert_allclose(rounded.losses, plain.losses, rtol=0.01)
+        assert rounded.losses != plain.losses
+        assert all(weight.dtype == torch.float32 for weight in rounded.weights.values())

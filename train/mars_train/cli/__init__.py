@@ -1,0 +1,1 @@
+"""The trainer's commands, as `marsray` loads them."""

@@ -1,0 +1,50 @@
+"""The trainer's commands: ``marsray data`` and ``marsray train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mars_platform.cli.main import show_help_without_command
+
+data = typer.Typer()
+
+
+@data.callback(invoke_without_command=True)
+def _data(context: typer.Context) -> None:
+    """Make data sets."""
+    show_help_without_command(context)
+
+
+@data.command("demo")
+def data_demo(
+    out: Annotated[Path, typer.Option(help="Directory to write train.jsonl and eval.jsonl to.")],
+    examples: Annotated[int, typer.Option(min=1, help="Training conversations.")] = 60_000,
+    eval_examples: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 1_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
+) -> None:
+    """Write the demo's chat data as JSONL: train and eval splits that share no question."""
+    from mars_train.data.demo import write_demo_data
+
+    write_demo_data(out, num_train=examples, num_eval=eval_examples, seed=seed)
+    Console().print(f"{out}: {examples:,} training and {eval_examples:,} held-out conversations")
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
+    ] = None,
+) -> None:
+    """Run the stages of a training recipe on Ray Train."""
+    from mars_platform.config import load_settings
+    from mars_train.recipe import Recipe
+    from mars_train.run.recipe_run import run_recipe
+
+    console = Console()
+    recipe = load_settings(config, Recipe, set_ or [])
+    model = run_recipe(recipe, console)
+    console.print(f"trained model: {model}", highlight=False)

@@ -1,0 +1,266 @@
+"""Tokenised rows as flat files that every worker maps into memory, and the order they come in.
+
+A store holds rows in canonical order: by input file, then by line. Which rows a step gets is a
+pure function of (seed, epoch, step), so that a run can be resumed, and its workers can come and go.
+Knows no cluster, no text and no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from mars_platform.config import Settings, describe_validation_error
+from mars_platform.errors import UserError
+from mars_train.storage.disk import sync
+
+HEADER_FILE, INDEX_FILE = "store.json", "index.npy"
+TOKENS_FILE, SUPERVISED_FILE = "tokens.bin", "supervised.bin"
+_REMEDY = "prepare the data again"
+_UINT64 = 2**64
+
+
+class StoreHeader(Settings):
+    """Content of ``store.json``."""
+
+    format_version: Literal[1] = 1
+    """Version of the store's layout."""
+    num_rows: int = Field(ge=1)
+    """Rows of the index."""
+    num_tokens: int = Field(ge=1)
+    """Tokens of all rows together."""
+    fingerprint: str
+    """SHA-256 over lengths, tokens and supervision in canonical order."""
+
+
+class TokenStore:
+    """Rows of tokens on disk, mapped into memory; opening one reads only its header.
+
+    ``store[i]`` is row i in canonical order: its input ids, int64 [length], and which of them are
+    supervised, bool [length].
+
+    Raises:
+        UserError: a file is missing, damaged, cut short or of another version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = _read_header(path / HEADER_FILE)
+        self.fingerprint = header.fingerprint
+        self.num_tokens = header.num_tokens
+        self._tokens = _map(path / TOKENS_FILE, np.dtype("<i4"), header.num_tokens)
+        self._supervised = _map(path / SUPERVISED_FILE, np.dtype(np.uint8), header.num_tokens)
+        self._index = _map_index(path / INDEX_FILE, header.num_rows)  # [rows, (start, length)]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        start, length = self._index[row]
+        place = slice(start, start + length)
+        return self._tokens[place].astype(np.int64), self._supervised[place].astype(bool)
+
+
+class TokenStoreWriter:
+    """Writes rows in the order they arrive; ``finish`` indexes them in canonical order.
+
+    The store appears under ``path`` when ``finish`` is done, or not at all. Memory: under 100 bytes
+    a row.
+
+    Raises:
+        UserError: something is there already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            raise UserError(f"{path} is there already; remove it, or name another directory")
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
+        self._partial.mkdir(parents=True)
+        self._open = ExitStack()
+        self._tokens = self._open.enter_context((self._partial / TOKENS_FILE).open("wb"))
+        self._supervised = self._open.enter_context((self._partial / SUPERVISED_FILE).open("wb"))
+        self._keys: list[NDArray[np.int64]] = []  # each [rows, (file, line)]
+        self._lengths: list[NDArray[np.int32]] = []
+
+    def __enter__(self) -> TokenStoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._open.close()  # may fail, where the last bytes find no room
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def append(
+        self,
+        keys: NDArray[np.int64],
+        lengths: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        supervised: NDArray[np.bool_],
+    ) -> None:
+        """Add rows.
+
+        Args:
+            keys: number of the input file, and line in it; [rows, 2].
+            lengths: tokens of each row; [rows].
+            tokens: those of all rows back to back; [tokens].
+            supervised: likewise; [tokens].
+        """
+        assert len(keys) == len(lengths)
+        assert lengths.sum() == len(tokens) == len(supervised)
+        self._keys.append(keys)
+        self._lengths.append(lengths)
+        self._tokens.write(tokens.astype("<i4").tobytes())
+        self._supervised.write(supervised.astype(np.uint8).tobytes())
+
+    def finish(self) -> TokenStore:
+        """Index what was appended, at least one row, and put the store in its place."""
+        keys, lengths = np.concatenate(self._keys), np.concatenate(self._lengths)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        order = np.lexsort((keys[:, 1], keys[:, 0]))
+        index = np.stack([starts[order], lengths[order]], axis=1)
+        self._open.close()
+        np.save(self._partial / INDEX_FILE, index)
+        num_tokens = int(lengths.sum())
+        tokens = _map(self._partial / TOKENS_FILE, np.dtype("<i4"), num_tokens)
+        supervised = _map(self._partial / SUPERVISED_FILE, np.dtype(np.uint8), num_tokens)
+        fingerprint = _fingerprint(index, tokens, supervised)
+        header = StoreHeader(num_rows=len(index), num_tokens=num_tokens, fingerprint=fingerprint)
+        (self._partial / HEADER_FILE).write_text(header.model_dump_json(indent=2) + "\n")
+        for file in (*self._partial.iterdir(), self._partial):
+            sync(file)
+        self._partial.rename(self._path)
+        sync(self._path.parent)
+        return TokenStore(self._path)
+
+
+def _read_header(file: Path) -> StoreHeader:
+    try:
+        return StoreHeader.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); {_REMEDY}") from error
+    except ValidationError as error:
+        problem = describe_validation_error(error, StoreHeader)
+        raise UserError(f"{file}: {problem}; {_REMEDY}") from error
+
+
+def _map(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """A file of exactly ``count`` elements."""
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); {_REMEDY}") from error
+    if size != count * dtype.itemsize:
+        expected = count * dtype.itemsize
+        raise UserError(f"{file}: {size} bytes where {expected} belong; {_REMEDY}")
+    return np.memmap(file, dtype, mode="r", shape=(count,))
+
+
+def _map_index(file: Path, num_rows: int) -> NDArray[np.int64]:
+    try:
+        index = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read ({reason}); {_REMEDY}") from error
+    if index.shape != (num_rows, 2) or index.dtype != np.int64:
+        raise UserError(f"{file}: does not hold {num_rows} rows; {_REMEDY}")
+    mapped: NDArray[np.int64] = index
+    return mapped
+
+
+def _fingerprint(
+    index: NDArray[np.int64], tokens: NDArray[np.int32], supervised: NDArray[np.uint8]
+) -> str:
+    """Hash of the content in canonical order, wherever in the files the rows lie."""
+    starts, lengths = index[:, 0], index[:, 1]
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1])  # between neighbours on disk
+    begins = starts[np.concatenate([[0], breaks + 1])]
+    ends = (starts + lengths)[np.concatenate([breaks, [-1]])]
+    digest = hashlib.sha256(lengths.astype("<i8").tobytes())
+    for payload in (tokens, supervised):
+        for begin, end in zip(begins, ends, strict=True):
+            digest.update(payload[begin:end].data)
+    return digest.hexdigest()
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+# What a hash is for: the order and the offsets of one (seed, epoch) must not go together.
+_ORDER, _OFFSET = 1, 2
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The rows of an epoch in the order they are trained on: a permutation, int64 [num_rows].
+
+    Rows are sorted by their hash. NumPy's own generators may change between its versions
+    (https://numpy.org/doc/stable/reference/random/compatibility.html), and a run is resumed with
+    whatever version is installed by then.
+    """
+    rows = np.arange(num_rows, dtype=np.int64)
+    return np.argsort(_hash(_ORDER, seed, epoch, rows), kind="stable").astype(np.int64)
+
+
+def block_offsets(
+    rows: NDArray[np.int64], seed: int, epoch: int, block_size: int
+) -> NDArray[np.int64]:
+    """Where each row's first block border lies in this epoch: int64 [rows], in [0, block_size)."""
+    return (_hash(_OFFSET, seed, epoch, rows) % np.uint64(block_size)).astype(np.int64)
+
+
+def share(rows: NDArray[np.int64], rank: int, num_workers: int) -> NDArray[np.int64]:
+    """One worker's part of a batch: contiguous, and as large as the others' up to one row."""
+    assert 0 <= rank < num_workers
+    return rows[rank * len(rows) // num_workers : (rank + 1) * len(rows) // num_workers]
+
+
+class BatchOrder:
+    """Which rows each optimizer step of a stage gets, over all workers.
+
+    An epoch's last, incomplete batch is left out. ``batch_size`` is at most ``num_rows``.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        assert 1 <= batch_size <= num_rows
+        self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
+        self._epoch, self._order = 0, epoch_order(num_rows, seed, 0)  # of the epoch asked for last
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches of an epoch."""
+        return self.num_rows // self.batch_size
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that a step, from 0, belongs to."""
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """Rows of a step, from 0; int64 [batch_size]."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, epoch_order(self.num_rows, self.seed, epoch)
+        return self._order[batch * self.batch_size : (batch + 1) * self.batch_size].copy()
+
+
+def _hash(purpose: int, seed: int, epoch: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Pseudo-random uint64 for each row; [rows]."""
+    state = np.zeros(1, np.uint64)
+    for word in (purpose, seed, epoch):
+        state = _splitmix64(state + np.uint64(word % _UINT64))
+    return _splitmix64(state + rows.astype(np.uint64))
+
+
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One output of the SplitMix64 generator (Steele, Lea, Flood 2014), modulo 2^64 throughout."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

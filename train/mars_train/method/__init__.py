@@ -1,0 +1,1 @@
+"""The MARS training method: layout, attention masks, objective and batches."""

@@ -1,0 +1,89 @@
+"""A stage's micro-batches on one worker: which conversations, laid out, packed and padded.
+
+All of it is a pure function of the recipe, the step and the worker's rank. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_train.data.token_store import BatchOrder, TokenStore, block_offsets, share
+from mars_train.method.layout import Batch, Layout, collate, lay_out, pack
+from mars_train.recipe import Stage
+
+
+def num_steps(stage: Stage, num_examples: int) -> int:
+    """Optimizer steps of a stage; an epoch's incomplete last batch is left out."""
+    steps = num_examples // stage.batch_size * stage.epochs
+    return min(steps, stage.max_steps or steps)
+
+
+@dataclass(frozen=True)
+class StageBatches:
+    """Makes the micro-batches of one worker."""
+
+    data: TokenStore
+    stage: Stage
+    seed: int
+    rank: int
+    num_workers: int
+    block_size: int | None
+    """B, or None for the clean stream alone."""
+    mask_token_id: int
+    pad_token_id: int
+    multiple_of: int
+    """Rows get a multiple of so many slots."""
+
+    def from_step(self, first: int) -> Iterator[list[Batch]]:
+        """Micro-batches of each step from ``first``, from 0, to the last; made one step ahead."""
+        total = num_steps(self.stage, len(self.data))
+        with ThreadPoolExecutor(1, thread_name_prefix="layout") as executor:
+            coming: Future[list[Batch]] | None = None
+            for step in range(first, total):
+                batches = coming.result() if coming else self._micro_batches(step)
+                if step + 1 < total:
+                    coming = executor.submit(self._micro_batches, step + 1)
+                yield batches
+
+    def filler(self) -> Batch:
+        """A batch without a label, for a worker that has no conversation left."""
+        input_ids, supervised = self.data[0]
+        none = np.zeros_like(supervised[:2])
+        return self._collate([lay_out(input_ids[:2], none, self.block_size, self.mask_token_id)])
+
+    @cached_property
+    def _order(self) -> BatchOrder:
+        return BatchOrder(len(self.data), self.stage.batch_size, self.seed)
+
+    def _micro_batches(self, step: int) -> list[Batch]:
+        """As many on every worker, since FSDP2 has all of them run each one together."""
+        rows = share(self._order.rows(step), self.rank, self.num_workers)
+        largest_share = -(-self.stage.batch_size // self.num_workers)
+        count = -(-largest_share // self.stage.micro_batch_size)
+        epoch = self._order.epoch(step)
+        return [self._batch(part, epoch) for part in np.array_split(rows, count)]
+
+    def _batch(self, rows: NDArray[np.int64], epoch: int) -> Batch:
+        if not len(rows):
+            return self.filler()
+        offsets = block_offsets(rows, self.seed, epoch, self.block_size or 1)
+        layouts = [
+            lay_out(
+                *self.data[int(row)],
+                self.block_size,
+                self.mask_token_id,
+                block_offset=int(offset),
+            )
+            for row, offset in zip(rows, offsets, strict=True)
+        ]
+        return self._collate(layouts)
+
+    def _collate(self, layouts: list[Layout]) -> Batch:
+        rows = pack(layouts, self.stage.row_slots, multiple_of=self.multiple_of)
+        return collate(rows, self.pad_token_id, multiple_of=self.multiple_of)

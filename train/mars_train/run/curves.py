@@ -1,0 +1,76 @@
+"""Draws the losses and held-out scores of a run into one picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from mars_train.stage.history import History
+
+_SMOOTHED_SHARE = 50
+
+
+def plot_curves(histories: Mapping[str, History], path: Path) -> None:
+    """Write a picture with a row for each stage: loss, loss by depth, accuracy, tokens a pass.
+
+    Args:
+        histories: by name of the stage, in order.
+        path: the picture; its suffix says the format.
+    """
+    figure = Figure(figsize=(16, 3.6 * len(histories)), layout="constrained")
+    grid = figure.subplots(len(histories), 4, squeeze=False)
+    for axes, (stage, history) in zip(grid, histories.items(), strict=True):
+        _draw_losses(axes[0], stage, history)
+        _draw_depths(axes[1], history)
+        _draw_thresholds(axes[2], history, "accuracy", "held-out accuracy")
+        _draw_thresholds(axes[3], history, "tokens_per_forward", "tokens / forward pass")
+        for axis in axes:
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+            if axis.has_data():
+                axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_losses(axis: Any, stage: str, history: History) -> None:
+    axis.set_title(f"stage {stage}: training loss, nats")
+    axis.set_yscale("log")
+    steps = range(1, len(history.steps) + 1)
+    axis.plot(steps, _smoothed([step.clean_loss for step in history.steps]), label="clean (AR)")
+    if any(step.noisy_loss for step in history.steps):
+        noisy = _smoothed([step.noisy_loss for step in history.steps])
+        axis.plot(steps, noisy, label="noisy (masked)")
+
+
+def _draw_depths(axis: Any, history: History) -> None:
+    axis.set_title("held-out loss by depth, nats")
+    axis.set_yscale("log")
+    steps = [score.step for score in history.scores]
+    num_depths = len(history.scores[0].loss_by_depth) if history.scores else 0
+    for depth in range(num_depths):
+        losses = [score.loss_by_depth[depth] for score in history.scores]
+        axis.plot(steps, losses, marker=".", label=f"depth {depth}")
+
+
+def _draw_thresholds(axis: Any, history: History, figure: str, title: str) -> None:
+    axis.set_title(title)
+    for index in range(len(history.scores[0].thresholds) if history.scores else 0):
+        values = [getattr(score.thresholds[index], figure) for score in history.scores]
+        if None not in values:
+            steps = [score.step for score in history.scores]
+            label = f"τ = {history.scores[0].thresholds[index].threshold:g}"
+            axis.plot(steps, values, marker=".", label=label)
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """Moving average over finite values."""
+    width = max(1, len(values) // _SMOOTHED_SHARE)
+    smoothed = []
+    for end in range(1, len(values) + 1):
+        window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
+        smoothed.append(sum(window) / len(window) if window else math.nan)
+    return smoothed

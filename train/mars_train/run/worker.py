@@ -1,0 +1,96 @@
+"""A Ray Train worker: what the trainer of a stage needs from Ray, and nothing of training."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import ray
+import ray.train
+import torch
+from ray.actor import ActorHandle
+
+from mars_platform.errors import UserError
+from mars_train.recipe import Scaling
+from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.parallel import Workers
+from mars_train.stage.progress import Message, Progress
+from mars_train.stage.trainer import StageTrainer
+from mars_train.storage.directories import fetch_shared
+
+_POST_INTERVAL_S = 0.5
+_NOTICE_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended."""
+
+    status: Literal["finished", "stopped", "refused"]
+    step: int = 0
+    """Optimizer steps done; of no meaning after a refusal."""
+    reason: str = ""
+    """Of a refusal: what the user has to change."""
+
+
+def run_worker(config: dict[str, Any]) -> StageResult:
+    """Entry point that Ray Train calls on every worker.
+
+    A mistake of the user's is returned, not raised: Ray Train would start the workers again.
+    """
+    job: StageJob = config["job"]
+    scaling = job.recipe.scaling
+    _set_threads(scaling)
+    workers = Workers(scaling.strategy, use_gpu=scaling.use_gpu, precision=job.recipe.precision)
+    reporter = _RayReporter(workers, config["board"])
+    try:
+        job = replace(job, start=fetch_shared(job.start), data=fetch_shared(job.data))
+        trainer = StageTrainer(job, workers, reporter)
+        finished = trainer.run()
+    except UserError as error:
+        return StageResult("refused", reason=str(error))
+    return StageResult("finished" if finished else "stopped", trainer.step)
+
+
+def _set_threads(scaling: Scaling) -> None:
+    """Ray allows a worker one thread; CPU training wants its share of the cores."""
+    share = max(1, (os.cpu_count() or 1) // scaling.most_workers)
+    torch.set_num_threads(scaling.threads_per_worker or share)
+
+
+class _RayReporter:
+    """Speaks through Ray Train and, on rank 0, through the driver's notice board."""
+
+    def __init__(self, workers: Workers, board: ActorHandle[Any]) -> None:
+        self._workers, self._board = workers, board
+        self._last_post = self._last_notice = time.monotonic()
+        self._saved_for_preemption = False
+
+    def progress(self, progress: Progress) -> None:
+        now, done = time.monotonic(), progress.step == progress.total_steps
+        if self._workers.rank == 0 and (done or now - self._last_post >= _POST_INTERVAL_S):
+            self._last_post = now
+            self._board.post.remote(progress)
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        if self._workers.rank == 0:
+            ray.get(self._board.say.remote(Message(text, warning)))
+
+    def notice_due(self) -> bool:
+        due = time.monotonic() - self._last_notice >= _NOTICE_INTERVAL_S
+        return self._workers.rank == 0 and due
+
+    def notice(self) -> Notice:
+        self._last_notice = time.monotonic()
+        preempted = ray.train.get_preemption_info() is not None
+        save = preempted and not self._saved_for_preemption
+        self._saved_for_preemption = preempted
+        stop = self._workers.rank == 0 and ray.get(self._board.stop_requested.remote())
+        if save:
+            self.say("a node is about to be taken away: saving a checkpoint", warning=True)
+        return Notice(save=save, stop=any(self._workers.gather(stop)))
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        ray.train.report(metrics)

@@ -1,0 +1,1 @@
+"""Trains one stage on one worker: steps, checkpoints, held-out scores."""

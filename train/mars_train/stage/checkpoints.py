@@ -1,0 +1,155 @@
+"""Checkpoints of a stage in training: saved by all workers together, the newest intact one loaded.
+
+Knows no objective and no data but its fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.manifest import Damaged
+from mars_platform.errors import UserError
+from mars_train.recipe import Recipe
+from mars_train.stage.history import HISTORY_FILE, History, read_history
+from mars_train.stage.job import Reporter, StageJob
+from mars_train.stage.parallel import Workers
+from mars_train.storage.directories import SaveFailed, Storage
+from mars_train.storage.shards import load_shards, save_shards
+
+STATE_FILE = "state.json"
+_STEP_DIGITS = 8
+
+
+@dataclass
+class TrainingState:
+    """All that changes from step to step."""
+
+    model: PreTrainedModel
+    optimizer: AdamW
+    """With its moments in place for every parameter."""
+    schedule: LambdaLR
+    history: History
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return len(self.history.steps)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and the optimizer's moments, by name, in the same order on every worker."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"optimizer.{key}.{name}"] = value
+        return found
+
+
+class Checkpoints:
+    """The checkpoints of one stage; every worker calls every method together with the others."""
+
+    def __init__(
+        self, job: StageJob, fingerprint: str, workers: Workers, reporter: Reporter
+    ) -> None:
+        self._job, self._fingerprint = job, fingerprint
+        self._workers, self._reporter = workers, reporter
+        self._storage = Storage(job.storage)
+
+    def save(self, state: TrainingState, *, must_succeed: bool) -> None:
+        """Store a checkpoint; if that fails, the one before stays, and the run goes on.
+
+        Raises:
+            UserError: it failed, and must not.
+        """
+        name = f"step-{state.step:0{_STEP_DIGITS}d}"
+        if name in self._workers.gather(self._storage.names())[0]:
+            return
+        tensors = state.tensors()
+
+        def write(directory: Path) -> None:
+            save_shards(directory, tensors, self._workers.rank, self._workers.num_workers)
+            if self._workers.rank == 0:
+                self._write_state(state, directory)
+
+        try:
+            self._storage.save(name, write, self._workers)
+        except SaveFailed as error:
+            if must_succeed:
+                raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
+            self._reporter.say(f"checkpoint skipped: {error}", warning=True)
+            return
+        if self._workers.rank == 0:
+            for old in self._names()[: -self._job.recipe.checkpoints.keep]:
+                self._storage.remove(old)
+        record = asdict(state.history.steps[-1])
+        location = self._storage.path(name)
+        self._reporter.report({"step": state.step, **record, "checkpoint": location})
+
+    def load_newest(self, state: TrainingState) -> None:
+        """Continue from the newest intact checkpoint, if there is one; damaged ones are set aside.
+
+        Raises:
+            UserError: the checkpoints are another run's.
+        """
+        name = self._workers.gather(self._newest_intact() if self._workers.rank == 0 else None)[0]
+        if name is None:
+            return
+        directory = self._storage.fetch(name)
+        content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        self._refuse_other_run(content, name)
+        load_shards(directory, state.tensors())
+        state.schedule.load_state_dict(content["schedule"])
+        rates = state.schedule.get_last_lr()
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        state.history = read_history(directory / HISTORY_FILE)
+        stage, location = self._job.stage.name, self._storage.path(name)
+        self._reporter.say(f"stage {stage}: resumed from {location}")
+
+    def _names(self) -> list[str]:
+        return [name for name in self._storage.names() if name.startswith("step-")]
+
+    def _write_state(self, state: TrainingState, directory: Path) -> None:
+        content = {
+            "stage": self._job.stage.name,
+            "step": state.step,  # with the recipe's seed: data position and random state, too
+            "data_fingerprint": self._fingerprint,
+            "schedule": state.schedule.state_dict(),
+            "recipe": self._job.recipe.model_dump(mode="json"),
+        }
+        text = json.dumps(content, indent=1)
+        (directory / STATE_FILE).write_text(text + "\n", encoding="utf-8")
+        state.history.write(directory / HISTORY_FILE)
+
+    def _refuse_other_run(self, content: dict[str, Any], name: str) -> None:
+        changed = self._job.recipe.differences(Recipe.model_validate(content["recipe"]))
+        if content["data_fingerprint"] != self._fingerprint:
+            changed.append("its data")
+        if changed:
+            raise UserError(
+                f"checkpoints.storage: {self._storage.path(name)} is of another run, which differs "
+                f"in {', '.join(changed)}; name another storage"
+            )
+
+    def _newest_intact(self) -> str | None:
+        self._storage.remove_partial()
+        for name in reversed(self._names()):
+            try:
+                self._storage.verify(name)
+            except Damaged as error:
+                path = self._storage.path(name)
+                self._reporter.say(
+                    f"checkpoint {path} is damaged and not used: {error}", warning=True
+                )
+                self._storage.set_aside(name)
+            else:
+                return name
+        return None

@@ -1,0 +1,310 @@
+"""One stage on one worker: model, optimizer, steps, checkpoints. Knows no Ray.
+
+Everything that a step depends on is a pure function of the recipe and the step's number: which
+conversations it gets, where their blocks begin, the learning rate, and the random numbers that
+dropout draws. So a run resumed from a checkpoint repeats, bit for bit where the kernels do, what
+an uninterrupted one does, and the number of workers may change on the way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
+
+from mars_platform.checkpoint.directory import (
+    Checkpoint,
+    MarsMetadata,
+    add_mask_token,
+    load_model,
+    read_checkpoint,
+    save_checkpoint,
+)
+from mars_platform.errors import UserError
+from mars_train.data.token_store import TokenStore
+from mars_train.method.attention import FLEX_MULTIPLE, Attention
+from mars_train.method.batches import StageBatches, num_steps
+from mars_train.method.layout import Batch
+from mars_train.method.objective import LossSums, Objective
+from mars_train.recipe import Recipe, Stage
+from mars_train.stage.checkpoints import Checkpoints, TrainingState
+from mars_train.stage.held_out import describe, score_held_out, warnings_of
+from mars_train.stage.history import HISTORY_FILE, History, StepRecord
+from mars_train.stage.job import Notice, Reporter, StageJob
+from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.progress import Progress
+from mars_train.storage.directories import SaveFailed, Storage
+
+MODEL = "model"
+"""Name of a stage's trained model in its storage."""
+
+
+class StageTrainer:
+    """Model, optimizer and loop of one stage on one worker.
+
+    Raises:
+        UserError: the start model is unusable, or too many steps were not finite.
+    """
+
+    def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
+        self.job, self.workers, self.reporter = job, workers, reporter
+        recipe, stage = job.recipe, job.stage
+        set_seed(recipe.seed)
+        data = TokenStore(Path(job.data))
+        self.total_steps = num_steps(stage, len(data))
+        self.model, self.checkpoint = self._load_start()
+        attention = _attention(recipe, workers)
+        self.batches = self._make_batches(data, attention)
+        objective = Objective(
+            self.model,
+            masked=job.block_size is not None,
+            attention=attention,
+            compile=recipe.compile,
+        )
+        self.objective = workers.wrap(objective, self.model._no_split_modules or [])
+        self.state = self._initial_state(stage)
+        self.checkpoints = Checkpoints(job, data.fingerprint, workers, reporter)
+        self._num_tokens, self._started_s = 0, time.monotonic()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self.state.step
+
+    @property
+    def history(self) -> History:
+        """What the stage has recorded so far."""
+        return self.state.history
+
+    def run(self) -> bool:
+        """Train to the end and store the model; False if a notice stopped the run before."""
+        self.checkpoints.load_newest(self.state)
+        self._settle_buckets()
+        self._score_if_due()
+        self._started_s = time.monotonic()
+        every = self.job.recipe.checkpoints.every_steps
+        for batches in self.batches.from_step(self.step):
+            self.history.steps.append(self._optimize(batches))
+            self._refuse_divergence()
+            self._post()
+            self._score_if_due()
+            notice = self._notice()
+            last = self.step == self.total_steps
+            if notice.save or notice.stop or self.step % every == 0 or last:
+                self.checkpoints.save(self.state, must_succeed=notice.stop or last)
+            if notice.stop and not last:
+                return False
+        self._store_model()
+        return True
+
+    def _load_start(self) -> tuple[PreTrainedModel, Checkpoint]:
+        """The start model, with a mask token if the stage needs one, and its description."""
+        job = self.job
+        checkpoint = read_checkpoint(job.start)
+        model = load_model(Path(job.start)).train()
+        if job.block_size is not None:
+            mask_id, grown = add_mask_token(model, checkpoint.tokenizer)
+            metadata = MarsMetadata(
+                block_size=job.block_size,
+                mask_token_id=mask_id,
+                provenance={**job.provenance, "embedding_grown": grown},
+            )
+            checkpoint = checkpoint.with_metadata(metadata)
+        if job.recipe.gradient_checkpointing:
+            _checkpoint_activations(model)
+        return model, checkpoint
+
+    def _make_batches(self, data: TokenStore, attention: Attention) -> StageBatches:
+        metadata = self.checkpoint.metadata
+        return StageBatches(
+            data=data,
+            stage=self.job.stage,
+            seed=self.job.recipe.seed,
+            rank=self.workers.rank,
+            num_workers=self.workers.num_workers,
+            block_size=self.job.block_size,
+            mask_token_id=metadata.mask_token_id if metadata else 0,
+            pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
+            multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
+        )
+
+    def _initial_state(self, stage: Stage) -> TrainingState:
+        optimizer = torch.optim.AdamW(
+            self.objective.parameters(),
+            lr=stage.learning_rate,
+            weight_decay=stage.weight_decay,
+            fused=True,
+        )
+        for parameter in self.objective.parameters():
+            # as AdamW itself would before the first step that is not skipped
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, self.total_steps)
+        return TrainingState(self.model, optimizer, schedule, History())
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _optimize(self, batches: list[Batch]) -> StepRecord:
+        """One optimizer step.
+
+        Gradients are weighted by labels over all workers and micro-batches, so that they do not
+        depend on how a step's conversations are split. Data parallelism averages gradients over
+        workers, hence the factor ``num_workers``.
+        """
+        torch.manual_seed(self._dropout_seed())
+        num_labels, num_tokens = self.workers.sum(
+            sum(len(batch.labels) for batch in batches), sum(b.num_tokens for b in batches)
+        )
+        scale = self.workers.num_workers / num_labels
+        clean = noisy = torch.zeros((), device=self.workers.device)
+        for index, batch in enumerate(batches):
+            last = index + 1 == len(batches)
+            sums = self._backward(batch, scale, last=last)
+            clean, noisy = clean + sums.clean.detach(), noisy + sums.noisy.detach()
+        norm = self.workers.clip_gradients(self.objective, self.job.stage.max_grad_norm)
+        return self._apply(clean, noisy, norm, num_labels, int(num_tokens))
+
+    def _backward(self, batch: Batch, scale: float, *, last: bool) -> LossSums:
+        with self.workers.gradient_exchange(self.objective, last=last):
+            with self.workers.autocast():
+                sums: LossSums = self.objective(batch.to(self.workers.device))
+            loss = (sums.noisy + self.job.ar_weight * sums.clean) * scale
+            torch.autograd.backward(loss)
+        return sums
+
+    def _apply(
+        self, clean: Tensor, noisy: Tensor, norm: float, num_labels: float, num_tokens: int
+    ) -> StepRecord:
+        """Change the weights, unless loss or gradient is not finite on any worker."""
+        clean_sum, noisy_sum = self.workers.sum(clean.item(), noisy.item())
+        clean_loss, noisy_loss = clean_sum / num_labels, noisy_sum / num_labels
+        record = StepRecord(
+            loss=noisy_loss + self.job.ar_weight * clean_loss,
+            clean_loss=clean_loss,
+            noisy_loss=noisy_loss,
+            learning_rate=float(self.state.schedule.get_last_lr()[0]),
+            gradient_norm=norm,
+            num_tokens=num_tokens,
+            skipped=not (math.isfinite(clean_sum + noisy_sum) and math.isfinite(norm)),
+        )
+        if not record.skipped:
+            self.state.optimizer.step()
+        self.state.optimizer.zero_grad()
+        self.state.schedule.step()
+        return record
+
+    def _dropout_seed(self) -> int:
+        sequence = [self.job.recipe.seed, self.step, self.workers.rank]
+        return int(np.random.SeedSequence(sequence).generate_state(1)[0])
+
+    def _settle_buckets(self) -> None:
+        """Run one backward pass that changes nothing.
+
+        Data parallelism regroups gradients after its first one, and with them the order in which
+        they are summed over more than two workers. A resumed run must not differ in that.
+        """
+        self._backward(self.batches.filler(), 0.0, last=True)
+        self.state.optimizer.zero_grad()
+
+    def _refuse_divergence(self) -> None:
+        limit, skipped = self.job.recipe.max_nonfinite_steps, self.history.num_skipped
+        if not self.history.steps[-1].skipped:
+            return
+        self.reporter.say(
+            f"step {self.step}: loss or gradient is not finite; the step is skipped", warning=True
+        )
+        if skipped > limit:
+            raise UserError(
+                f"stage {self.job.stage.name}: loss or gradient was not finite in {skipped} steps, "
+                f"the last of them step {self.step}, and max_nonfinite_steps allows {limit}; lower "
+                "learning_rate, or look for broken data"
+            )
+
+    def _post(self) -> None:
+        record = self.history.steps[-1]
+        self._num_tokens += record.num_tokens
+        self.reporter.progress(
+            Progress(
+                stage=self.job.stage.name,
+                step=self.step,
+                total_steps=self.total_steps,
+                loss=record.loss,
+                tokens_per_s=self._num_tokens / (time.monotonic() - self._started_s),
+            )
+        )
+
+    def _notice(self) -> Notice:
+        due = self.workers.sum(float(self.reporter.notice_due()))[0] > 0
+        return self.reporter.notice() if due else Notice()
+
+    # --- held-out scores --------------------------------------------------------------------------
+
+    def _score_if_due(self) -> None:
+        settings, held_out = self.job.recipe.evaluation, self.job.held_out
+        if settings is None or held_out is None:
+            return
+        due = self.step % settings.every_steps == 0 or self.step == self.total_steps
+        if not due or any(score.step == self.step for score in self.history.scores):
+            return
+        model = self._whole_model(keep=True)
+        assert model is not None
+        score = score_held_out(held_out, settings, self.checkpoint, model, self.workers, self.step)
+        for text in warnings_of(score, (self.history.scores or [score])[0], settings):
+            self.reporter.say(f"stage {self.job.stage.name}, {text}", warning=True)
+        self.history.scores.append(score)
+        self.reporter.say(f"stage {self.job.stage.name}, {describe(score)}")
+        self.reporter.report({"step": self.step, **score.metrics()})
+
+    def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
+        """A copy of the model as it is now, for decoding or export; None where not to be kept."""
+        weights = whole_parameters(self.model, keep=keep)
+        if not keep:
+            return None
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        copy = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        copy.load_state_dict(weights, strict=False)  # tied weights are named once
+        copy.generation_config = self.model.generation_config
+        assert isinstance(copy, PreTrainedModel)
+        return copy.to(self.workers.device).eval()
+
+    def _store_model(self) -> None:
+        """Write the trained model as a Hugging Face checkpoint."""
+        model = self._whole_model(keep=self.workers.rank == 0)
+        checkpoint, storage = self.checkpoint, Storage(self.job.storage)
+
+        def write(directory: Path) -> None:
+            if model is not None:
+                save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
+                self.history.write(directory / HISTORY_FILE)
+
+        if MODEL not in self.workers.gather(storage.names())[0]:
+            try:
+                storage.save(MODEL, write, self.workers)
+            except SaveFailed as error:
+                raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
+        self.reporter.report({"step": self.step, "model": storage.path(MODEL)})
+
+
+def _attention(recipe: Recipe, workers: Workers) -> Attention:
+    on_cuda = workers.device.type == "cuda"
+    if recipe.attention == "flex" and not on_cuda:
+        raise UserError("attention: flex trains on CUDA only; use sdpa, or auto for either")
+    if recipe.attention == "auto":
+        return "flex" if on_cuda else "sdpa"
+    return recipe.attention
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute activations again in the backward pass; transformers renamed the switch in 5.2x."""
+    switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    switch({"use_reentrant": False})

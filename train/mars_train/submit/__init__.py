@@ -1,0 +1,1 @@
+"""Sends a recipe to a remote Ray cluster as a job."""
