@@ -70,7 +70,7 @@ def _configurations(max_tokens: int, threshold: float) -> list[Configuration]:
 
 def _engine(target: Checkpoint, draft: Path | None, num_drafts: int, batch: int) -> Engine:
     pages = batch * -(-target.max_length // 16)
-    sizes = EngineSettings(max_batch=batch, num_pages=pages, reuse_prefixes=False)
+    sizes = EngineSettings(max_num_seqs=batch, num_pages=pages, enable_prefix_caching=False)
     drafter = None
     if draft is not None:
         checkpoint = drafting_checkpoint(read_checkpoint(str(draft)), target)

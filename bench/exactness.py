@@ -89,7 +89,7 @@ def main(
         checkpoint,
         items,
         max_tokens=max_tokens,
-        max_batch=batch,
+        max_num_seqs=batch,
         exact=True,
         dtype=_DTYPES[dtype],
         device=device,

@@ -191,7 +191,7 @@ def main(
             shape = RaggedShape((prompt_tokens, prompt_tokens), (output_tokens, output_tokens))
             vocabulary = range(4, read_checkpoint(model).config.vocab_size - 65)
             prompts = generated_requests(requests, shape, list(vocabulary), seed=0)
-            engine = _bare_engine(model, EngineSettings(reuse_prefixes=False))
+            engine = _bare_engine(model, EngineSettings(enable_prefix_caching=False))
             paths: dict[str, Callable[[], Measured]] = {
                 "engine": lambda: run_bare(engine, prompts, mode),
                 "served": lambda: asyncio.run(
@@ -210,7 +210,7 @@ def main(
 
 def _config(folder: Path, model: Path, threads: int) -> Path:
     """The server's settings: the engine's are those of the bare one."""
-    engine = {"reuse_prefixes": False}
+    engine = {"enable_prefix_caching": False}
     entry = {"name": "mars", "path": str(model), "num_threads": threads, "engine": engine}
     path = folder / "serve.json"
     path.write_text(json.dumps({"models": [entry]}), encoding="utf-8")

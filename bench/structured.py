@@ -41,7 +41,7 @@ _SCHEMA = {
 
 def _engine(checkpoint: Checkpoint, batch: int) -> Engine:
     pages = batch * -(-checkpoint.max_length // 16)
-    engine = Engine(checkpoint, EngineSettings(max_batch=batch, num_pages=pages))
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=batch, num_pages=pages))
     engine.warm_up()
     return engine
 

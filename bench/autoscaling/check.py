@@ -112,9 +112,7 @@ def _as_sent(requests: Sequence[Request]) -> list[TraceRequest]:
     """The trace as the server got it; what it did not serve counts with the mean length."""
     mean = round(fmean(each.completion_tokens for each in requests if each.completion_tokens))
     return [
-        TraceRequest(
-            each.sent_s, each.prompt_tokens, each.completion_tokens or mean, each.service_class
-        )
+        TraceRequest(each.sent_s, each.prompt_tokens, each.completion_tokens or mean, each.tier)
         for each in requests
     ]
 

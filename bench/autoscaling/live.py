@@ -27,11 +27,12 @@ from watch import Watched, read_watched, watching
 
 from mars_autoscale.model.capacity import linear_step_time
 from mars_autoscale.model.frontier import Frontier, read_frontier, write_frontier
-from mars_autoscale.traces.files import ServiceClass, TraceRequest, write_trace
+from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cluster.processes import free_port
 from mars_platform.config import build_settings
 from mars_platform.data.conversations import Conversation, parse_conversation
+from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 
 NAME = "mars"
@@ -103,7 +104,7 @@ class Bench:
             "num_cpus": 0.1,
             "num_threads": 1,
             "confidence_threshold": contender.threshold,
-            "engine": {"max_batch": cluster.slots, "num_pages": 512},
+            "engine": {"max_num_seqs": cluster.slots, "num_pages": 512},
             "rehearsal": {"cold_start_s": cluster.cold_start_s},
             "autoscaling": autoscaling,
         }
@@ -124,7 +125,7 @@ class Request:
     """To the end; infinite where it was not served."""
     prompt_tokens: int
     completion_tokens: int
-    service_class: ServiceClass
+    tier: Tier
     correct: bool | None
     status: int | None
 
@@ -264,7 +265,7 @@ def _request(row: dict[str, str]) -> Request:
         e2e_s=float(row["e2e_s"] or "inf"),
         prompt_tokens=int(row["prompt_tokens"]),
         completion_tokens=int(row["completion_tokens"]),
-        service_class=ServiceClass(row["class"]),
+        tier=Tier(row["class"]),
         correct=row["correct"] == "True" if row["correct"] else None,
         status=int(row["status"]) if row["status"] else None,
     )

@@ -68,7 +68,7 @@ def server(trained, tmp_path_factory):
         "path": str(path),
         "num_cpus": 0.25,
         "num_threads": 1,
-        "engine": {"max_batch": 4},
+        "engine": {"max_num_seqs": 4},
         "autoscaling": {
             "min_replicas": 1,
             "max_replicas": 2,

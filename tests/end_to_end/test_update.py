@@ -53,7 +53,7 @@ class Service:
         """Numbers of replicas that a deployment has been seen to have running."""
 
     def deploy(self, model: Path, *, num_replicas: int, num_ingresses: int, **limits: int) -> None:
-        engine = {"adaptive_windows": False, "max_batch": 8}
+        engine = {"adaptive_windows": False, "max_num_seqs": 8}
         sizes = {"num_replicas": num_replicas, "num_cpus": 0.5, "num_threads": 1}
         application = {
             "name": "marsray",

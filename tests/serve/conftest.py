@@ -93,7 +93,12 @@ def make_engine() -> Callable[..., Engine]:
     ) -> Engine:
         metadata = block_size and MarsMetadata(block_size=block_size, mask_token_id=mask)
         checkpoint = Checkpoint(None, model.config, None, metadata or None, special)
-        defaults = {"page_size": 4, "num_pages": 120, "max_batch": 5, "max_positions": 65}
+        defaults = {
+            "page_size": 4,
+            "num_pages": 120,
+            "max_num_seqs": 5,
+            "max_num_batched_tokens": 65,
+        }
         settings = EngineSettings(**{**defaults, **sizes})
         return engine_class(checkpoint, settings, model=copy.deepcopy(model))
 

@@ -104,7 +104,7 @@ async def _observed(cluster: Cluster) -> Outage:
 
 def _config_of(model: Path) -> dict[str, Any]:
     """A config file of Ray Serve's: one ingress and one replica on each worker."""
-    engine = {"adaptive_windows": False, "max_batch": 16}
+    engine = {"adaptive_windows": False, "max_num_seqs": 16}
     sizes = {"num_replicas": 2, "num_cpus": 1, "num_threads": 1}
     one_a_host = {"max_replicas_per_node": 1}
     deployed = {

@@ -81,7 +81,7 @@ class Capacity:
     step_time: StepTime
     rungs: tuple[Rung, ...]
     """From plain AR decoding down: falling τ, rising loss."""
-    num_slots: int
+    max_num_seqs: int
     """Rows of a step at the most."""
     prefill_tokens_per_s: float
     exact: Rung | None = None
@@ -94,7 +94,7 @@ class Capacity:
             rung: how it decodes.
             batch: rows of each step; None for all slots.
         """
-        rows = self.num_slots if batch is None else batch
+        rows = self.max_num_seqs if batch is None else batch
         return rows * rung.tokens_per_forward / self.step_time.at(rows * rung.positions)
 
     def gain(self, rung: Rung, batch: float | None = None) -> float:

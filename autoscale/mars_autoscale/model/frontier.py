@@ -227,19 +227,19 @@ class Frontier(Settings):
         return Rung(point.threshold, speed, loss, num_masks, point.positions_per_row)
 
     def capacity(
-        self, num_slots: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
+        self, max_num_seqs: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
     ) -> Capacity:
         """What a replica on the measured hardware can do.
 
         Args:
-            num_slots: rows of a step at the most, at least 1.
+            max_num_seqs: rows of a step at the most, at least 1.
             mean_stored_tokens: that a row reads, at least 0; all slots are taken to read so many.
             target_threshold: the highest τ that is used.
 
         Raises:
             UserError: that τ was not measured.
         """
-        assert num_slots >= 1, "a replica has a slot"
+        assert max_num_seqs >= 1, "a replica has a slot"
         rungs = tuple(rung for rung in self.rungs() if rung.threshold <= target_threshold)
         if not rungs or rungs[0].threshold != target_threshold:
             known = ", ".join(f"{rung.threshold:g}" for rung in self.rungs())
@@ -247,20 +247,20 @@ class Frontier(Settings):
                 f"target_threshold: {target_threshold:g} is not among the measured ones ({known}); "
                 "choose one of them"
             )
-        step_time = self.step_seconds.at_stored(num_slots * mean_stored_tokens)
+        step_time = self.step_seconds.at_stored(max_num_seqs * mean_stored_tokens)
         exact = self.exact_rung() if target_threshold == 1.0 else None
-        return Capacity(step_time, rungs, num_slots, self.prefill_tokens_per_s, exact)
+        return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, exact)
 
 
-def ar_only(step_time: StepTime, num_slots: int, prefill_tokens_per_s: float) -> Capacity:
+def ar_only(step_time: StepTime, max_num_seqs: int, prefill_tokens_per_s: float) -> Capacity:
     """What to work with where a frontier is refused, of which nothing is used; alert the operator.
 
     Args:
         step_time: assumed, or seen in the steps that replicas took.
-        num_slots: rows of a step at the most.
+        max_num_seqs: rows of a step at the most.
         prefill_tokens_per_s: assumed, or seen.
     """
-    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), num_slots, prefill_tokens_per_s)
+    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), max_num_seqs, prefill_tokens_per_s)
 
 
 def read_frontier(path: Path) -> Frontier:

@@ -259,7 +259,7 @@ def _needed(
 
 def _is_busy(loads: Sequence[ReplicaLoad], capacity: Capacity, settings: OuterSettings) -> bool:
     requests = sum(load.num_running + load.num_waiting for load in loads)
-    return requests >= settings.busy * capacity.num_slots * len(loads)
+    return requests >= settings.busy * capacity.max_num_seqs * len(loads)
 
 
 def _debt(

@@ -97,7 +97,7 @@ class LocalController:
         load = look.load if math.isfinite(look.load) else 0.0
         path = self._path(look)
         gains = self._gains(path, look)
-        asked = self._asked(load / self._capacity.num_slots, look)
+        asked = self._asked(load / self._capacity.max_num_seqs, look)
         lowest = self._lowest(gains, look)
         at = self._move(look.now_s, path, gains, asked, lowest, load)
         self._choose_exact(load)
@@ -176,7 +176,7 @@ class LocalController:
         if at > lowest or wanted > at:
             at, state.changed_s = wanted, now_s
         elif wanted < at and not 0 <= now_s - state.changed_s < self._settings.climb_s:
-            after = load / self._capacity.num_slots * gains[at] / gains[at - 1]
+            after = load / self._capacity.max_num_seqs * gains[at] / gains[at - 1]
             if after <= self._settings.climb_full:
                 at, state.changed_s = at - 1, now_s
         state.place = path[at]
@@ -186,7 +186,7 @@ class LocalController:
         exact, best = self._capacity.exact, self._rungs[0]
         if exact is None or best.threshold < 1.0:
             return
-        gain = self._capacity.gain(exact, min(max(load, 1.0), self._capacity.num_slots))
+        gain = self._capacity.gain(exact, min(max(load, 1.0), self._capacity.max_num_seqs))
         # what has been chosen stays until it is no faster: the number of rows jitters
         self.state.is_exact = gain >= (1.0 if self.state.is_exact else self._settings.exact_gain)
 

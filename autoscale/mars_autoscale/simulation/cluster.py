@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.inner_loop import Stage
-from mars_autoscale.traces.files import ServiceClass, TraceRequest
+from mars_autoscale.traces.files import TraceRequest
+from mars_platform.tier import Tier
 
 _SHARE_HALF_LIFE_S = 5.0
 """Of work in the share that prompts took, in seconds of work."""
@@ -94,7 +95,7 @@ class _Lane:
 
 
 class Replica:
-    """One replica. It serves classes in the order of `ServiceClass`, and first come, first served
+    """One replica. It serves classes in the order of `Tier`, and first come, first served
     within a class.
     """
 
@@ -111,7 +112,7 @@ class Replica:
         self.num_running = 0
         """Rows of the step."""
         self.num_waiting = 0
-        self._lanes = {name: _Lane(capacity.rungs[0]) for name in ServiceClass}
+        self._lanes = {name: _Lane(capacity.rungs[0]) for name in Tier}
         self._prompt_s = 0.0
         self._busy_s = 0.0
 
@@ -125,11 +126,11 @@ class Replica:
         """Requests that run or wait."""
         return self.num_running + self.num_waiting
 
-    def share(self, name: ServiceClass) -> float:
+    def share(self, name: Tier) -> float:
         """Of the requests that run or wait, the share of a class; 0 where there are none."""
         return self._lanes[name].num_requests / self.load if self.load else 0.0
 
-    def num_ahead(self, name: ServiceClass) -> int:
+    def num_ahead(self, name: Tier) -> int:
         """Requests that wait and would be served before a new one of a class."""
         num = 0
         for each, lane in self._lanes.items():
@@ -140,7 +141,7 @@ class Replica:
 
     def enqueue(self, served: Served) -> None:
         """Have a request wait for a slot."""
-        self._lanes[served.request.service_class].queue.append(served)
+        self._lanes[served.request.tier].queue.append(served)
         self.num_waiting += 1
 
     def begin_step(self) -> float | None:
@@ -163,17 +164,17 @@ class Replica:
         """Fill the slots; seconds that the new rows' prompts take."""
         stall_s = 0.0
         for lane in self._lanes.values():
-            while lane.queue and self.num_running < self.capacity.num_slots:
+            while lane.queue and self.num_running < self.capacity.max_num_seqs:
                 stall_s += lane.admit() / self.capacity.prefill_tokens_per_s
                 self.num_running += 1
                 self.num_waiting -= 1
         return stall_s
 
-    def _rung_of(self, name: ServiceClass) -> Rung:
+    def _rung_of(self, name: Tier) -> Rung:
         rung = self.capacity.rungs[0]
-        if name is ServiceClass.DEFAULT:
+        if name is Tier.DEFAULT:
             rung = self.stage.default
-        elif name is ServiceClass.FLEX:
+        elif name is Tier.FLEX:
             rung = self.stage.flex
         if rung.threshold >= 1.0 and self.stage.is_exact and self.capacity.exact is not None:
             return self.capacity.exact

@@ -204,7 +204,7 @@ def families(config: SimulationConfig) -> list[Family]:
 
     plain = partial(FixedRung, capacity.rungs[0])
     static = partial(FixedRung, fixed)
-    integral = partial(ProportionalIntegral, capacity.rungs, capacity.num_slots)
+    integral = partial(ProportionalIntegral, capacity.rungs, capacity.max_num_seqs)
 
     def knative(local: Callable[[], Local]) -> list[Variant]:
         return [

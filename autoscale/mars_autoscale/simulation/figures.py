@@ -10,7 +10,7 @@ import numpy as np
 
 from mars_autoscale.simulation.cluster import Served
 from mars_autoscale.simulation.run import Result
-from mars_autoscale.traces.files import ServiceClass
+from mars_platform.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Figures(ClassFigures):
     threshold_changes: float
     """Of all replicas; a class default and flex that change at once are one."""
     replica_changes: float
-    by_class: dict[ServiceClass, ClassFigures]
+    by_class: dict[Tier, ClassFigures]
     """Of the classes that the trace has."""
 
 
@@ -71,9 +71,9 @@ def figures_of(result: Result, *, measured_from_s: float, objective_ttft_s: floa
         objective_ttft_s: seconds to the first token that are in time.
     """
     counted = [each for each in result.served if each.request.arrival_s >= measured_from_s]
-    groups = dict[ServiceClass, list[Served]]()
-    for name in ServiceClass:
-        if group := [each for each in counted if each.request.service_class is name]:
+    groups = dict[Tier, list[Served]]()
+    for name in Tier:
+        if group := [each for each in counted if each.request.tier is name]:
             groups[name] = group
     return Figures(
         **vars(_figures(counted, objective_ttft_s)),
@@ -101,7 +101,7 @@ def _figures(requests: Sequence[Served], objective_ttft_s: float) -> ClassFigure
 
 def mean_figures(runs: Sequence[Figures]) -> Figures:
     """Mean of each figure over runs; a class's over those that have it."""
-    names = [name for name in ServiceClass if any(name in each.by_class for each in runs)]
+    names = [name for name in Tier if any(name in each.by_class for each in runs)]
     own = [key for key in Figures.__dataclass_fields__ if key != "by_class"]
     return Figures(
         **{key: mean_or_infinite([getattr(each, key) for each in runs]) for key in own},

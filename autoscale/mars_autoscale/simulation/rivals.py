@@ -120,7 +120,7 @@ class ProportionalIntegral:
     """τ by a PI controller on a replica's load alone, without a model of speed."""
 
     rungs: tuple[Rung, ...]
-    num_slots: int
+    max_num_seqs: int
     setpoint: float = 0.9
     proportional: float = 2.0
     integral_per_s: float = 0.2
@@ -129,7 +129,7 @@ class ProportionalIntegral:
 
     def update(self, look: Look, /) -> Stage:
         """A rung by how far the load is above the set point; it knows no gains."""
-        error = look.load / self.num_slots - self.setpoint
+        error = look.load / self.max_num_seqs - self.setpoint
         most = len(self.rungs) - 1
         grown = self._integral + self.integral_per_s * error * self.period_s * most
         self._integral = min(max(grown, 0.0), float(most))

@@ -14,7 +14,8 @@ from mars_autoscale.policy.observe import Arrivals, Look, ReplicaLoad, Snapshot
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import Local, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
-from mars_autoscale.traces.files import ServiceClass, TraceRequest
+from mars_autoscale.traces.files import TraceRequest
+from mars_platform.tier import Tier
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Simulation:
     def _is_too_late(self, replica: Replica, served: Served) -> bool:
         capacity = self._capacity
         wait_s = estimated_wait_s(
-            replica.num_ahead(served.request.service_class),
+            replica.num_ahead(served.request.tier),
             mean_output_tokens=self._mean_output,
             mean_prompt_tokens=self._window_prompt_tokens / max(len(self._window), 1),
             tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.stage.gain,
@@ -216,8 +217,8 @@ class Simulation:
             feed_forward=target.feed_forward,
             prompt_share=replica.prompt_share,
             flex_floor_threshold=target.flex_floor_threshold,
-            flex_share=replica.share(ServiceClass.FLEX),
-            pinned_share=replica.share(ServiceClass.PRIORITY),
+            flex_share=replica.share(Tier.FLEX),
+            pinned_share=replica.share(Tier.PRIORITY),
         )
 
     def _snapshot(self) -> Snapshot:

@@ -21,16 +21,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 
 from mars_platform.config import describe_validation_error
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 _CSV_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "class")
-
-
-class ServiceClass(StrEnum):
-    """What a request was sold as; says who is served worse first."""
-
-    PRIORITY = "priority"
-    DEFAULT = "default"
-    FLEX = "flex"
 
 
 class TraceFormat(StrEnum):
@@ -53,7 +46,7 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     """At least 1."""
-    service_class: ServiceClass = ServiceClass.DEFAULT
+    tier: Tier = Tier.DEFAULT
 
 
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[TraceRequest]:
@@ -106,7 +99,7 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
             writer.writerow(_CSV_COLUMNS)
             for request in trace:
                 tokens = (request.prompt_tokens, request.output_tokens)
-                writer.writerow([f"{request.arrival_s:.6f}", *tokens, request.service_class])
+                writer.writerow([f"{request.arrival_s:.6f}", *tokens, request.tier])
     except OSError as error:
         reason = _reason(error)
         raise UserError(f"{path}: cannot be written ({reason}); choose another path") from error
@@ -146,10 +139,10 @@ class _CsvRow(_Row):
     arrival_s: float = Field(allow_inf_nan=False)
     prompt_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
-    service_class: ServiceClass = Field(default=ServiceClass.DEFAULT, alias="class")
+    tier: Tier = Field(default=Tier.DEFAULT, alias="class")
 
     def request(self) -> TraceRequest:
-        return replace(super().request(), service_class=self.service_class)
+        return replace(super().request(), tier=self.tier)
 
 
 _ROW_MODELS: dict[TraceFormat, type[_Row]] = {

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from mars_autoscale.traces.files import ServiceClass, TraceRequest
+from mars_autoscale.traces.files import TraceRequest
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 MAX_REQUESTS = 10_000_000
 """Of a trace that is made here: more would not fit into an ordinary machine's memory."""
@@ -48,7 +49,7 @@ class TraceChange(Settings):
     """Seconds by which each repetition is late at the most; on average it is half of that."""
     spikes: tuple[Spike, ...] = ()
     """Times in which ``multiply`` is greater or smaller, by the arrival in the given trace."""
-    classes: dict[ServiceClass, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    classes: dict[Tier, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Share of each class, drawn for each request; together 1. Empty keeps the trace's own, which
     is ``default`` where the file names none."""
 
@@ -238,14 +239,14 @@ def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArr
 
 
 def _with_classes(
-    trace: list[TraceRequest], shares: dict[ServiceClass, float], rng: np.random.Generator
+    trace: list[TraceRequest], shares: dict[Tier, float], rng: np.random.Generator
 ) -> list[TraceRequest]:
     if not shares:
         return trace
-    names = list(ServiceClass)  # in this order, whatever the order of the shares
+    names = list(Tier)  # in this order, whatever the order of the shares
     weights = np.array([shares.get(name, 0.0) for name in names])
     drawn = rng.choice(len(names), size=len(trace), p=weights / weights.sum())
-    return [replace(r, service_class=names[i]) for r, i in zip(trace, drawn, strict=True)]
+    return [replace(r, tier=names[i]) for r, i in zip(trace, drawn, strict=True)]
 
 
 def _draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -77,7 +77,7 @@ def generate_once(
     ids = encode(tokenizer, prompt, add_special_tokens=not chat)
     if max_tokens is None:
         max_tokens = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
-    settings = EngineSettings(max_batch=1)
+    settings = EngineSettings(max_num_seqs=1)
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )

@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from typing import Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
-
-Tier = Literal["default", "flex", "priority"]
+from mars_platform.tier import Tier
 
 _PREFIX = "mars-"
 _NUM_RANDOM_BYTES = 32
@@ -30,7 +28,7 @@ class KeyEntry(Settings):
     """Who it belongs to, as logs and metrics call it."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """SHA-256 of the key, in lower-case hexadecimal; ``marsray key`` makes both."""
-    tiers: list[Tier] = Field(default=["default", "flex"], min_length=1)
+    tiers: list[Tier] = Field(default=[Tier.DEFAULT, Tier.FLEX], min_length=1)
     """Values of ``service_tier`` that its requests may have."""
     min_confidence_threshold: float = Field(default=0, ge=0, le=1)
     """Lowest τ that any of its requests is decoded with."""

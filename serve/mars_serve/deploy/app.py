@@ -158,7 +158,7 @@ def _router_config(model: ModelSettings) -> RequestRouterConfig:
     return RequestRouterConfig(
         request_router_class="mars_serve.deploy.router.PrefixRouter",
         request_router_kwargs={
-            "page_size": page_size if model.engine.reuse_prefixes else None,
-            "slack": max(1, model.engine.max_batch // 4),
+            "page_size": page_size if model.engine.enable_prefix_caching else None,
+            "slack": max(1, model.engine.max_num_seqs // 4),
         },
     )

@@ -23,7 +23,7 @@ class Row:
 
     start: int
     """Its first place."""
-    num_stored: int
+    num_cached: int
     """Tokens whose keys and values are in its pages."""
     num_tokens: int
     """Tokens that it feeds and keeps, drafts included."""
@@ -108,10 +108,10 @@ def build_batch(
     scored: list[int] = []
     rows = []
     for work in works:
-        request, begin = work.request, work.request.num_stored
+        request, begin = work.request, work.request.num_cached
         row = Row(
             start=len(ids),
-            num_stored=begin,
+            num_cached=begin,
             num_tokens=work.num_tokens + work.num_drafts,
             num_drafts=work.num_drafts,
             masks=work.masks,

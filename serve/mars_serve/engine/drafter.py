@@ -33,7 +33,7 @@ class Drafter:
             threshold: τ of the drafting model's own multi-token decoding; a plain AR model drafts
                 one token a pass.
         """
-        assert not engine.settings.reuse_prefixes, "what is stored may be taken back"
+        assert not engine.settings.enable_prefix_caching, "what is stored may be taken back"
         self.num_drafts = num_drafts
         self._engine, self._threshold = engine, threshold
         self._shadows: dict[str, Request] = {}
@@ -92,7 +92,7 @@ class Drafter:
             self._engine.add(shadow)
             return
         same = _num_common(shadow.tokens, tokens, shadow.num_prompt)
-        shadow.num_stored = min(shadow.num_stored, same, len(tokens) - 1)
+        shadow.num_cached = min(shadow.num_cached, same, len(tokens) - 1)
         shadow.tokens[same:] = tokens[same:]
         shadow.history = None
 

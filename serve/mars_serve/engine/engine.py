@@ -110,11 +110,11 @@ class Engine:
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
-            max_batch=settings.max_batch,
-            max_positions=settings.max_positions,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             window=self.window,
             max_drafts=max_drafts,
-            reuse_prefixes=settings.reuse_prefixes,
+            enable_prefix_caching=settings.enable_prefix_caching,
         )
         self._attention = choose_attention(
             weights,
@@ -169,7 +169,7 @@ class Engine:
             num_waiting=len(self._requests) - num_running,
             num_pages=self._pool.num_pages,
             num_free_pages=self._pool.num_free,
-            num_reused_tokens=self._scheduler.num_reused_tokens,
+            num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_prompt_tokens=self._counts.prompt_tokens,
             num_generated_tokens=self._counts.generated_tokens,
@@ -222,8 +222,8 @@ class Engine:
         return measure_steps(
             self._runner.run,
             self._pool,
-            max_batch=self.settings.max_batch,
-            max_positions=self.settings.max_positions,
+            max_num_seqs=self.settings.max_num_seqs,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_length=self.max_length,
             window=self.window,
             widest_row=widest_row,
@@ -244,9 +244,9 @@ class Engine:
 
     def _graph_sizes(self) -> GraphSizes:
         return GraphSizes(
-            max_rows=self.settings.max_batch,
+            max_rows=self.settings.max_num_seqs,
             max_masks=self.window,
-            max_positions=self.settings.max_positions,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_pages=self._pool.pages_for(self.max_length),
         )
 
@@ -310,7 +310,7 @@ class Engine:
                 [
                     item
                     for item in running
-                    if item.has_drafter and item.num_unstored <= self.window + 1
+                    if item.has_drafter and item.num_uncached <= self.window + 1
                 ]
             )
         works = self._scheduler.schedule(self._choose if self._chooser else None)
@@ -386,9 +386,9 @@ class Engine:
         assert self._chooser is not None
         asked, running = set(rows), self._scheduler.running
         others = [request for request in running if request not in asked]
-        prompts = sum(max(0, request.num_unstored - self.window - 1) for request in running)
+        prompts = sum(max(0, request.num_uncached - self.window - 1) for request in running)
         windows = self._chooser.choose(
-            rows + others, other_positions=min(prompts, self.settings.max_positions)
+            rows + others, other_positions=min(prompts, self.settings.max_num_batched_tokens)
         )
         return windows[: len(rows)]
 
@@ -398,7 +398,7 @@ class Engine:
         is_told = self._pacer is None or not self._pacer.load(works).prompt_tokens
         if self._chooser is not None and self._finished_at is not None and is_told:
             positions = sum(work.num_positions for work in works)
-            stored = sum(work.request.num_stored for work in works)
+            stored = sum(work.request.num_cached for work in works)
             self._chooser.observe_step(positions, stored, now - self._finished_at)
         self._finished_at = now
 
@@ -427,7 +427,10 @@ class Engine:
         output.threshold = request.threshold
         output.prompt_logprobs = result.prompt_logprobs
         if is_first:
-            output.num_reused, output.queue_s = request.num_reused, request.queue_s or 0.0
+            output.num_prefix_hit_tokens, output.queue_s = (
+                request.num_prefix_hit_tokens,
+                request.queue_s or 0.0,
+            )
         return output
 
     def _commit_tokens(self, work: Work, result: Accepted) -> StepOutput:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
 
 if TYPE_CHECKING:
     from mars_serve.engine.sampling.grammar import Matcher
@@ -113,8 +114,8 @@ class DecodingOptions:
     window: int | None = None
     """Masks a step (in mode exact those of each outcome); None leaves the choice, from 0 to the
     block size, to the engine."""
-    priority: int = 0
-    """Higher goes first."""
+    tier: Tier = Tier.DEFAULT
+    """Requests of a higher tier go first."""
     sampling: Sampling = Sampling()
     grammar: GrammarSpec | None = None
     stop_ids: frozenset[int] = frozenset()
@@ -156,22 +157,22 @@ class LiveDecoding:
     threshold: float
     """τ in (0, 1]."""
     flex_threshold: float | None = None
-    """τ of those with a priority below 0; None for the same."""
+    """τ of those of tier flex; None for the same."""
     is_exact: bool = False
     """Whether mode exact stands in for τ = 1: the same tokens, from fewer and wider passes."""
 
     def __post_init__(self) -> None:
-        for value in (self.threshold, self.threshold_of(-1)):
+        for value in (self.threshold, self.threshold_of(Tier.FLEX)):
             if not 0.0 < value <= 1.0:
                 raise UserError(
                     f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
                 )
 
-    def threshold_of(self, priority: int) -> float:
-        """τ of a request."""
-        return (
-            self.threshold if priority >= 0 or self.flex_threshold is None else self.flex_threshold
-        )
+    def threshold_of(self, tier: Tier) -> float:
+        """τ of a tier's requests."""
+        if tier is Tier.FLEX and self.flex_threshold is not None:
+            return self.flex_threshold
+        return self.threshold
 
 
 class Draft(NamedTuple):
@@ -193,7 +194,7 @@ class Request:
     tenant: str = ""
     """Requests share stored prefixes only with those of the same tenant."""
     num_prompt: int = field(init=False)
-    num_stored: int = 0
+    num_cached: int = 0
     """Leading tokens whose keys and values are in pages."""
     pages: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -201,7 +202,7 @@ class Request:
     """Place in the order of arrival; the scheduler gives it."""
     page_keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading full pages, as far as they were needed so far."""
-    num_reused: int = 0
+    num_prefix_hit_tokens: int = 0
     """Prompt tokens whose keys and values were found stored, before it was ever preempted."""
     num_preemptions: int = 0
     """Times that it gave its pages up for another."""
@@ -244,7 +245,7 @@ class Request:
         if mode is Mode.THRESHOLD and options.threshold is not None:
             self.threshold = options.threshold
         elif mode is Mode.THRESHOLD:
-            self.threshold = max(live.threshold_of(options.priority), options.min_threshold)
+            self.threshold = max(live.threshold_of(options.tier), options.min_threshold)
             if live.is_exact and self.threshold >= 1.0:
                 mode = Mode.EXACT
         if mode is not self.mode:
@@ -259,9 +260,9 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def num_unstored(self) -> int:
+    def num_uncached(self) -> int:
         """Committed tokens that a step still has to feed; at least 1 while running."""
-        return len(self.tokens) - self.num_stored
+        return len(self.tokens) - self.num_cached
 
     @property
     def max_length(self) -> int:
@@ -336,7 +337,7 @@ class EngineStatus:
     num_pages: int
     num_free_pages: int
     """Pages that no request holds, those that cache a prefix included."""
-    num_reused_tokens: int
+    num_prefix_hit_tokens: int
     """Tokens that were found stored instead of being computed, over all admissions."""
     num_preemptions: int
     num_prompt_tokens: int = 0
@@ -385,7 +386,7 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of further prompt tokens, in order, from the second one on, where the request asks for them.
     A pass that feeds only a part of the prompt may give these and no token."""
-    num_reused: int = field(default=0, compare=False)
+    num_prefix_hit_tokens: int = field(default=0, compare=False)
     """On the request's first output, prompt tokens that were found stored; else 0."""
     queue_s: float = field(default=0.0, compare=False)
     """On the request's first output, seconds that it waited for its first step; else 0."""

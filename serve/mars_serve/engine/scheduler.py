@@ -2,7 +2,7 @@
 
 There are no phases: every running request gets the positions it can use, the rest of its prompt
 in chunks or its unstored tokens plus masks, under one budget of positions a step. Requests are
-ordered by priority, then by arrival. Pages are held for committed tokens only; where they run
+ordered by tier, then by arrival. Pages are held for committed tokens only; where they run
 out, the last request in order gives its own up and waits again.
 
 The first running request in order gets work in every step, and whatever pages it needs. So every
@@ -56,8 +56,8 @@ class Work:
         request = self.request
         if not request.scores_prompt:
             return range(0)
-        assert request.num_stored <= request.num_scored, "no position was passed over"
-        end = min(request.num_stored + self.num_tokens, request.num_prompt - 1)
+        assert request.num_cached <= request.num_scored, "no position was passed over"
+        end = min(request.num_cached + self.num_tokens, request.num_prompt - 1)
         return range(request.num_scored, end)
 
 
@@ -79,33 +79,33 @@ class Scheduler:
         self,
         pool: PagePool,
         *,
-        max_batch: int,
-        max_positions: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         window: int,
         max_drafts: int | None = None,
-        reuse_prefixes: bool = True,
+        enable_prefix_caching: bool = True,
     ) -> None:
         """Share ``pool`` out.
 
         Args:
             pool: pages.
-            max_batch: rows of a step at the most.
-            max_positions: positions of a step at the most.
+            max_num_seqs: rows of a step at the most.
+            max_num_batched_tokens: positions of a step at the most.
             window: the model's block size, 0 where it has none.
             max_drafts: of a row at the most; by default as many as the window.
-            reuse_prefixes: see `EngineSettings`.
+            enable_prefix_caching: see `EngineSettings`.
         """
-        assert max_positions > window, "one row and its window must fit a step"
+        assert max_num_batched_tokens > window, "one row and its window must fit a step"
         self.pool = pool
-        self.max_batch = max_batch
-        self.max_positions = max_positions
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.max_drafts = window if max_drafts is None else max_drafts
-        self.reuse_prefixes = reuse_prefixes
+        self.enable_prefix_caching = enable_prefix_caching
         self.waiting: list[Request] = []  # in order, as is `running`
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_reused_tokens = 0
+        self.num_prefix_hit_tokens = 0
         """Tokens found stored, over all admissions and while prompts were being fed."""
         self._num_arrived = 0
 
@@ -149,10 +149,10 @@ class Scheduler:
             num_drafts: leading drafts of it that have been committed.
         """
         request = work.request
-        first = request.num_stored // self.pool.page_size
-        request.num_stored += work.num_tokens + num_drafts
-        if self.reuse_prefixes:
-            last = request.num_stored // self.pool.page_size
+        first = request.num_cached // self.pool.page_size
+        request.num_cached += work.num_tokens + num_drafts
+        if self.enable_prefix_caching:
+            last = request.num_cached // self.pool.page_size
             for index, key in enumerate(self._keys(request, first, last), start=first):
                 request.pages[index] = self.pool.register(request.pages[index], key)
 
@@ -163,7 +163,7 @@ class Scheduler:
             AssertionError: one does.
         """
         self.pool.check_integrity(request.pages for request in self.running)
-        assert all(not request.pages and not request.num_stored for request in self.waiting)
+        assert all(not request.pages and not request.num_cached for request in self.waiting)
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
@@ -171,8 +171,8 @@ class Scheduler:
             may_draft = request.checks_drafts or request.options.threshold is None
             drafts = self.max_drafts if may_draft else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
-            assert self.pool.pages_for(request.num_stored) <= len(request.pages) <= most
-            keys = self._keys(request, 0, request.num_stored // self.pool.page_size)
+            assert self.pool.pages_for(request.num_cached) <= len(request.pages) <= most
+            keys = self._keys(request, 0, request.num_cached // self.pool.page_size)
             for page, key in zip(request.pages, keys, strict=False):
                 assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
 
@@ -182,15 +182,15 @@ class Scheduler:
         """Admit waiting requests in order until one does not fit: nobody overtakes it.
 
         A request fits if free pages remain for the committed tokens of all that run, and one
-        more each. It preempts requests of lower priority if, and only if, it fits then.
+        more each. It preempts requests of a lower tier if, and only if, it fits then.
         """
         while self.waiting:
             request = self.waiting[0]
-            priority = -request.options.priority
-            num_kept = bisect_right(self.running, priority, key=lambda item: _order(item)[0])
-            if num_kept == self.max_batch:
+            rank = -request.options.tier.rank
+            num_kept = bisect_right(self.running, rank, key=lambda item: _order(item)[0])
+            if num_kept == self.max_num_seqs:
                 return
-            num_reused = self._match(request)
+            num_prefix_hit_tokens = self._match(request)
             if not self._fits(request, num_kept):
                 self._let_go(request)
                 return
@@ -198,13 +198,13 @@ class Scheduler:
             while not self._fits(request, len(self.running)):
                 self._preempt_last()
             insort(self.running, request, key=_order)
-            self._reuse(request, num_reused)
+            self._reuse(request, num_prefix_hit_tokens)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
         """Whether a request could run beside the first ``num_kept`` of those that run now."""
         kept, others = self.running[:num_kept], self.running[num_kept:]
         num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
-        return num_kept < self.max_batch and self._num_lacking([*kept, request]) <= num_free
+        return num_kept < self.max_num_seqs and self._num_lacking([*kept, request]) <= num_free
 
     def _num_lacking(self, requests: Iterable[Request]) -> int:
         """Pages that the committed tokens, and one more each, need beyond those held."""
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.num_stored = 0
+        request.num_cached = 0
 
     # What is shared
 
@@ -235,9 +235,9 @@ class Scheduler:
 
     def _reuse(self, request: Request, num_tokens: int) -> None:
         """Count tokens that were found stored."""
-        self.num_reused_tokens += num_tokens
+        self.num_prefix_hit_tokens += num_tokens
         if request.num_preemptions == 0:
-            request.num_reused += num_tokens
+            request.num_prefix_hit_tokens += num_tokens
 
     def _last_shared(self, request: Request) -> int:
         """Pages of a request, from its first, that may be another's.
@@ -253,37 +253,37 @@ class Scheduler:
         hold.
         """
         size = self.pool.page_size
-        first, last = request.num_stored // size, self._last_shared(request)
-        if not self.reuse_prefixes or request.num_stored % size:
+        first, last = request.num_cached // size, self._last_shared(request)
+        if not self.enable_prefix_caching or request.num_cached % size:
             return 0
         pages = self.pool.match(self._keys(request, first, last))
         unused = request.pages[first:]  # of a work that was not stored
         request.pages[first:] = pages
         self.pool.release(unused)
-        request.num_stored += len(pages) * size
+        request.num_cached += len(pages) * size
         return len(pages) * size
 
     def _next_key(self, request: Request) -> bytes | None:
         """Key of the page that a request computes next, where it could take over another's."""
-        index, inside = divmod(request.num_stored, self.pool.page_size)
-        if not self.reuse_prefixes or inside or index >= self._last_shared(request):
+        index, inside = divmod(request.num_cached, self.pool.page_size)
+        if not self.enable_prefix_caching or inside or index >= self._last_shared(request):
             return None
         return self._keys(request, index, index + 1)[0]
 
     def _computed_keys(self, work: Work) -> list[bytes]:
         """Keys of the pages that a work computes, in whole or in part."""
-        if not self.reuse_prefixes:
+        if not self.enable_prefix_caching:
             return []
         request, size = work.request, self.pool.page_size
-        end = self.pool.pages_for(request.num_stored + work.num_tokens)
+        end = self.pool.pages_for(request.num_cached + work.num_tokens)
         full = len(request.tokens) // size
-        return self._keys(request, request.num_stored // size, min(end, full))
+        return self._keys(request, request.num_cached // size, min(end, full))
 
     # What is fed
 
     def _in_prefill(self, request: Request) -> bool:
         """Whether more is unstored than one step's acceptance can leave."""
-        return request.num_unstored > self.window + 1
+        return request.num_uncached > self.window + 1
 
     def _masks(self, choose: Choose | None) -> dict[Request, Masks]:
         masks = {request: request.masks(self.window) for request in self.running}
@@ -310,14 +310,14 @@ class Scheduler:
         def share(request: Request, budget: int) -> Work | None:
             fed = masks[request]
             if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
-                fed = _shrunk(fed, max(0, budget - request.num_unstored))
+                fed = _shrunk(fed, max(0, budget - request.num_uncached))
             return _share(request, fed, budget)
 
         prompts = [request for request in self.running if self._in_prefill(request)]
         decoding = [request for request in self.running if not self._in_prefill(request)]
         set_aside = 1 if prompts and prompts[0] is self.running[0] else 0
         plan = dict[Request, Work]()
-        budget = self.max_positions - set_aside
+        budget = self.max_num_batched_tokens - set_aside
         for request in decoding:
             if work := share(request, budget):
                 plan[request] = work
@@ -346,7 +346,7 @@ class Scheduler:
             work = plan.get(request)
             if work is not None:
                 num_kept = work.num_tokens + work.num_drafts
-                end = self.pool.pages_for(request.num_stored + num_kept)
+                end = self.pool.pages_for(request.num_cached + num_kept)
                 missing = end - len(request.pages)
                 if missing > 0:
                     if missing > self.pool.num_free:
@@ -359,7 +359,7 @@ class Scheduler:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    return -request.options.priority, request.arrival
+    return -request.options.tier.rank, request.arrival
 
 
 def _shrunk(masks: Masks, room: int) -> Masks:
@@ -379,9 +379,9 @@ def _share(request: Request, masks: Masks, budget: int) -> Work | None:
     """Work of a request within ``budget`` positions, up to its cursor with all drafts and masks if
     they fit, or None.
     """
-    if request.num_unstored + len(masks) - 1 + sum(masks) <= budget:
-        return Work(request, request.num_unstored, masks, reads_logits=True)
-    num_tokens = min(request.num_unstored - 1, budget)
+    if request.num_uncached + len(masks) - 1 + sum(masks) <= budget:
+        return Work(request, request.num_uncached, masks, reads_logits=True)
+    num_tokens = min(request.num_uncached - 1, budget)
     if num_tokens < 1:
         return None
     return Work(request, num_tokens, masks=(0,), reads_logits=False)

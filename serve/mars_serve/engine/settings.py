@@ -14,6 +14,12 @@ CPU_PAGES = 2048
 class EngineSettings(Settings):
     """Sizes of one engine."""
 
+    renamed_keys = {  # noqa: RUF012 -- annotated in the base class
+        "max_batch": "max_num_seqs",
+        "max_positions": "max_num_batched_tokens",
+        "reuse_prefixes": "enable_prefix_caching",
+    }
+
     page_size: int | None = Field(default=None, ge=1, le=1024)
     """Tokens a page. By default 16 on a CPU, and 256 on a GPU, whose kernels want a multiple."""
     num_pages: int | None = Field(default=None, ge=1)
@@ -21,13 +27,13 @@ class EngineSettings(Settings):
     ``memory_fraction`` leaves on a GPU, and 2048 on a CPU."""
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU's free memory, once the weights are loaded, that the pool takes."""
-    max_batch: int = Field(default=32, ge=1)
+    max_num_seqs: int = Field(default=32, ge=1)
     """Requests that run at once."""
-    max_positions: int = Field(default=1024, ge=65)
+    max_num_batched_tokens: int = Field(default=1024, ge=65)
     """Positions a step may feed: prompt chunks, unstored tokens and masks together."""
     max_requests: int = Field(default=1024, ge=1)
     """Requests that may run and wait at once; further ones are refused."""
-    reuse_prefixes: bool = True
+    enable_prefix_caching: bool = True
     """Keep the pages of finished requests while there is room, and start requests of the same
     tenant whose prompts begin alike from them."""
     adaptive_windows: bool = True

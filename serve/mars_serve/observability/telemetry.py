@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.request import EngineStatus, Request, StepOutput
 from mars_serve.observability.request_load import RequestLoad
@@ -202,7 +203,7 @@ class ReplicaTelemetry(Collector):
                         continue
                     if not num_outputs:
                         self._queue.observe(output.queue_s)
-                        self.load.begun(request, output.num_reused)
+                        self.load.begun(request, output.num_prefix_hit_tokens)
                     num_outputs += 1
                     num_tokens = len(output.tokens)
                     num_all += num_tokens
@@ -254,7 +255,7 @@ class ReplicaTelemetry(Collector):
             (_WAITING, status.num_waiting),
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
             (_THRESHOLD, self._loop.live.threshold),
-            (_FLEX_THRESHOLD, self._loop.live.threshold_of(-1)),
+            (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
         ]
 
 
@@ -264,7 +265,7 @@ def _counters(status: EngineStatus) -> list[tuple[_Definition, int]]:
         (_GENERATION_TOKENS, status.num_generated_tokens),
         (_FORWARD_PASSES, status.num_forward_passes),
         (_ROW_PASSES, status.num_row_passes),
-        (_HIT_TOKENS, status.num_reused_tokens),
+        (_HIT_TOKENS, status.num_prefix_hit_tokens),
         (_PREEMPTIONS, status.num_preemptions),
     ]
 

@@ -33,7 +33,7 @@ def load_engine(settings: ModelSettings) -> Engine:
     if settings.draft is not None:
         sizes = settings.engine.model_copy(
             update={
-                "reuse_prefixes": False,
+                "enable_prefix_caching": False,
                 "memory_fraction": settings.engine.memory_fraction * _DRAFT_MEMORY,
             }
         )

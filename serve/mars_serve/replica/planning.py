@@ -78,16 +78,16 @@ def _mean_stored(engine: Engine) -> float:
 
 def _capacity(frontier: Frontier, autoscaling: AutoscalingSettings, engine: Engine) -> Capacity:
     return frontier.capacity(
-        engine.settings.max_batch, _mean_stored(engine), autoscaling.target_threshold
+        engine.settings.max_num_seqs, _mean_stored(engine), autoscaling.target_threshold
     )
 
 
 def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
-    num_slots = engine.settings.max_batch
-    stored = num_slots * _mean_stored(engine)
+    max_num_seqs = engine.settings.max_num_seqs
+    stored = max_num_seqs * _mean_stored(engine)
     seconds = [float(times.at(positions, stored)) for positions in times.positions]
     prompts = [positions / times.at(positions, 0) for positions in times.positions]
     if len(seconds) == 1:
-        return ar_only(StepTime((0.0, 1.0), (seconds[0], seconds[0])), num_slots, max(prompts))
+        return ar_only(StepTime((0.0, 1.0), (seconds[0], seconds[0])), max_num_seqs, max(prompts))
     step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
-    return ar_only(step_time, num_slots, max(prompts))
+    return ar_only(step_time, max_num_seqs, max(prompts))

@@ -14,11 +14,12 @@ from mars_autoscale.policy.admission import estimated_wait_s
 from mars_autoscale.policy.control import LoadReport, Plan
 from mars_autoscale.policy.inner_loop import LocalController, Stage
 from mars_autoscale.policy.observe import Look
+from mars_platform.tier import Tier
 from mars_serve.config.served import LiveThreshold, ThresholdRange
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop, QueueFull
 from mars_serve.engine.request import EngineStatus, LiveDecoding, Request
-from mars_serve.observability.request_load import Group, RequestLoad
+from mars_serve.observability.request_load import RequestLoad
 
 _PROMPT_WINDOW_S = 5.0
 """Over which the share of time is taken that prompts need."""
@@ -98,7 +99,7 @@ class Steering:
             return
         capacity, totals = self.plan.capacity, self._load.totals
         wait_s = estimated_wait_s(
-            self._load.num_ahead(request.options.priority),
+            self._load.num_ahead(request.options.tier),
             mean_output_tokens=totals.output_tokens / max(totals.ended, 1),
             mean_prompt_tokens=totals.prompt_tokens / max(totals.arrived, 1),
             tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * self._stage.gain,
@@ -119,8 +120,8 @@ class Steering:
             allowed.feed_forward,
             self._prompt_share(status, now_s),
             allowed.flex_floor_threshold,
-            self._load.share(Group.FLEX),
-            self._load.share(Group.PINNED),
+            self._load.share(Tier.FLEX),
+            self._load.share(None),
         )
 
     def _forget_old_range(self, now_s: float) -> None:
@@ -130,7 +131,7 @@ class Steering:
 
     def _prompt_share(self, status: EngineStatus, now_s: float) -> float:
         """Of the latest seconds, the share that computing prompts took."""
-        self._prompts.append((now_s, status.num_prompt_tokens - status.num_reused_tokens))
+        self._prompts.append((now_s, status.num_prompt_tokens - status.num_prefix_hit_tokens))
         while self._prompts[0][0] < now_s - _PROMPT_WINDOW_S:
             self._prompts.popleft()
         (first_s, first), (last_s, last) = self._prompts[0], self._prompts[-1]
@@ -157,7 +158,7 @@ class Steering:
             status.num_running,
             status.num_waiting,
             live.threshold,
-            live.threshold_of(-1),
+            live.threshold_of(Tier.FLEX),
             # what somebody has set by hand is no debt for replicas to pay
             gain=1.0 if is_pinned else stage.gain,
             loss=0.0 if is_pinned else stage.default.loss - self.plan.capacity.rungs[0].loss,

@@ -497,7 +497,7 @@ def test_capacity_prices_rows_by_their_measured_positions() -> None:
     frontier = frontier_of(some_points())
     capacity = frontier.capacity(8)
     assert capacity == frontier.capacity(8, 512.0)
-    assert (capacity.num_slots, capacity.prefill_tokens_per_s) == (8, 20000.0)
+    assert (capacity.max_num_seqs, capacity.prefill_tokens_per_s) == (8, 20000.0)
     assert capacity.rungs == frontier.rungs()
     rung = capacity.rungs[2]
     expected = 8 * 1.8 / capacity.step_time.at(8 * 4.75)
@@ -514,7 +514,7 @@ def test_positions_that_were_not_measured_are_tokens_and_masks() -> None:
 
 
 def test_without_a_frontier_there_is_plain_ar_decoding_only() -> None:
-    capacity = ar_only(linear_step_time(0.02, 128), num_slots=16, prefill_tokens_per_s=5000.0)
+    capacity = ar_only(linear_step_time(0.02, 128), max_num_seqs=16, prefill_tokens_per_s=5000.0)
     assert capacity.rungs == (Rung(threshold=1.0, tokens_per_forward=1.0, loss=0.0),)
     assert capacity.useful(1.05) == capacity.rungs
     assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(16 / (0.02 * (1 + 16 / 128)))

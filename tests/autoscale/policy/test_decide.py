@@ -216,7 +216,7 @@ def test_saturated_at_all_replicas_and_the_lowest_stage_alone(
     decision, _ = decide(snapshot, OuterState(), CAPACITY, bounds)
     mean = sum(load for load, _ in replicas) / len(replicas)
     nothing_left = decision.num_replicas == most and all(lowest for _, lowest in replicas)
-    assert decision.is_saturated == (nothing_left and mean >= bounds.busy * CAPACITY.num_slots)
+    assert decision.is_saturated == (nothing_left and mean >= bounds.busy * CAPACITY.max_num_seqs)
 
 
 HOURS_PERIOD = 10.0

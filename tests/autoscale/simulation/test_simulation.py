@@ -22,7 +22,7 @@ from mars_autoscale.simulation.policies import StaticReplicas, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.report import picture_of
 from mars_autoscale.simulation.run import Result, Simulation
-from mars_autoscale.traces.files import ServiceClass, TraceRequest, write_trace
+from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_autoscale.traces.synthetic import (
     Lengths,
     Spike,
@@ -34,6 +34,7 @@ from mars_autoscale.traces.synthetic import (
 from mars_platform.checkpoint.calibration import weights_fingerprint
 from mars_platform.cli.main import run as run_command
 from mars_platform.config import build_settings
+from mars_platform.tier import Tier
 
 AR = Rung(1.0, 1.0, 0.0)
 LIGHT = Rung(0.9, 1.5, 2.0, 2)
@@ -119,7 +120,7 @@ def test_all_requests_are_served_once_and_time_is_billed() -> None:
 
 # Classes
 
-PRIORITY, DEFAULT, FLEX = ServiceClass
+PRIORITY, DEFAULT, FLEX = Tier
 
 
 class Fixed:
@@ -171,7 +172,7 @@ def test_mode_exact_costs_no_quality() -> None:
     capacity = replace(ONE_SLOT, exact=exact)
     trace = [TraceRequest(0.0, 0, 10), TraceRequest(0.0, 0, 1)]
     for names in ((DEFAULT, DEFAULT), (PRIORITY, FLEX)):
-        requests = [replace(each, service_class=c) for each, c in zip(trace, names, strict=True)]
+        requests = [replace(each, tier=c) for each, c in zip(trace, names, strict=True)]
         stage = Stage(AR, AR, is_exact=True)
         first, second = simulate_stage(requests, capacity, stage).served
         assert second.ttft_s == pytest.approx(6 * 0.14)
@@ -535,7 +536,7 @@ def test_a_calibrated_model_can_be_simulated(tmp_path: Path) -> None:
     config = {"frontier_file": path, "slots_per_replica": 8, "mean_stored_tokens": 1024}
     capacity = SimulationConfig.model_validate(config).capacity
     assert capacity.step_time.at(1) == pytest.approx(0.02)
-    assert (capacity.num_slots, capacity.prefill_tokens_per_s) == (8, 5000.0)
+    assert (capacity.max_num_seqs, capacity.prefill_tokens_per_s) == (8, 5000.0)
     assert [rung.threshold for rung in capacity.rungs] == [1.0, 0.95]
     assert capacity.exact is not None
     assert capacity.exact.positions == 16.0

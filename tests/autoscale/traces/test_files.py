@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars_autoscale.traces.files import (
-    ServiceClass,
     TraceFormat,
     TraceRequest,
     read_trace,
     write_trace,
 )
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 CSV = "arrival_s,prompt_tokens,output_tokens\n"
@@ -61,7 +61,7 @@ def test_azure_timestamps_may_have_an_offset_and_lack_a_fraction(file):
 
 def test_csv_takes_classes_other_columns_a_byte_order_mark_and_any_line_end(file):
     text = "\ufeffclass, arrival_s,note,prompt_tokens,output_tokens\r\nflex, 1,a,2,3\r\n\r\n"
-    assert read_trace(file(text)) == [TraceRequest(0.0, 2, 3, ServiceClass.FLEX)]
+    assert read_trace(file(text)) == [TraceRequest(0.0, 2, 3, Tier.FLEX)]
 
 
 requests = st.builds(
@@ -69,7 +69,7 @@ requests = st.builds(
     st.floats(0, 1e6).map(lambda value: round(value, 6)),
     st.integers(0, 10**6),
     st.integers(1, 10**6),
-    st.sampled_from(ServiceClass),
+    st.sampled_from(Tier),
 )
 
 
@@ -84,7 +84,7 @@ def test_a_written_trace_is_read_back(tmp_path_factory, trace, name):
     assert arrivals(read) == pytest.approx([s - begin_s for s in arrivals(trace)], abs=1e-6)
     for got, wrote in zip(read, trace, strict=True):
         assert (got.prompt_tokens, got.output_tokens) == (wrote.prompt_tokens, wrote.output_tokens)
-        assert got.service_class is wrote.service_class
+        assert got.tier is wrote.tier
 
 
 GOOD_AZURE = "2023-11-16 18:17:03.9799600,48,10\n"

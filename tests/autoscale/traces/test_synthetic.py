@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mars_autoscale.traces.files import ServiceClass, TraceRequest, read_trace, write_trace
+from mars_autoscale.traces.files import TraceRequest, read_trace, write_trace
 from mars_autoscale.traces.synthetic import (
     MAX_REQUESTS,
     Lengths,
@@ -21,6 +21,7 @@ from mars_autoscale.traces.synthetic import (
 )
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 SHORT = Lengths(mean=10, max=10)
 
@@ -47,7 +48,7 @@ def near(measured, expected, deviation):
 
 
 def test_the_default_change_keeps_the_trace_and_its_classes():
-    trace = [TraceRequest(0.0, 1, 1, ServiceClass.FLEX), *regular(100)[1:]]
+    trace = [TraceRequest(0.0, 1, 1, Tier.FLEX), *regular(100)[1:]]
     assert changed(trace, TraceChange(), seed=0) == trace
 
 
@@ -99,18 +100,18 @@ def test_classes_are_drawn_by_their_shares_and_leave_arrivals_alone():
     plain = changed(regular(), TraceChange(multiply=2), seed=5)
     drawn = changed(regular(), TraceChange(multiply=2, classes=shares), seed=5)
     assert (arrivals(plain) == arrivals(drawn)).all()
-    numbers = Counter(request.service_class for request in drawn)
+    numbers = Counter(request.tier for request in drawn)
     for name, share in shares.items():
-        near(numbers[ServiceClass(name)], 20_000 * share, math.sqrt(20_000 * share * (1 - share)))
+        near(numbers[Tier(name)], 20_000 * share, math.sqrt(20_000 * share * (1 - share)))
     reordered = dict(sorted(shares.items()))
     assert changed(regular(), TraceChange(multiply=2, classes=reordered), seed=5) == drawn
 
 
 def test_shares_near_1_are_taken():
     third = 0.3333333
-    change = TraceChange(classes=dict.fromkeys(ServiceClass, third))
-    numbers = Counter(request.service_class for request in changed(regular(), change, seed=0))
-    assert min(numbers[name] for name in ServiceClass) > 3000
+    change = TraceChange(classes=dict.fromkeys(Tier, third))
+    numbers = Counter(request.tier for request in changed(regular(), change, seed=0))
+    assert min(numbers[name] for name in Tier) > 3000
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mars_platform import __version__
 from mars_platform.cli import main as cli
 from mars_platform.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ["bench", "data", "demo", "eval", "generate", "serve", "train"]
 RECIPE = {
     "model": {"base": "./no-such-model"},

@@ -27,10 +27,11 @@ from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.policy.control import Plan as AutoscalerPlan
 from mars_autoscale.policy.decide import OuterSettings
 from mars_autoscale.simulation import figures as simulated
-from mars_autoscale.traces.files import ServiceClass, TraceRequest, write_trace
+from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 from mars_serve.bench.load.compared import compared_json, compared_table
 from mars_serve.bench.load.costs import Losses, quality_loss, replica_costs
 from mars_serve.bench.load.figures import LoadFigures, class_figures, figures_of, samples_of
@@ -54,8 +55,8 @@ from mars_serve.engine.request import FinishReason, Request, StepOutput
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 
-ENGINE = EngineSettings(page_size=8, num_pages=256, max_batch=4, max_positions=65)
-CLASSES = list(ServiceClass)
+ENGINE = EngineSettings(page_size=8, num_pages=256, max_num_seqs=4, max_num_batched_tokens=65)
+CLASSES = list(Tier)
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 KEY = "a key of this test alone"
 
@@ -477,7 +478,7 @@ async def test_a_sender_without_files_is_not_the_server_s_failure(number: int, e
 
 
 def planned(index: int = 0, at_s: float = 0.0, **fields: Any) -> PlannedRequest:
-    return PlannedRequest(index, at_s, fields.pop("tier", ServiceClass.DEFAULT), 3, 4, **fields)
+    return PlannedRequest(index, at_s, fields.pop("tier", Tier.DEFAULT), 3, 4, **fields)
 
 
 @pytest.mark.parametrize(
@@ -581,7 +582,7 @@ def outcome(
     sent_s: float, first_s: float | None, end_s: float | None, tier: str = "default", **fields: Any
 ) -> Outcome:
     at_s = fields.pop("at_s", sent_s)
-    request = planned(at_s=at_s, tier=ServiceClass(tier))
+    request = planned(at_s=at_s, tier=Tier(tier))
     return Outcome(request, sent_s, first_s, end_s, **fields)
 
 
@@ -697,9 +698,9 @@ def figures(outcomes: list[Outcome]) -> LoadFigures:
 def test_figures_of_a_test() -> None:
     found = figures(OUTCOMES)
     assert found.classes.keys() == {"default", "flex"}
-    assert found.classes[ServiceClass.FLEX].num_sent == 2
-    assert found.classes[ServiceClass.FLEX].slo_attainment == 0.0
-    assert found.classes[ServiceClass.DEFAULT].slo_attainment == 1 / 3
+    assert found.classes[Tier.FLEX].num_sent == 2
+    assert found.classes[Tier.FLEX].slo_attainment == 0.0
+    assert found.classes[Tier.DEFAULT].slo_attainment == 1 / 3
     assert found.duration_s == 3.5
     assert found.lateness_p99_s == 0.0
 

@@ -112,7 +112,10 @@ def test_overrides_win_over_options(config: Path) -> None:
         ("models.0.mod=ar", ["models.0.mod: unknown key", "confidence_threshold", "num_replicas"]),
         ("models.0.engine.pages=4", ["models.0.engine.pages: unknown key", "num_pages"]),
         ("models.0.confidence_threshold=0", ["models.0.confidence_threshold", "got '0'"]),
-        ("models.0.engine.max_positions=64", ["models.0.engine.max_positions", "65"]),
+        (
+            "models.0.engine.max_num_batched_tokens=64",
+            ["models.0.engine.max_num_batched_tokens", "65"],
+        ),
         ("models.0.num_gpus=2", ["models.0.num_gpus"]),
         ("models.0.dtype=int8", ["models.0.dtype", "float32"]),
         ("models.7.mode=ar", ["models.7.mode", "no such place"]),

@@ -49,8 +49,13 @@ def test_an_update_starts_replicas_before_it_ends_others(
 def test_several_replicas_are_routed_by_prefix() -> None:
     models = [
         {"name": "one", "path": "p"},
-        {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_batch": 8}},
-        {"name": "three", "path": "p", "num_replicas": 2, "engine": {"reuse_prefixes": False}},
+        {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_num_seqs": 8}},
+        {
+            "name": "three",
+            "path": "p",
+            "num_replicas": 2,
+            "engine": {"enable_prefix_caching": False},
+        },
     ]
     configs = {
         name: each._deployment_config.request_router_config

@@ -20,7 +20,7 @@ from mars_serve.measure.evaluation.scoring import read_items
 
 MAX_TOKENS, NUM_PROMPTS = 30, 12
 TEMPERATURES = (1.0, 0.5, 1.5, 3.0, 6.0)
-SIZES = EngineSettings(max_batch=8, num_pages=96, reuse_prefixes=False)
+SIZES = EngineSettings(max_num_seqs=8, num_pages=96, enable_prefix_caching=False)
 THRESHOLD = DecodingOptions(MAX_TOKENS, threshold=0.9, window=4)
 EXACT = DecodingOptions(MAX_TOKENS, Mode.EXACT, outcomes=Outcomes.LAST)
 

@@ -33,7 +33,7 @@ BATCH, MAX_TOKENS, NUM_DRAFTS = 6, 30, 5
 AR = DecodingOptions(MAX_TOKENS, Mode.AR, 1.0)
 EXACT = DecodingOptions(MAX_TOKENS, Mode.EXACT, 1.0)
 THRESHOLD = DecodingOptions(MAX_TOKENS, Mode.THRESHOLD, 0.9)
-SIZES = EngineSettings(max_batch=BATCH, num_pages=BATCH * 12)
+SIZES = EngineSettings(max_num_seqs=BATCH, num_pages=BATCH * 12)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def items(trained: Trained, target: Checkpoint) -> list[EvalItem]:
 
 
 def make_drafter(path: Path, target: Checkpoint, **sizes: int) -> Drafter:
-    settings = SIZES.model_copy(update={"reuse_prefixes": False, **sizes})
+    settings = SIZES.model_copy(update={"enable_prefix_caching": False, **sizes})
     draft = drafting_checkpoint(read_checkpoint(str(path)), target)
     return Drafter(Engine(draft, settings), NUM_DRAFTS)
 

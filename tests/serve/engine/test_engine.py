@@ -151,7 +151,7 @@ def test_passes_equal_oracle_in_a_mixed_batch(
     assert max(lengths) <= BLOCK_SIZE + 1
 
 
-@pytest.mark.parametrize("sizes", [{"page_size": 1}, {"page_size": 7}, {"max_batch": 1}])
+@pytest.mark.parametrize("sizes", [{"page_size": 1}, {"page_size": 7}, {"max_num_seqs": 1}])
 def test_sizes_do_not_change_passes(
     tiny_model: Models, make_engine: Engines, sizes: dict[str, int]
 ) -> None:
@@ -167,7 +167,7 @@ def test_window_that_fills_a_whole_step(tiny_model: Models, make_engine: Engines
         one_request(30 + 20 * index, 70, threshold=0.04, name=str(index), seed=index)
         for index in range(3)
     ]
-    engine = make_engine(model, ENDLESS, block_size=64, max_positions=65)
+    engine = make_engine(model, ENDLESS, block_size=64, max_num_batched_tokens=65)
     passes = run(engine, requests)
     for request in requests:
         assert passes[request.id] == oracle(model, request, ENDLESS, block_size=64)
@@ -186,7 +186,7 @@ def test_plain_checkpoint_decodes_one_token_a_step(
 def test_neighbours_do_not_matter(tiny_model: Models, make_engine: Engines) -> None:
     model = tiny_model("qwen2")
     batch = random_requests(13, MIXED, seed=4)
-    together = run(make_engine(model, SPECIAL, max_batch=13, num_pages=400), batch, at_once=13)
+    together = run(make_engine(model, SPECIAL, max_num_seqs=13, num_pages=400), batch, at_once=13)
     for request in random_requests(13, MIXED, seed=4):
         alone = run(make_engine(model, SPECIAL), [request])
         assert alone[request.id] == together[request.id]
@@ -271,22 +271,22 @@ def test_masks_leave_no_keys_or_values(
     while request.num_output < 12:
         engine.step()
     assert request.finish_reason is None
-    keys, values = cached(model, request.tokens[: request.num_stored])
+    keys, values = cached(model, request.tokens[: request.num_cached])
     for stored, expected in (
         (engine._attention.keys, keys),
         (engine._attention.values, values),
     ):
         own = stored[:, request.pages].transpose(2, 3).flatten(1, 2)  # [layers, slots, kv_heads, d]
-        torch.testing.assert_close(own[:, : request.num_stored], expected, rtol=1e-4, atol=1e-4)
-        assert own[:, : request.num_stored].abs().sum() > 0
-        assert own[:, request.num_stored :].abs().sum() == 0
+        torch.testing.assert_close(own[:, : request.num_cached], expected, rtol=1e-4, atol=1e-4)
+        assert own[:, : request.num_cached].abs().sum() > 0
+        assert own[:, request.num_cached :].abs().sum() == 0
 
 
 # Cancelling
 
 STAGES: dict[str, Callable[[Request], bool]] = {
     "waiting": lambda request: not request.pages,
-    "prefill": lambda request: 0 < request.num_stored < request.num_prompt,
+    "prefill": lambda request: 0 < request.num_cached < request.num_prompt,
     "running": lambda request: 1 < request.num_output < request.options.max_tokens,
 }
 
@@ -296,7 +296,7 @@ def test_cancelling_frees_pages_and_leaves_the_others_alone(
     tiny_model: Models, make_engine: Engines, stage: str
 ) -> None:
     model = tiny_model("llama")
-    engine = make_engine(model, SPECIAL, max_batch=3, num_pages=200)
+    engine = make_engine(model, SPECIAL, max_num_seqs=3, num_pages=200)
     victim = one_request(150, 60, name="victim")
     others = random_requests(8, MIXED, seed=7)
     order = [*others, victim] if stage == "waiting" else [victim, *others]
@@ -392,9 +392,9 @@ def test_a_long_prompt_is_chunked_while_others_advance(
         engine.add(request)
     num_steps = 0
     while not long.num_output:
-        before = long.num_stored
+        before = long.num_cached
         advanced = {output.request_id for output in engine.step()}
         assert advanced >= {request.id for request in short}
-        assert 0 < long.num_stored - before <= engine.settings.max_positions
+        assert 0 < long.num_cached - before <= engine.settings.max_num_batched_tokens
         num_steps += 1
     assert num_steps >= 4  # 200 tokens, 65 positions a step

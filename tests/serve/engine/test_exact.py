@@ -72,7 +72,7 @@ def model(trained) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
     """Windows adapt; pages are tight enough for rows to be preempted at times."""
-    engine = Engine(checkpoint, EngineSettings(max_batch=12, num_pages=30))
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=12, num_pages=30))
     engine._chooser = WindowChooser(TIMES, engine.window)
     return engine
 
@@ -241,28 +241,30 @@ def test_each_group_proposes_what_a_plain_pass_does(
 def test_each_committed_token_is_fed_once(
     checkpoint: Checkpoint, prompts: list[list[int]], name: str
 ) -> None:
-    engine = Engine(checkpoint, EngineSettings(max_batch=4, num_pages=60))
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
     engine._chooser = WindowChooser(TIMES, engine.window)
     for prompt in prompts[:20]:
         request = Request("one", list(prompt), LAYOUTS[name])
         num_drafts, outputs = 0, list[StepOutput]()
         engine.add(request)
         while engine.has_work:
-            stored_before = request.num_stored
+            stored_before = request.num_cached
             step = engine.begin_step()
             assert isinstance(step, Launched)
             [work] = step.works
-            assert work.num_tokens == (1 if outputs else len(prompt) - request.num_reused)
+            assert work.num_tokens == (
+                1 if outputs else len(prompt) - request.num_prefix_hit_tokens
+            )
             num_drafts += work.num_drafts
             outputs += engine.finish_step(step)
             num_right = len(outputs[-1].tokens) - 1
             if request.finish_reason is None:
-                assert request.num_stored == len(request.tokens) - 1
-                assert request.num_stored == stored_before + work.num_tokens + num_right
+                assert request.num_cached == len(request.tokens) - 1
+                assert request.num_cached == stored_before + work.num_tokens + num_right
         num_fed = sum(output.num_positions - output.num_masks for output in outputs)
         num_refused = num_drafts - sum(len(output.tokens) - 1 for output in outputs[:-1])
         num_last = len(outputs[-1].tokens)
-        num_committed = len(request.tokens) - request.num_reused
+        num_committed = len(request.tokens) - request.num_prefix_hit_tokens
         # the last pass commits tokens that no pass feeds but, as drafts, itself
         assert num_fed == num_committed - num_last + num_refused
 
@@ -271,7 +273,7 @@ def test_what_is_stored_is_what_a_plain_pass_caches(
     model: PreTrainedModel, checkpoint: Checkpoint, prompts: list[list[int]], cached: Cached
 ) -> None:
     """Of accepted drafts, and where refused ones and masks were fed before."""
-    engine = Engine(checkpoint, EngineSettings(max_batch=4, num_pages=60))
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
     request = Request("one", list(prompts[0]), LAYOUTS["all"])
     engine.add(request)
     lengths = []
@@ -279,10 +281,10 @@ def test_what_is_stored_is_what_a_plain_pass_caches(
         lengths += [len(output.tokens) for output in engine.step()]
         if request.finish_reason is not None:
             break
-        keys, values = cached(model, request.tokens[: request.num_stored])
+        keys, values = cached(model, request.tokens[: request.num_cached])
         for stored, plain in ((engine._attention.keys, keys), (engine._attention.values, values)):
             own = stored[:, request.pages].transpose(2, 3).flatten(1, 2)
-            torch.testing.assert_close(own[:, : request.num_stored], plain, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(own[:, : request.num_cached], plain, rtol=1e-4, atol=1e-4)
     assert max(lengths) > 1
     assert min(lengths[1:-1]) < engine.window + 1
 

@@ -45,7 +45,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 def build_engine(model: PreTrainedModel, *, mask: int = 3, **options: Any) -> Engine:
     metadata = MarsMetadata(block_size=4, mask_token_id=mask)
     checkpoint = Checkpoint(None, model.config, None, metadata, SPECIAL)
-    settings = EngineSettings(page_size=4, num_pages=100, max_batch=3, max_positions=65)
+    settings = EngineSettings(page_size=4, num_pages=100, max_num_seqs=3, max_num_batched_tokens=65)
     return Engine(checkpoint, settings, model=copy.deepcopy(model), **options)
 
 

@@ -88,7 +88,7 @@ def run(engine: Engine, requests: list[Request], *, gap: int = 0) -> dict[str, R
             outputs[output.request_id].append(output)
         for request in engine._scheduler.running:
             own = engine._attention.keys[:, request.pages].transpose(2, 3).flatten(1, 2)
-            keys[request.id] = own[:, : request.num_stored].clone()
+            keys[request.id] = own[:, : request.num_cached].clone()
     return {request.id: (outputs[request.id], keys[request.id]) for request in requests}
 
 
@@ -101,7 +101,7 @@ def assert_same_bits(one: Result, other: Result) -> None:
 def test_in_company_as_alone(
     model: PreTrainedModel, make_engine: Callable[..., Engine], batch_invariant: bool
 ) -> None:
-    sizes = {"num_pages": 400, "max_batch": 9, "batch_invariant": batch_invariant}
+    sizes = {"num_pages": 400, "max_num_seqs": 9, "batch_invariant": batch_invariant}
     requests = [r for pair in zip_longest(named(), company()) for r in pair if r is not None]
     together = run(make_engine(model, SPECIAL, **sizes), requests, gap=2)
     for request in named():
@@ -122,7 +122,12 @@ def test_checked_drafts_in_company_as_alone(
     repetitive = copy.deepcopy(model)
     with torch.no_grad():
         repetitive.lm_head.weight[10:16] *= 3  # of few tokens masks guess some right
-    sizes = {"num_pages": 400, "max_batch": 9, "max_positions": 1024, "batch_invariant": True}
+    sizes = {
+        "num_pages": 400,
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 1024,
+        "batch_invariant": True,
+    }
     requests = [r for pair in zip_longest(company(), named(EXACT)) for r in pair if r is not None]
     together = run(make_engine(repetitive, SPECIAL, **sizes), requests, gap=2)
     lengths = set[int]()
@@ -141,8 +146,12 @@ def test_bits_do_not_depend_on_chunks(
     model: PreTrainedModel, make_engine: Callable[..., Engine]
 ) -> None:
     """Chunks of 65 positions, of which neighbours take some, or the whole prompt in one."""
-    few = make_engine(model, SPECIAL, num_pages=400, max_positions=65, batch_invariant=True)
-    many = make_engine(model, SPECIAL, num_pages=400, max_positions=1024, batch_invariant=True)
+    few = make_engine(
+        model, SPECIAL, num_pages=400, max_num_batched_tokens=65, batch_invariant=True
+    )
+    many = make_engine(
+        model, SPECIAL, num_pages=400, max_num_batched_tokens=1024, batch_invariant=True
+    )
     chunked = run(few, [*company(), *named()])
     for request in named():
         assert_same_bits(run(many, [request])[request.id], chunked[request.id])
@@ -152,12 +161,12 @@ def test_bits_survive_preemption_and_prefix_reuse(
     model: PreTrainedModel, make_engine: Callable[..., Engine]
 ) -> None:
     roomy = make_engine(model, SPECIAL, num_pages=400, batch_invariant=True)
-    tight = make_engine(model, SPECIAL, num_pages=50, max_batch=9, batch_invariant=True)
+    tight = make_engine(model, SPECIAL, num_pages=50, max_num_seqs=9, batch_invariant=True)
     squeezed = run(tight, [*named(), *company()])
     again = run(tight, [replace(request, id=request.id) for request in named()])
     status = tight.status()
     assert status.num_preemptions > 0
-    assert status.num_reused_tokens > 0
+    assert status.num_prefix_hit_tokens > 0
     for request in named():
         alone = run(roomy, [request])[request.id]
         assert_same_bits(squeezed[request.id], alone)

@@ -14,6 +14,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
@@ -190,7 +191,7 @@ def test_requests_of_low_priority_have_a_threshold_of_their_own(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
     default, flex = requests_with(LIVE, 2)
-    flex.options = replace(LIVE, priority=-1, min_threshold=0.3)
+    flex.options = replace(LIVE, tier=Tier.FLEX, min_threshold=0.3)
     engine = make_engine(model, SPECIAL)
     outputs = run(engine, [default, flex], [LiveDecoding(0.9, flex_threshold=0.1)])
     assert {step.threshold for step in outputs["r0"]} == {0.9}

@@ -50,7 +50,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def test_no_request_holds_more_than_a_page_beyond_its_tokens(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
-    engine = make_engine(model, SPECIAL, num_pages=300, page_size=PAGE, max_batch=12)
+    engine = make_engine(model, SPECIAL, num_pages=300, page_size=PAGE, max_num_seqs=12)
     requests = [
         Request(str(i), prompt(1 + 11 * i, i), DecodingOptions(20 + i, threshold=0.05))
         for i in range(12)
@@ -62,7 +62,7 @@ def test_no_request_holds_more_than_a_page_beyond_its_tokens(
         engine.step()
         running = engine._scheduler.running
         held = engine.num_pages - engine.status().num_free_pages
-        ideal = sum(request.num_stored for request in running) / PAGE
+        ideal = sum(request.num_cached for request in running) / PAGE
         assert held <= ideal + len(running)
         most = max(most, held)
     assert most > 20
@@ -79,8 +79,8 @@ def test_a_shared_prefix_is_stored_and_computed_once(
         SPECIAL,
         num_pages=512 // PAGE + 32 * pages_of_one + 1,
         page_size=PAGE,
-        max_batch=32,
-        max_positions=1024,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
     )
     requests = [
         Request(str(i), prefix + prompt(own, 1 + i), DecodingOptions(max_tokens, Mode.AR))
@@ -88,27 +88,27 @@ def test_a_shared_prefix_is_stored_and_computed_once(
     ]
     for request in requests:
         engine.add(request)
-    num_stored, most = 0, 0
+    num_cached, most = 0, 0
     while engine.has_work:
         engine.step()
         engine.check_integrity()
         status = engine.status()
         most = max(most, status.num_pages - status.num_free_pages)
-        if status.num_running == 32 and not num_stored:
+        if status.num_running == 32 and not num_cached:
             shared = {tuple(request.pages[: 512 // PAGE]) for request in requests}
-            if all(request.num_stored >= 512 for request in requests):
+            if all(request.num_cached >= 512 for request in requests):
                 assert len(shared) == 1
-                num_stored = 512
-    assert num_stored == 512
+                num_cached = 512
+    assert num_cached == 512
     assert most <= 512 // PAGE + 32 * pages_of_one
-    assert engine.status().num_reused_tokens == 31 * 512
+    assert engine.status().num_prefix_hit_tokens == 31 * 512
     assert engine.status().num_preemptions == 0
 
 
 async def test_nothing_grows_over_five_thousand_requests(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
-    engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_batch=16)
+    engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_num_seqs=16)
     engine.warm_up()
     loop, process = LocalLoop(engine), psutil.Process()
 
@@ -139,4 +139,4 @@ async def test_nothing_grows_over_five_thousand_requests(
     assert (status.num_requests, status.num_free_pages) == (0, engine.num_pages)
     engine.check_integrity()
     assert status.num_preemptions > 0
-    assert status.num_reused_tokens > 0
+    assert status.num_prefix_hit_tokens > 0

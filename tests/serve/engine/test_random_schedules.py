@@ -28,6 +28,7 @@ from transformers import (
 from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import (
     DecodingOptions,
@@ -49,9 +50,9 @@ CHARACTERS = '0123456789abcdefghij,.{}":+'
 COMMON = [5, 6, 9, 15, 16, 18]
 SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
 SIZES = [
-    {"num_pages": 10, "max_batch": 6, "page_size": 4},  # two requests at a time, often preempted
-    {"num_pages": 40, "max_batch": 4, "page_size": 2},
-    {"num_pages": 16, "max_batch": 8, "page_size": 3, "reuse_prefixes": 0},
+    {"num_pages": 10, "max_num_seqs": 6, "page_size": 4},  # two requests at a time, often preempted
+    {"num_pages": 40, "max_num_seqs": 4, "page_size": 2},
+    {"num_pages": 16, "max_num_seqs": 8, "page_size": 3, "enable_prefix_caching": 0},
 ]
 CAPACITY = min(size["num_pages"] * size["page_size"] for size in SIZES)
 
@@ -119,7 +120,7 @@ _OPTIONS = st.builds(
     confidence=st.sampled_from(list(Confidence)),
     window=st.sampled_from([None, None, 0, 1, 2, 4]),
     outcomes=st.sampled_from([None, None, Outcomes.ALL, Outcomes.LAST]),
-    priority=st.sampled_from([0, 0, 0, 1, 2]),
+    tier=st.sampled_from([Tier.DEFAULT, Tier.DEFAULT, *Tier]),
     sampling=st.one_of(st.just(Sampling()), st.just(Sampling()), _SAMPLINGS),
     grammar=st.sampled_from([None] * 5 + _GRAMMARS),
     stop_ids=st.sampled_from([frozenset(), frozenset(), frozenset({9, 14})]),
@@ -177,7 +178,7 @@ def _engine(**sizes: int) -> Engine:
     metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
     checkpoint = Checkpoint(None, _model().config, _tokenizer(), metadata, SPECIAL)
     model = copy.deepcopy(_model())
-    return Engine(checkpoint, EngineSettings(max_positions=65, **sizes), model=model)
+    return Engine(checkpoint, EngineSettings(max_num_batched_tokens=65, **sizes), model=model)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +193,7 @@ def engines() -> list[Engine]:
 @pytest.fixture(scope="module")
 def solo() -> Engine:
     """Serves one request at a time."""
-    return _engine(num_pages=20, page_size=8, max_batch=1, reuse_prefixes=0)
+    return _engine(num_pages=20, page_size=8, max_num_seqs=1, enable_prefix_caching=0)
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +238,9 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     """
     statuses = [engine.status() for engine in engines]
     assert statuses[0].num_preemptions > 3
-    assert statuses[0].num_reused_tokens > 50
-    assert statuses[1].num_reused_tokens > 50
-    assert statuses[2].num_reused_tokens == 0
+    assert statuses[0].num_prefix_hit_tokens > 50
+    assert statuses[1].num_prefix_hit_tokens > 50
+    assert statuses[2].num_prefix_hit_tokens == 0
     kinds = "greedy", "sampled", "grammar"
     assert all(seen[f"{mode}, {kind}"] > 3 for mode in Mode for kind in kinds)
     assert sum(seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds) > 2

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import DecodingOptions, Draft, Outcomes, Request
 from mars_serve.engine.scheduler import Choose, Masks, Scheduler, Work
@@ -20,17 +21,17 @@ def make_scheduler(
     num_pages: int = 64,
     *,
     page_size: int = 4,
-    max_batch: int = 4,
-    max_positions: int = 20,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 20,
     window: int = 4,
-    reuse_prefixes: bool = True,
+    enable_prefix_caching: bool = True,
 ) -> Scheduler:
     return Scheduler(
         PagePool(num_pages, page_size),
-        max_batch=max_batch,
-        max_positions=max_positions,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         window=window,
-        reuse_prefixes=reuse_prefixes,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 
@@ -41,7 +42,7 @@ def one_request(
     *,
     threshold: float = 0.5,
     window: int | None = None,
-    priority: int = 0,
+    tier: Tier = Tier.DEFAULT,
     tenant: str = "",
     mode: Mode = Mode.THRESHOLD,
     outcomes: Outcomes | None = None,
@@ -50,7 +51,7 @@ def one_request(
     if isinstance(prompt, int):
         prompt = [random.Random(name).randrange(10_000) for _ in range(prompt)]
     options = DecodingOptions(
-        max_tokens, mode, threshold, window=window, priority=priority, outcomes=outcomes
+        max_tokens, mode, threshold, window=window, tier=tier, outcomes=outcomes
     )
     return Request(name, list(prompt), options, tenant=tenant)
 
@@ -106,12 +107,12 @@ class Steps:
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
 
     def _read(self, request: Request) -> None:
-        for place, expected in enumerate(self._contents(request)[: request.num_stored]):
+        for place, expected in enumerate(self._contents(request)[: request.num_cached]):
             assert self.slots[self._slot(request, place)] == expected, "reads what is another's"
 
     def _write(self, work: Work) -> None:
         self.num_computed += work.num_tokens
-        contents, start = self._contents(work.request), work.request.num_stored
+        contents, start = self._contents(work.request), work.request.num_cached
         for place in range(start, start + work.num_tokens + work.num_drafts):
             page, slot = self._slot(work.request, place)
             holders = [item for item in self.scheduler.running if page in item.pages]
@@ -155,20 +156,20 @@ def ids(requests: list[Request]) -> str:
 class Sizes:
     page_size: int
     spare_pages: int
-    max_batch: int
+    max_num_seqs: int
     window: int
     spare_positions: int
-    reuse_prefixes: bool
+    enable_prefix_caching: bool
 
 
 _SIZES = st.builds(
     Sizes,
     page_size=st.integers(1, 5),
     spare_pages=st.integers(0, 8),
-    max_batch=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     window=st.integers(0, 4),
     spare_positions=st.integers(1, 30),
-    reuse_prefixes=st.sampled_from([True, True, True, False]),
+    enable_prefix_caching=st.sampled_from([True, True, True, False]),
 )
 
 
@@ -180,10 +181,10 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
     scheduler = make_scheduler(
         max(-(-item.max_length // sizes.page_size) for item in coming) + sizes.spare_pages,
         page_size=sizes.page_size,
-        max_batch=sizes.max_batch,
-        max_positions=sizes.window + sizes.spare_positions,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.window + sizes.spare_positions,
         window=sizes.window,
-        reuse_prefixes=sizes.reuse_prefixes,
+        enable_prefix_caching=sizes.enable_prefix_caching,
     )
     steps = Steps(scheduler, source)
     for _ in range(5000):
@@ -210,7 +211,7 @@ def _random_request(name: str, source: random.Random) -> Request:
         source.randint(1, 20),
         threshold=source.choice([0.5, 0.5, 1.0]),
         window=source.choice([None, None, 0, 1, 3]),
-        priority=source.choice([0, 0, 0, 1, 2]),
+        tier=source.choice([Tier.DEFAULT, Tier.DEFAULT, *Tier]),
         tenant=source.choice(["a", "a", "b"]),
         mode=source.choice([Mode.THRESHOLD, Mode.EXACT]),
         outcomes=source.choice([None, None, Outcomes.ALL, Outcomes.LAST]),
@@ -228,7 +229,7 @@ def _check_step(steps: Steps, source: random.Random) -> None:
 
     def check(works: list[Work]) -> None:
         _check_order(scheduler, works)
-        assert sum(work.num_positions for work in works) <= scheduler.max_positions
+        assert sum(work.num_positions for work in works) <= scheduler.max_num_batched_tokens
         assert len({work.request for work in works}) == len(works)
         for work in works:
             masks = chosen.get(work.request, work.request.masks(scheduler.window))
@@ -238,26 +239,26 @@ def _check_step(steps: Steps, source: random.Random) -> None:
 
 
 def _check_order(scheduler: Scheduler, works: list[Work]) -> None:
-    """The first running request moves, and nobody overtakes within a priority."""
+    """The first running request moves, and nobody overtakes within a tier."""
     running, waiting = scheduler.running, scheduler.waiting
-    assert len(running) <= scheduler.max_batch
+    assert len(running) <= scheduler.max_num_seqs
     assert bool(works) == bool(running) == bool(running or waiting)
     if running:
         assert works[0].request is running[0]
     for request in waiting[:1]:
         behind = [item for item in running if _rank(item) > _rank(request)]
-        assert all(item.options.priority < request.options.priority for item in behind)
+        assert all(item.options.tier.rank < request.options.tier.rank for item in behind)
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    return -request.options.priority, request.arrival
+    return -request.options.tier.rank, request.arrival
 
 
 def _check_work(work: Work, masks: Masks, *, may_shrink: bool) -> None:
     request = work.request
-    assert 1 <= work.num_tokens <= request.num_unstored
+    assert 1 <= work.num_tokens <= request.num_uncached
     if work.reads_logits:
-        assert work.num_tokens == request.num_unstored
+        assert work.num_tokens == request.num_uncached
         if may_shrink or request.options.mode is Mode.EXACT:
             assert work.num_drafts < len(masks)
             assert all(fed <= asked for fed, asked in zip(work.masks, masks, strict=False))
@@ -265,7 +266,7 @@ def _check_work(work: Work, masks: Masks, *, may_shrink: bool) -> None:
             assert work.masks == masks, "cut short"
     else:
         assert work.masks == (0,)
-        assert work.num_tokens < request.num_unstored
+        assert work.num_tokens < request.num_uncached
 
 
 # Order
@@ -283,16 +284,17 @@ def test_admission_is_first_come_first_served() -> None:
 
 
 def test_higher_priority_waits_in_front() -> None:
-    scheduler = make_scheduler(max_batch=2)
-    for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 2), ("e", 1)):
-        scheduler.add(one_request(name, 3, priority=priority))
+    scheduler = make_scheduler(max_num_seqs=2)
+    low, middle, high = Tier.FLEX, Tier.DEFAULT, Tier.PRIORITY
+    for name, tier in (("a", low), ("b", middle), ("c", low), ("d", high), ("e", middle)):
+        scheduler.add(one_request(name, 3, tier=tier))
     assert ids(scheduler.waiting) == "dbeac"
     scheduler.schedule()
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ("db", "eac")
 
 
 def test_a_waiting_request_can_be_cancelled() -> None:
-    steps = Steps(make_scheduler(max_batch=1))
+    steps = Steps(make_scheduler(max_num_seqs=1))
     first, second, third = (one_request(name, 5) for name in "abc")
     steps.add(first, second, third)
     steps.step()
@@ -303,7 +305,7 @@ def test_a_waiting_request_can_be_cancelled() -> None:
 
 
 def test_a_long_prompt_never_holds_decoding_requests_up() -> None:
-    steps = Steps(make_scheduler(max_positions=24))
+    steps = Steps(make_scheduler(max_num_batched_tokens=24))
     long, short = one_request("long", 100), [one_request(name, 2, 50) for name in "ab"]
     steps.add(long, *short)
     while not long.num_output:
@@ -314,53 +316,54 @@ def test_a_long_prompt_never_holds_decoding_requests_up() -> None:
 
 def test_decoding_requests_never_hold_the_first_request_up() -> None:
     """Two rows of 1 token and 4 masks would take all 10 positions."""
-    steps = Steps(make_scheduler(max_positions=10, window=4))
+    steps = Steps(make_scheduler(max_num_batched_tokens=10, window=4))
     steps.add(*(one_request(name, 1, 50) for name in "ab"))
     steps.step(num_accepted=1)
-    first = one_request("first", 20, priority=1)
+    first = one_request("first", 20, tier=Tier.PRIORITY)
     steps.add(first)
     for _ in range(5):
-        before = first.num_stored
+        before = first.num_cached
         steps.step(num_accepted=1)
-        assert first.num_stored > before
+        assert first.num_cached > before
 
 
 # Preemption
 
 
 def test_priority_preempts_the_youngest_of_the_lowest_priority() -> None:
-    steps = Steps(make_scheduler(max_batch=4))
-    for name, priority in (("a", 1), ("b", 0), ("c", 0), ("d", 1)):
-        steps.add(one_request(name, 3, 40, priority=priority))
+    steps = Steps(make_scheduler(max_num_seqs=4))
+    low, middle, high = Tier.FLEX, Tier.DEFAULT, Tier.PRIORITY
+    for name, tier in (("a", middle), ("b", low), ("c", low), ("d", middle)):
+        steps.add(one_request(name, 3, 40, tier=tier))
     steps.step(num_accepted=1)
-    steps.add(one_request("e", 3, 40, priority=2))
+    steps.add(one_request("e", 3, 40, tier=high))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadb", "c")
-    steps.add(one_request("f", 3, 40, priority=1))
+    steps.add(one_request("f", 3, 40, tier=middle))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadf", "bc")
     assert steps.scheduler.num_preemptions == 2
-    steps.add(one_request("g", 3, priority=1))  # nobody is lower
+    steps.add(one_request("g", 3, tier=middle))  # nobody is lower
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadf", "gbc")
     steps.run()
 
 
 def test_priority_preempts_as_many_as_it_needs_pages() -> None:
-    steps = Steps(make_scheduler(12, page_size=4, max_positions=100))
+    steps = Steps(make_scheduler(12, page_size=4, max_num_batched_tokens=100))
     steps.add(*(one_request(name, 10) for name in "abc"))  # 3 pages each
     steps.step(num_accepted=1)
-    steps.add(one_request("d", 20, priority=1))  # 6 pages, 3 are free
+    steps.add(one_request("d", 20, tier=Tier.PRIORITY))  # 6 pages, 3 are free
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("dab", "c")
     steps.run()
 
 
 def test_nobody_is_preempted_where_it_would_not_be_enough() -> None:
-    steps = Steps(make_scheduler(12, page_size=4, max_positions=100))
-    steps.add(one_request("a", 30, priority=1), one_request("b", 8))  # 8 and 3 pages
+    steps = Steps(make_scheduler(12, page_size=4, max_num_batched_tokens=100))
+    steps.add(one_request("a", 30, tier=Tier.PRIORITY), one_request("b", 8))  # 8 and 3 pages
     steps.step(num_accepted=1)
-    steps.add(one_request("c", 20, priority=1))
+    steps.add(one_request("c", 20, tier=Tier.PRIORITY))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
     assert steps.scheduler.num_preemptions == 0
@@ -369,26 +372,26 @@ def test_nobody_is_preempted_where_it_would_not_be_enough() -> None:
 
 def test_shared_pages_do_not_count_as_gained() -> None:
     """Preempting b frees only its own page: it shares the others with a, which stays."""
-    steps = Steps(make_scheduler(8, page_size=4, max_positions=100))
+    steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
     prefix = list(range(16))
-    steps.add(one_request("a", [*prefix, 50], priority=1))
+    steps.add(one_request("a", [*prefix, 50], tier=Tier.PRIORITY))
     steps.step(num_accepted=1)
     steps.add(one_request("b", [*prefix, 60]))
     steps.step(num_accepted=1)
     assert steps.scheduler.pool.num_free == 2
-    steps.add(one_request("c", 12, priority=1))  # needs 4 pages, 3 at the most
+    steps.add(one_request("c", 12, tier=Tier.PRIORITY))  # needs 4 pages, 3 at the most
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
     steps.run()
 
 
 def test_where_pages_run_out_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
-    steps = Steps(make_scheduler(9, page_size=4, max_positions=100))
+    steps = Steps(make_scheduler(9, page_size=4, max_num_batched_tokens=100))
     oldest, middle, youngest = (one_request(name, 10, 24) for name in "abc")
     steps.add(oldest, middle, youngest)
     while not youngest.num_preemptions:
         steps.step(num_accepted=1)
-    assert (youngest.pages, youngest.num_stored, youngest.arrival) == ([], 0, 2)
+    assert (youngest.pages, youngest.num_cached, youngest.arrival) == ([], 0, 2)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
     steps.run()
     assert oldest.num_preemptions == 0
@@ -397,23 +400,23 @@ def test_where_pages_run_out_the_youngest_is_preempted_and_the_oldest_goes_on() 
 
 
 def test_a_preempted_request_finds_its_pages_again() -> None:
-    steps = Steps(make_scheduler(max_batch=1, max_positions=100))
+    steps = Steps(make_scheduler(max_num_seqs=1, max_num_batched_tokens=100))
     victim = one_request("a", 22, 40)
     steps.add(victim)
     steps.step(num_accepted=5)
     steps.step(num_accepted=5)  # 27 tokens are stored, 32 committed
-    steps.add(one_request("b", 2, 1, priority=1))
+    steps.add(one_request("b", 2, 1, tier=Tier.PRIORITY))
     steps.step()
-    assert (victim.num_preemptions, victim.num_stored) == (1, 0)
+    assert (victim.num_preemptions, victim.num_cached) == (1, 0)
     (work,) = steps.step()
     assert (work.request, work.num_tokens) == (victim, 32 - 24)
-    assert victim.num_reused == 0, "it was not found stored when it first came"
-    assert steps.scheduler.num_reused_tokens == 24
+    assert victim.num_prefix_hit_tokens == 0, "it was not found stored when it first came"
+    assert steps.scheduler.num_prefix_hit_tokens == 24
     steps.run()
 
 
 def test_nothing_is_reserved_for_output() -> None:
-    steps = Steps(make_scheduler(8, page_size=4, max_positions=100))
+    steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
     steps.add(*(one_request(name, 4, 28) for name in "abcd"))  # each may come to fill the pool
     assert len(steps.step()) == 4
     steps.run()
@@ -422,13 +425,17 @@ def test_nothing_is_reserved_for_output() -> None:
 # Prefix reuse
 
 
-@pytest.mark.parametrize("max_positions", [5, 100, 1024, 4096])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 100, 1024, 4096])
 @pytest.mark.parametrize("num_pages", [64, 34 + 32 * 4])
 def test_a_prefix_shared_by_requests_that_come_together_is_computed_once(
-    max_positions: int, num_pages: int
+    max_num_batched_tokens: int, num_pages: int
 ) -> None:
     scheduler = make_scheduler(
-        num_pages, page_size=16, max_batch=32, max_positions=max_positions, window=4
+        num_pages,
+        page_size=16,
+        max_num_seqs=32,
+        max_num_batched_tokens=max_num_batched_tokens,
+        window=4,
     )
     steps, prefix = Steps(scheduler), list(range(512))
     requests = [one_request(str(i), [*prefix, *[600 + i] * 20], 8) for i in range(32)]
@@ -440,13 +447,13 @@ def test_a_prefix_shared_by_requests_that_come_together_is_computed_once(
         most_held = max(most_held, len(held))
     fed_twice = sum(request.num_preemptions for request in requests) * 40
     assert steps.num_computed <= 512 + 32 * (20 + 8) + fed_twice
-    assert scheduler.num_reused_tokens >= 31 * 512
+    assert scheduler.num_prefix_hit_tokens >= 31 * 512
     assert most_held <= 32 + 32 * 2
     assert scheduler.pool.num_free == num_pages
 
 
 def test_a_prompt_stored_whole_still_feeds_its_last_token() -> None:
-    steps = Steps(make_scheduler(max_positions=100))
+    steps = Steps(make_scheduler(max_num_batched_tokens=100))
     for length, fed in ((16, 4), (17, 1), (18, 2)):
         prompt = [length] * length
         steps.add(one_request("a", prompt, 1))
@@ -454,45 +461,45 @@ def test_a_prompt_stored_whole_still_feeds_its_last_token() -> None:
         steps.add(again := one_request("b", prompt, 1))
         (work,) = steps.step()
         assert (work.num_tokens, work.reads_logits) == (fed, True)
-        assert again.num_reused == 16 if length > 16 else 12
-        assert again.num_reused == length - fed
+        assert again.num_prefix_hit_tokens == 16 if length > 16 else 12
+        assert again.num_prefix_hit_tokens == length - fed
 
 
 def test_answers_are_found_by_the_next_turn() -> None:
-    steps = Steps(make_scheduler(max_positions=100))
+    steps = Steps(make_scheduler(max_num_batched_tokens=100))
     steps.add(first := one_request("a", 10, 12))
     steps.run()
     assert len(first.tokens) == 22
     steps.add(second := one_request("b", [*first.tokens, 5, 6]))
     (work,) = steps.step()
-    assert (second.num_reused, work.num_tokens) == (20, 4)
+    assert (second.num_prefix_hit_tokens, work.num_tokens) == (20, 4)
 
 
 def test_tenants_find_only_their_own() -> None:
-    steps = Steps(make_scheduler(max_positions=100))
+    steps = Steps(make_scheduler(max_num_batched_tokens=100))
     prompt = list(range(20))
     for name, tenant, expected in (("a", "x", 0), ("b", "y", 0), ("c", "x", 16), ("d", "", 0)):
         steps.add(request := one_request(name, prompt, tenant=tenant))
         steps.run()
-        assert request.num_reused == expected
+        assert request.num_prefix_hit_tokens == expected
     steps.add(*(one_request(name, list(range(50, 70)), tenant=name) for name in "xyz"))
     assert len(steps.step()) == 3, "nobody waits for another tenant's page"
 
 
 def test_reuse_can_be_off() -> None:
-    steps = Steps(make_scheduler(max_positions=100, reuse_prefixes=False))
+    steps = Steps(make_scheduler(max_num_batched_tokens=100, enable_prefix_caching=False))
     prompt = list(range(20))
     steps.add(one_request("a", prompt), one_request("b", prompt))
     assert [work.num_tokens for work in steps.step()] == [20, 20]
     steps.run()
     steps.add(third := one_request("c", prompt))
     assert [work.num_tokens for work in steps.step()] == [20]
-    assert (third.num_reused, steps.scheduler.num_reused_tokens) == (0, 0)
+    assert (third.num_prefix_hit_tokens, steps.scheduler.num_prefix_hit_tokens) == (0, 0)
 
 
 def test_pages_computed_twice_are_kept_once() -> None:
     """Short prompts do not wait for each other; what they stored is the same all the same."""
-    steps = Steps(make_scheduler(page_size=2, max_positions=100))
+    steps = Steps(make_scheduler(page_size=2, max_num_batched_tokens=100))
     first, second = (one_request(name, [5, 6, 7, 8, 9]) for name in "ab")
     steps.add(first, second)
     assert [work.num_tokens for work in steps.step(num_accepted=1)] == [5, 5]
@@ -503,19 +510,19 @@ def test_pages_computed_twice_are_kept_once() -> None:
 
 def test_the_first_request_is_never_passed_over() -> None:
     """Another one with the same prompt is half way when a more important one comes."""
-    steps = Steps(make_scheduler(max_positions=10))
+    steps = Steps(make_scheduler(max_num_batched_tokens=10))
     prompt = list(range(40))
     steps.add(one_request("a", prompt))
     steps.step()
-    steps.add(first := one_request("b", prompt, priority=1))
+    steps.add(first := one_request("b", prompt, tier=Tier.PRIORITY))
     works = steps.step()
     assert works[0].request is first
-    assert first.num_reused == 8
+    assert first.num_prefix_hit_tokens == 8
 
 
 def test_nobody_is_passed_over_for_its_own_last_page() -> None:
     """The last token is fed in any case, so that its page could not be taken over."""
-    steps, prompt = Steps(make_scheduler(max_positions=100, window=2)), list(range(8))
+    steps, prompt = Steps(make_scheduler(max_num_batched_tokens=100, window=2)), list(range(8))
     steps.add(one_request("a", prompt[:5], 1))
     steps.run()
     steps.add(one_request("b", [*prompt, 50, 51]), one_request("c", prompt))
@@ -523,22 +530,22 @@ def test_nobody_is_passed_over_for_its_own_last_page() -> None:
 
 
 def test_nobody_is_passed_over_inside_a_page() -> None:
-    steps, prompt = Steps(make_scheduler(max_positions=6, window=2)), list(range(8))
+    steps, prompt = Steps(make_scheduler(max_num_batched_tokens=6, window=2)), list(range(8))
     steps.add(one_request("a", [*prompt, *range(50, 60)], threshold=1.0))
     assert [work.num_tokens for work in steps.step()] == [6]
-    steps.add(one_request("b", [*prompt, 70], threshold=1.0, priority=1))
+    steps.add(one_request("b", [*prompt, 70], threshold=1.0, tier=Tier.PRIORITY))
     assert [work.num_tokens for work in steps.step()] == [5, 1]
 
 
 def test_cached_prefixes_give_way_to_requests() -> None:
-    steps = Steps(make_scheduler(8, page_size=4, max_positions=100))
+    steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
     steps.add(one_request("a", list(range(20)), 1))
     steps.run()
     steps.add(one_request("b", list(range(100, 125)), 4))
     steps.run()
     steps.add(again := one_request("c", list(range(20)), 1))
     steps.step()
-    assert again.num_reused == 4, "of five pages, one was not needed by the other"
+    assert again.num_prefix_hit_tokens == 4, "of five pages, one was not needed by the other"
 
 
 # Windows
@@ -569,7 +576,7 @@ def test_no_mask_is_fed_in_vain(
 
 
 def test_windows_are_chosen_for_those_that_leave_it_open() -> None:
-    steps, asked = Steps(make_scheduler(max_positions=100)), list[str]()
+    steps, asked = Steps(make_scheduler(max_num_batched_tokens=100)), list[str]()
 
     def choose(rows: list[Request]) -> list[Masks]:
         asked.append(ids(rows))
@@ -589,7 +596,7 @@ def test_windows_are_chosen_for_those_that_leave_it_open() -> None:
 
 def test_chosen_windows_give_way_to_the_budget_and_pinned_ones_wait() -> None:
     for window, expected in ((None, [(1, 4), (1, 4), (1, 1)]), (4, [(1, 4), (1, 4)])):
-        scheduler = make_scheduler(max_positions=12)
+        scheduler = make_scheduler(max_num_batched_tokens=12)
         steps = Steps(scheduler)
         steps.add(*(one_request(name, 1, 50, window=window) for name in "abc"))
         works = steps.step(choose=lambda rows: [(4,)] * len(rows))
@@ -600,9 +607,9 @@ def test_chosen_windows_give_way_to_the_budget_and_pinned_ones_wait() -> None:
 
 
 def test_work_that_was_not_stored_is_scheduled_again() -> None:
-    steps = Steps(make_scheduler(max_positions=30))
+    steps = Steps(make_scheduler(max_num_batched_tokens=30))
     steps.add(one_request("a", 20), one_request("b", 20))  # 3 masks behind the first
     first = steps.step(fails=True)
-    assert [(work.num_tokens, work.request.num_stored) for work in first] == [(20, 0), (7, 0)]
+    assert [(work.num_tokens, work.request.num_cached) for work in first] == [(20, 0), (7, 0)]
     assert steps.step() == first
     steps.run()

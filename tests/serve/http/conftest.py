@@ -26,7 +26,7 @@ from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 
 CREATED = 1_700_000_000
-ENGINE = EngineSettings(page_size=8, num_pages=128, max_batch=4, max_positions=65)
+ENGINE = EngineSettings(page_size=8, num_pages=128, max_num_seqs=4, max_num_batched_tokens=65)
 
 
 class LoopBackend:

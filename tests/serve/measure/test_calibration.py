@@ -219,7 +219,7 @@ def test_measuring_equals_a_slow_direct_computation(model_dir: Path, data: Path)
         items,
         max_tokens=MAX_TOKENS,
         max_cursors=10000,
-        max_batch=5,
+        max_num_seqs=5,
         dtype=torch.float32,
         device="cpu",
         on_progress=lambda *progress: seen.append(progress),

@@ -231,14 +231,14 @@ def items() -> list[EvalItem]:
 @pytest.fixture(scope="module")
 def run(model: PreTrainedModel, checkpoint: Checkpoint) -> Callable[..., list[Outcome]]:
     def run(
-        items: list[EvalItem], setting: Setting, *, max_batch: int = 5, **options: Any
+        items: list[EvalItem], setting: Setting, *, max_num_seqs: int = 5, **options: Any
     ) -> list[Outcome]:
         fields = {"max_tokens": MAX_TOKENS, **options}
         engine = evaluation_engine(
             checkpoint,
             items,
             max_tokens=fields["max_tokens"],
-            max_batch=max_batch,
+            max_num_seqs=max_num_seqs,
             model=copy.deepcopy(model),
         )
         outcomes = run_setting(engine, items, setting, **fields)
@@ -284,8 +284,8 @@ def test_outcomes_do_not_depend_on_the_batch(
     items: list[EvalItem], run: Run, setting: Setting
 ) -> None:
     together = run(items, setting)
-    assert together == run(items, setting, max_batch=1)
-    assert together == run(items, setting, max_batch=40)
+    assert together == run(items, setting, max_num_seqs=1)
+    assert together == run(items, setting, max_num_seqs=40)
     assert together == [run([item], setting)[0] for item in items]
 
 
@@ -308,7 +308,7 @@ def test_one_engine_serves_one_setting_after_the_other(
     model: PreTrainedModel, checkpoint: Checkpoint, items: list[EvalItem], run: Run
 ) -> None:
     engine = evaluation_engine(
-        checkpoint, items, max_tokens=MAX_TOKENS, max_batch=5, model=copy.deepcopy(model)
+        checkpoint, items, max_tokens=MAX_TOKENS, max_num_seqs=5, model=copy.deepcopy(model)
     )
     for setting in (HASTY, ONE_TOKEN, HASTY):
         assert run_setting(engine, items, setting, max_tokens=MAX_TOKENS) == run(items, setting)
@@ -324,7 +324,7 @@ def test_the_longest_items_run_together(
     lengths = [1, 1, 1, *range(40, 50)]
     items = [EvalItem(str(n), (4 + n,) * n, None, False) for n in lengths]  # nothing to share
     engine = evaluation_engine(
-        wide, items, max_tokens=190, max_batch=10, model=copy.deepcopy(model)
+        wide, items, max_tokens=190, max_num_seqs=10, model=copy.deepcopy(model)
     )
     accept_all = DecodingOptions(190, Mode.THRESHOLD, 1e-9)
     for index, item in enumerate(items[3:]):
@@ -361,7 +361,7 @@ def test_a_plain_checkpoint_decodes_in_ar_only(
 ) -> None:
     plain = replace(checkpoint, metadata=None)
     engine = evaluation_engine(
-        plain, items, max_tokens=MAX_TOKENS, max_batch=5, model=copy.deepcopy(model)
+        plain, items, max_tokens=MAX_TOKENS, max_num_seqs=5, model=copy.deepcopy(model)
     )
     outcomes = run_setting(engine, items, ONE_TOKEN, max_tokens=MAX_TOKENS)
     assert outcomes == run(items, ONE_TOKEN)
@@ -407,7 +407,7 @@ def test_a_draw_depends_on_the_item_and_the_seed(numbered: list[EvalItem], run: 
     setting = Setting(Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=2**63 - 2))
     whole = run(numbered, setting)
     assert whole[1::3] == run(numbered[1::3], setting)
-    assert whole == run(numbered, setting, max_batch=2)
+    assert whole == run(numbered, setting, max_num_seqs=2)
     other = replace(setting, sampling=replace(setting.sampling, seed=3))
     assert whole != run(numbered, other)
     twice = [replace(numbered[5], index=index, source=str(index)) for index in range(2)]
@@ -424,7 +424,7 @@ def test_no_mask_is_left_out_for_want_of_room(
     )
     items = [EvalItem(str(n), (4 + n,) * 5, None, False) for n in range(10)]
     engine = evaluation_engine(
-        wide, items, max_tokens=60, max_batch=10, exact=True, model=copy.deepcopy(model)
+        wide, items, max_tokens=60, max_num_seqs=10, exact=True, model=copy.deepcopy(model)
     )
     for index, item in enumerate(items):
         options = DecodingOptions(60, Mode.EXACT, outcomes=Outcomes.ALL)
@@ -586,7 +586,7 @@ def test_command_equals_the_core(
     thresholds = [row["threshold"] for row in found["rows"]]
     assert thresholds == [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
     items = read(data, model=taught_dir)
-    engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_batch=3)
+    engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_num_seqs=3)
     setting = Setting(Mode.THRESHOLD, 0.7)
     ours, theirs = (run_setting(engine, items, s, max_tokens=32) for s in (setting, ONE_TOKEN))
     expected = asdict(score(ours, theirs))
@@ -645,7 +645,7 @@ def test_the_table_names_layouts_and_sampling(
 
 def test_an_end_token_is_no_part_of_the_answer(taught_dir: Path, tmp_path: Path) -> None:
     items = read(write(tmp_path / "a.jsonl", row("six", answer="4")), model=taught_dir)
-    engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_batch=1)
+    engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_num_seqs=1)
     (outcome,) = run_setting(engine, items, ONE_TOKEN, max_tokens=32)
     assert engine.checkpoint.tokenizer.decode(outcome.tokens) == "Answer: 4!"
     assert (outcome.finish_reason, outcome.correct) == (FinishReason.STOP, True)

@@ -141,7 +141,7 @@ def test_points_are_what_decoding_by_itself_gives(
     measured = measure_frontier(
         checkpoint, items, OPTIONS, WorkingFile(checkpoint.path, "key"), Seen()
     )
-    engine = evaluation_engine(checkpoint, items, max_tokens=MAX_TOKENS, max_batch=8, exact=True)
+    engine = evaluation_engine(checkpoint, items, max_tokens=MAX_TOKENS, max_num_seqs=8, exact=True)
     for setting, point in zip(OPTIONS.settings, measured.frontier.points, strict=True):
         outcomes = run_setting(engine, items, setting, max_tokens=MAX_TOKENS)
         result = score(outcomes)
@@ -179,7 +179,7 @@ def test_log_likelihoods_of_texts_that_begin_alike(
 ) -> None:
     long = items[0].prompt * 4
     texts = [(long, (20,)), (long, (20, 30, 40)), (long[:-1], (long[-1], 20)), (long[:1], (9, 9))]
-    engine = evaluation_engine(checkpoint, items, max_tokens=90, max_batch=2)
+    engine = evaluation_engine(checkpoint, items, max_tokens=90, max_num_seqs=2)
     counts: list[int] = []
     found = log_likelihoods(engine, texts, counts.append)
     assert found == pytest.approx(directly(checkpoint, texts), abs=1e-4)
@@ -332,7 +332,7 @@ def test_prefill_steps_are_full_of_prompts(max_length: int, num_rows: int) -> No
     for works in steps:
         assert len(works) == num_rows
         assert sum(work.num_positions for work in works) == 128
-        assert all(work.num_masks == 0 and work.request.num_stored == 0 for work in works)
+        assert all(work.num_masks == 0 and work.request.num_cached == 0 for work in works)
         assert all(work.num_tokens <= max_length for work in works)
     assert pool.num_free == pool.num_pages
 
@@ -349,8 +349,8 @@ def test_steps_are_timed_up_to_the_widest_row() -> None:
     times = measure_steps(
         run,
         pool,
-        max_batch=4,
-        max_positions=1000,
+        max_num_seqs=4,
+        max_num_batched_tokens=1000,
         max_length=100,
         window=4,
         widest_row=25,

@@ -6,13 +6,14 @@ import pytest
 
 from mars_autoscale.policy.control import Totals
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.request import DecodingOptions, Request
-from mars_serve.observability.request_load import Group, RequestLoad, group_of
+from mars_serve.observability.request_load import RequestLoad, live_tier
 
 LIVE = DecodingOptions(20, threshold=None)
-FLEX = replace(LIVE, priority=-1)
+FLEX = replace(LIVE, tier=Tier.FLEX)
 PINNED = replace(LIVE, threshold=0.9)
-EXACT = replace(LIVE, mode=Mode.EXACT, priority=1)
+EXACT = replace(LIVE, mode=Mode.EXACT, tier=Tier.PRIORITY)
 
 
 def request(options: DecodingOptions = LIVE, num_prompt: int = 10) -> Request:
@@ -20,21 +21,21 @@ def request(options: DecodingOptions = LIVE, num_prompt: int = 10) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("options", "group"),
+    ("options", "tier"),
     [
-        (LIVE, Group.DEFAULT),
-        (replace(LIVE, priority=1), Group.DEFAULT),
-        (FLEX, Group.FLEX),
-        (PINNED, Group.PINNED),
-        (replace(FLEX, threshold=0.9), Group.PINNED),
-        (EXACT, Group.PINNED),
-        (replace(FLEX, mode=Mode.AR), Group.PINNED),
+        (LIVE, Tier.DEFAULT),
+        (replace(LIVE, tier=Tier.PRIORITY), Tier.DEFAULT),
+        (FLEX, Tier.FLEX),
+        (PINNED, None),
+        (replace(FLEX, threshold=0.9), None),
+        (EXACT, None),
+        (replace(FLEX, mode=Mode.AR), None),
     ],
 )
 def test_a_request_belongs_to_those_whose_threshold_it_has(
-    options: DecodingOptions, group: Group
+    options: DecodingOptions, tier: Tier | None
 ) -> None:
-    assert group_of(request(options)) is group
+    assert live_tier(request(options)) is tier
 
 
 def test_what_comes_and_ends_is_counted() -> None:
@@ -43,7 +44,7 @@ def test_what_comes_and_ends_is_counted() -> None:
     load.come(first)
     load.come(second)
     assert load.totals == Totals(2, 40, 0, 0)
-    load.begun(second, num_reused=16)
+    load.begun(second, num_prefix_hit_tokens=16)
     assert load.totals == Totals(2, 24, 0, 0)
     load.gone(second, has_begun=True, num_tokens=7)
     assert load.totals == Totals(2, 24, 1, 7)
@@ -54,39 +55,39 @@ def test_what_never_began_does_not_count_as_ended() -> None:
     load.come(request())
     load.gone(request(), has_begun=False, num_tokens=0)
     assert load.totals == Totals(1, 10, 0, 0)
-    assert load.num_ahead(0) == 0
+    assert load.num_ahead(Tier.DEFAULT) == 0
 
 
 def test_what_is_refused_has_arrived_and_is_not_there() -> None:
     load = RequestLoad()
     load.refused(request(FLEX))
     assert load.totals == Totals(1, 10, 0, 0)
-    assert (load.num_ahead(-1), load.share(Group.FLEX)) == (0, 0.0)
+    assert (load.num_ahead(Tier.FLEX), load.share(Tier.FLEX)) == (0, 0.0)
 
 
 def test_shares_are_of_those_that_are_there() -> None:
     load = RequestLoad()
-    assert [load.share(group) for group in Group] == [0.0, 0.0, 0.0]
+    assert [load.share(tier) for tier in (None, Tier.DEFAULT, Tier.FLEX)] == [0.0, 0.0, 0.0]
     for options in (LIVE, FLEX, FLEX, PINNED):
         load.come(request(options))
-    assert load.share(Group.DEFAULT) == load.share(Group.PINNED) == 0.25
-    assert load.share(Group.FLEX) == 0.5
+    assert load.share(Tier.DEFAULT) == load.share(None) == 0.25
+    assert load.share(Tier.FLEX) == 0.5
     load.begun(request(FLEX), 0)
-    assert load.share(Group.FLEX) == 0.5
+    assert load.share(Tier.FLEX) == 0.5
     load.gone(request(FLEX), has_begun=True, num_tokens=3)
     load.gone(request(FLEX), has_begun=False, num_tokens=0)
-    assert load.share(Group.FLEX) == 0.0
-    assert load.share(Group.DEFAULT) == 0.5
+    assert load.share(Tier.FLEX) == 0.0
+    assert load.share(Tier.DEFAULT) == 0.5
 
 
 def test_those_of_the_same_or_a_higher_priority_are_ahead_until_they_begin() -> None:
     load = RequestLoad()
     for options in (LIVE, LIVE, FLEX, EXACT):
         load.come(request(options))
-    assert [load.num_ahead(priority) for priority in (1, 0, -1)] == [1, 3, 4]
+    assert [load.num_ahead(tier) for tier in Tier] == [1, 3, 4]
     load.begun(request(LIVE), 0)
-    assert [load.num_ahead(priority) for priority in (1, 0, -1)] == [1, 2, 3]
+    assert [load.num_ahead(tier) for tier in Tier] == [1, 2, 3]
     load.gone(request(LIVE), has_begun=True, num_tokens=5)
-    assert load.num_ahead(-1) == 3
+    assert load.num_ahead(Tier.FLEX) == 3
     load.gone(request(FLEX), has_begun=False, num_tokens=0)
-    assert [load.num_ahead(priority) for priority in (1, 0, -1)] == [1, 2, 2]
+    assert [load.num_ahead(tier) for tier in Tier] == [1, 2, 2]

@@ -35,7 +35,7 @@ PROMPT = list(range(10, 22))
 
 
 def settings_of(path: Path) -> ModelSettings:
-    engine = EngineSettings(page_size=8, num_pages=64, max_batch=4, max_requests=8)
+    engine = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_requests=8)
     return ModelSettings(name="mars", path=str(path), engine=engine)
 
 

@@ -37,7 +37,7 @@ def plan_with(path: Path, hardware: str, measured_dtype: str, **settings: Any) -
     model = ModelSettings(
         name="mars",
         path=str(path),
-        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        engine=EngineSettings(page_size=8, num_pages=64, max_num_seqs=4),
         autoscaling={"max_replicas": 3},
         **settings,
     )

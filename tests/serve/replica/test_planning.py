@@ -52,7 +52,7 @@ def settings_of(
         name="mars",
         path=str(path),
         tiers=tiers or {},
-        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        engine=EngineSettings(page_size=8, num_pages=64, max_num_seqs=4),
         autoscaling={"max_replicas": 3, **autoscaling},
     )
 
@@ -63,7 +63,7 @@ def test_the_plan_is_that_of_the_frontier_and_the_settings(model_dir: Path) -> N
     assert plan is not None
     assert plan.refused is None
     assert [rung.threshold for rung in plan.capacity.rungs] == [1.0, 0.9]
-    assert plan.capacity.num_slots == 4
+    assert plan.capacity.max_num_seqs == 4
     assert plan.capacity.tokens_per_s(plan.capacity.rungs[0]) == pytest.approx(4 / 0.02)
     assert plan.capacity.prefill_tokens_per_s == 10_000
     assert (plan.settings.max_replicas, plan.settings.cold_start_s) == (3, 30)
@@ -76,7 +76,7 @@ def test_there_is_none_where_the_threshold_is_not_autoscaled(
     settings = ModelSettings(
         name="mars",
         path=str(model_dir),
-        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        engine=EngineSettings(page_size=8, num_pages=64, max_num_seqs=4),
         autoscaling=autoscaling,
     )
     assert plan_of(settings, load_engine(settings), TIMES) is None

@@ -16,6 +16,7 @@ import pytest
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.policy.control import LoadReport, Plan, Totals
 from mars_autoscale.policy.decide import OuterSettings
+from mars_platform.tier import Tier
 from mars_serve.config.served import LiveThreshold, ThresholdRange
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.ipc import loop as engine_loop
@@ -44,8 +45,8 @@ CAPACITY = Capacity(linear_step_time(0.1, 1000), LADDER, SLOTS, 1_000)
 PLAN = Plan(CAPACITY, OuterSettings(max_replicas=4, period_s=2.0))
 WIDE = ThresholdRange(0.9, 0.7, 1.0, False)
 IDLE = EngineStatus(0, 0, 0, 8, 8, 0, 0)
-FLEX = DecodingOptions(20, threshold=None, priority=-1)
-DEFAULT = replace(FLEX, priority=0)
+FLEX = DecodingOptions(20, threshold=None, tier=Tier.FLEX)
+DEFAULT = replace(FLEX, tier=Tier.DEFAULT)
 
 
 def status_of(num_running: int, num_waiting: int = 0, **more: int) -> EngineStatus:
@@ -164,7 +165,7 @@ async def test_class_flex_pays_first(engine: Engine) -> None:
     steering.step(100.0)
     steering.step(101.0)  # a batch that is full for a moment is waited out
     assert engine.loop.live.threshold == 1.0
-    assert engine.loop.live.threshold_of(-1) < 1.0
+    assert engine.loop.live.threshold_of(Tier.FLEX) < 1.0
 
 
 async def test_quiet_brings_the_target_back(engine: Engine) -> None:
@@ -183,12 +184,12 @@ async def test_where_prompts_are_the_load_quality_is_not_spent(engine: Engine) -
     steering = steering_of(engine)
     steering.take(live_with(WIDE), 100.0)
     for i in range(6):  # half of what it can compute, those found stored left out
-        more = {"num_prompt_tokens": 1_500 * i, "num_reused_tokens": 1_000 * i}
+        more = {"num_prompt_tokens": 1_500 * i, "num_prefix_hit_tokens": 1_000 * i}
         await engine.show(replace(FULL, **more))
         steering.step(100.0 + i)
     assert engine.loop.live.threshold == 1.0
     for i in range(6, 14):
-        await engine.show(replace(FULL, num_prompt_tokens=7_500 + i, num_reused_tokens=5_000))
+        await engine.show(replace(FULL, num_prompt_tokens=7_500 + i, num_prefix_hit_tokens=5_000))
         steering.step(100.0 + i)
     assert engine.loop.live.threshold == 0.9
 
@@ -277,10 +278,10 @@ async def test_what_is_refused_counts_as_arrived(engine: Engine) -> None:
     load = full_load()
     steering = steering_of(engine, load, objective_ttft_s=3.0)
     steering.take(live_with(SATURATED), 100.0)
-    before, num_ahead = load.totals, load.num_ahead(-1)
+    before, num_ahead = load.totals, load.num_ahead(Tier.FLEX)
     assert is_refused(steering, FLEX)
     assert load.totals == replace(before, arrived=4, prompt_tokens=4)
-    assert load.num_ahead(-1) == num_ahead
+    assert load.num_ahead(Tier.FLEX) == num_ahead
     assert not is_refused(steering, DEFAULT)
     assert load.totals.arrived == 4, "it is counted once it runs"
 
@@ -311,15 +312,15 @@ async def test_of_an_old_range_only_the_floors_hold(engine: Engine) -> None:
     await engine.show(status_of(SLOTS))
     steering.step(111.0)
     steering.step(112.0)
-    assert engine.loop.live.threshold_of(-1) == 0.9  # what it takes for a gain of 1.8
+    assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9  # what it takes for a gain of 1.8
     assert is_refused(steering, FLEX)
     for i in range(1, 8):
         steering.step(112.0 + i)
-    assert engine.loop.live.threshold_of(-1) == 0.95  # its own load asks for no more
+    assert engine.loop.live.threshold_of(Tier.FLEX) == 0.95  # its own load asks for no more
     assert not is_refused(steering, FLEX)
     await engine.show(FULL)
     steering.step(130.0)
-    assert engine.loop.live.threshold_of(-1) == 0.9
+    assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9
 
 
 # What it reports

@@ -137,7 +137,7 @@ def _decode(
         checkpoint,
         items,
         max_tokens=settings.max_tokens,
-        max_batch=_BATCH,
+        max_num_seqs=_BATCH,
         model=model,
         device=str(device),
     )

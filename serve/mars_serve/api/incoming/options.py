@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
 from mars_serve.api.text import StopRules
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 NUM_SEEDS = 2**63
 
-_PRIORITY = {ServiceTier.PRIORITY: 1, ServiceTier.DEFAULT: 0, ServiceTier.FLEX: -1}
 """Of the engine's queue."""
 
 
@@ -74,7 +74,7 @@ def decoding_options(
         threshold=threshold,
         min_threshold=floor,
         confidence=body.confidence or Confidence.PROBABILITY,
-        priority=_PRIORITY[tier],
+        tier=Tier(tier),
         sampling=_sampling(body, len(checkpoint.tokenizer), max_tokens),
         grammar=grammar,
         stop_ids=_stop_ids(body, len(checkpoint.tokenizer)),

@@ -132,7 +132,7 @@ class Choice:
 
     def _take(self, output: StepOutput) -> Delta | None:
         """What a pass gave; None where it fed but a part of the prompt."""
-        self.passes.num_cached += output.num_reused
+        self.passes.num_cached += output.num_prefix_hit_tokens
         self.passes.queue_s += output.queue_s
         self._scored += output.prompt_logprobs
         if not output.tokens and output.finish_reason is None:

@@ -97,9 +97,11 @@ def build_engine(
     window = metadata.block_size if metadata else 0
     settings = EngineSettings(
         num_pages=sum(nlargest(batch, pages)),
-        max_batch=batch,
-        max_positions=max(defaults.max_positions, batch * widest_row(window, exact=exact)),
-        reuse_prefixes=False,  # rounds repeat the same prompts
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(
+            defaults.max_num_batched_tokens, batch * widest_row(window, exact=exact)
+        ),
+        enable_prefix_caching=False,  # rounds repeat the same prompts
         compile=compiled,
     )
     engine = Engine(

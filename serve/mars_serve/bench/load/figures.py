@@ -13,8 +13,8 @@ from statistics import fmean
 
 import numpy as np
 
-from mars_autoscale.traces.files import ServiceClass
 from mars_platform.statistics import Estimate, proportion
+from mars_platform.tier import Tier
 from mars_serve.bench.load.costs import NO_LOSSES, Losses, quality_loss, replica_costs
 from mars_serve.bench.load.send import REJECTIONS, LiveView, Outcome, Replayed
 
@@ -98,7 +98,7 @@ class LoadFigures:
     """Planned requests whose lengths were cut to what the model takes."""
     was_interrupted: bool
     all: ClassFigures
-    classes: dict[ServiceClass, ClassFigures]
+    classes: dict[Tier, ClassFigures]
     """Those that were planned."""
     replica_hours: float | None
     """See `mars_serve.bench.load.costs.ReplicaCosts`, as below."""
@@ -117,7 +117,7 @@ def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSE
     """
     outcomes, planned = replayed.outcomes, replayed.plan.requests
     duration_s = max((outcome.end_s or outcome.sent_s for outcome in outcomes), default=0.0)
-    classes = [each for each in ServiceClass if any(r.service_class == each for r in planned)]
+    classes = [each for each in Tier if any(r.tier == each for r in planned)]
     return LoadFigures(
         duration_s=duration_s,
         lateness_p99_s=_quantile([outcome.lateness_s for outcome in outcomes], 0.99),
@@ -127,7 +127,7 @@ def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSE
         all=class_figures(outcomes, objective_s, duration_s, losses),
         classes={
             each: class_figures(
-                [outcome for outcome in outcomes if outcome.request.service_class == each],
+                [outcome for outcome in outcomes if outcome.request.tier == each],
                 objective_s,
                 duration_s,
                 losses,

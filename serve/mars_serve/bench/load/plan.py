@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
-from mars_autoscale.traces.files import ServiceClass, TraceRequest
+from mars_autoscale.traces.files import TraceRequest
 from mars_platform.data.conversations import parse_conversation, read_answer
 from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class PlannedRequest:
     index: int
     at_s: float
     """Seconds after the start."""
-    service_class: ServiceClass
+    tier: Tier
     prompt_tokens: int
     max_tokens: int
     is_capped: bool = False
@@ -58,7 +59,7 @@ class Plan:
         """Path and body of a request; made when it is due, as all prompts of a trace are large."""
         body: dict[str, Any] = {
             "model": self.model,
-            "service_tier": request.service_class,
+            "service_tier": request.tier,
             "max_tokens": request.max_tokens,
             "stream": True,
         }
@@ -121,9 +122,7 @@ def made_up_requests(
         num_prompt = min(max(each.prompt_tokens, 1), max_length - num_output)
         is_capped = num_prompt < each.prompt_tokens or num_output < each.output_tokens
         at_s = each.arrival_s / speedup
-        requests.append(
-            PlannedRequest(index, at_s, each.service_class, num_prompt, num_output, is_capped)
-        )
+        requests.append(PlannedRequest(index, at_s, each.tier, num_prompt, num_output, is_capped))
     return requests
 
 
@@ -156,7 +155,7 @@ def question_requests(
                 f"room in the model's {max_length}; shorten it or leave the row out"
             )
         wanted = max_tokens or each.output_tokens
-        at_s, tier = each.arrival_s / speedup, each.service_class
+        at_s, tier = each.arrival_s / speedup, each.tier
         requests.append(
             PlannedRequest(
                 index, at_s, tier, num_prompt, min(wanted, room), wanted > room, question

@@ -201,7 +201,7 @@ def _csv_row(outcome: Outcome) -> dict[str, Any]:
     request = outcome.request
     return {
         "index": request.index,
-        "class": request.service_class,
+        "class": request.tier,
         "at_s": round(request.at_s, 6),
         "sent_s": round(outcome.sent_s, 6),
         "ttft_s": round(outcome.ttft_s, 6) if math.isfinite(outcome.ttft_s) else None,

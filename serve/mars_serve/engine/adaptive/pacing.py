@@ -50,14 +50,14 @@ def step_load(works: Sequence[Work], window: int) -> StepLoad:
         window: masks of a row at the most. A row with more unstored tokens than one pass can leave
             is in its prompt, as for the scheduler; the masks behind the last of it decode.
     """
-    decoding = [work for work in works if work.request.num_unstored <= window + 1]
+    decoding = [work for work in works if work.request.num_uncached <= window + 1]
     num_fed = sum(work.num_positions for work in works)
     prompt_tokens = sum(work.num_tokens for work in works)
     prompt_tokens -= sum(work.num_tokens for work in decoding)
     return StepLoad(
         decodes=bool(decoding) or any(work.reads_logits for work in works),
         positions=num_fed - prompt_tokens,
-        stored=sum(work.request.num_stored for work in decoding),
+        stored=sum(work.request.num_cached for work in decoding),
         prompt_tokens=prompt_tokens,
     )
 

@@ -331,7 +331,7 @@ class WindowChooser:
         is_other_step = change > max(_SHORT_PROMPT, len(rows) * self._max_window)
         if self._num_kept > self._interval or is_other_step:
             if stored is None:
-                stored = sum(request.num_stored for request in rows)
+                stored = sum(request.num_cached for request in rows)
             self._renew(rows, other_positions, stored)
         return [self._masks(request) for request in rows]
 
@@ -349,7 +349,7 @@ class WindowChooser:
         self._acceptance.advance(self._num_kept - 1)
         self._learn_overhead()
         longest = self._max_window + 1
-        fed = sum(min(request.num_unstored, longest) + len(request.drafts) for request in rows)
+        fed = sum(min(request.num_uncached, longest) + len(request.drafts) for request in rows)
         fed += other_positions
         windows = self._choose(rows, fed, stored)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}

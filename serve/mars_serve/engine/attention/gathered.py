@@ -199,7 +199,7 @@ class GatheredAttention:
         pages = [
             page
             for row in rows
-            for page in row.pages[-(-row.num_stored // size) : self._num_pages(row)]
+            for page in row.pages[-(-row.num_cached // size) : self._num_pages(row)]
         ]
         if pages:
             self._clear(pages)
@@ -275,7 +275,7 @@ class GatheredAttention:
         for members in groups:
             ones = [index for index in members if rows[index].length == 1]
             width = max(rows[index].length for index in members)
-            keys = sum(rows[index].num_stored for index in ones)
+            keys = sum(rows[index].num_cached for index in ones)
             saved = (width - 1) * keys * self._per_kv * self._shape.num_heads * self._shape.head_dim
             if len(ones) < len(members) and saved > _WIDTH_COST:
                 split += [ones, [index for index in members if rows[index].length > 1]]
@@ -285,7 +285,7 @@ class GatheredAttention:
 
     def _num_pages(self, row: Row) -> int:
         """Pages of a row's committed tokens, those of this step included."""
-        return -(-(row.num_stored + row.num_tokens) // self.page_size)
+        return -(-(row.num_cached + row.num_tokens) // self.page_size)
 
     def _scratch_pages(self, rows: Sequence[Row]) -> list[list[int]]:
         starts = [self._scratch + index * self._scratch_per_row for index in range(len(rows))]
@@ -297,7 +297,7 @@ class GatheredAttention:
         size = self.page_size
         slots: list[int] = []
         for row, masks in zip(batch.rows, scratch, strict=True):
-            tokens = range(row.num_stored, row.num_stored + row.num_tokens)
+            tokens = range(row.num_cached, row.num_cached + row.num_tokens)
             slots += [row.pages[t // size] * size + t % size for t in tokens]
             slots += [masks[m // size] * size + m % size for m in range(row.num_masks)]
         slots += [self._waste * size] * (len(batch.ids) - len(slots))
@@ -349,7 +349,7 @@ class GatheredAttention:
 
     def _hidden(self, rows: list[Row], used: list[int], width: int, num_pages: int) -> Tensor:
         """Additive mask; padding sees something, so that no row is empty."""
-        stored = np.array([[row.num_stored] for row in rows])
+        stored = np.array([[row.num_cached] for row in rows])
         tokens = np.array([[row.num_tokens] for row in rows])
         place, key = np.arange(width), np.arange(num_pages * self.page_size)
         seen = stored + np.minimum(place + 1, tokens)  # [rows, width]
@@ -359,7 +359,7 @@ class GatheredAttention:
             first = first + np.zeros_like(place)  # [rows, width]
             for index, row in enumerate(rows):
                 leading, own = (np.array(part)[row.num_tokens :] for part in row.visible())
-                seen[index, row.num_tokens : row.length] = row.num_stored + leading
+                seen[index, row.num_tokens : row.length] = row.num_cached + leading
                 first[index, row.num_tokens : row.length] += own - row.num_tokens
         visible = key < seen[:, :, None]
         if any(row.num_masks for row in rows):

@@ -61,7 +61,7 @@ def choose_attention(
         num_query_heads=model.config.num_attention_heads,
         num_pages=num_pages,
         page_size=page_size,
-        max_rows=settings.max_batch,
+        max_rows=settings.max_num_seqs,
         max_masks=max_masks,
         dtype=dtype,
         device=device,

@@ -77,7 +77,7 @@ class StepShape:
 
 def stored_pages(batch: StepBatch, page_size: int) -> int:
     """Pages of stored tokens of the row that has most."""
-    return max((-(-row.num_stored // page_size) for row in batch.rows), default=0)
+    return max((-(-row.num_cached // page_size) for row in batch.rows), default=0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class VarlenPlan:
     has_stored: Tensor  # bool [places, 1], whether the place's row has stored tokens
     order: Tensor  # int64 [places], each place's index in rectangle and wide rows laid flat
     query_starts: Tensor  # int32 [rows + 1], in queries folded as `_attend_stored` does
-    num_stored: Tensor  # int32 [rows]
+    num_cached: Tensor  # int32 [rows]
     key_starts: Tensor | None  # int32 [rows + 1]
     pages: Tensor  # int32 [rows, pages]
     rectangle: Tensor  # int64 [narrow * width], places
@@ -143,16 +143,16 @@ class VarlenAttention:
         rows = batch.rows
         narrow, wide = _split(rows)
         visible = [row.visible() for row in rows]
-        tables = [row.pages[: -(-row.num_stored // self.page_size)] for row in rows]
+        tables = [row.pages[: -(-row.num_cached // self.page_size)] for row in rows]
         table = [page for pages in tables for page in _padded(pages, shape.num_pages, 0)]
         parts: list[tuple[list[int], int]] = [
             (self._slots(rows), self._waste),
-            ([int(row.num_stored > 0) for row in rows for _ in range(row.length)], 0),
+            ([int(row.num_cached > 0) for row in rows for _ in range(row.length)], 0),
             (_order(rows, shape), 0),
             ([place for leading, _ in visible for place in leading], 1),
             ([place for _, own in visible for place in own], 0),
             ([0, *accumulate(row.length for row in rows)], batch.num_places),
-            ([row.num_stored for row in rows], 0),
+            ([row.num_cached for row in rows], 0),
             (table, 0),
             ([row.start for row in narrow], 0),
             ([row.length for row in narrow], 0),
@@ -188,7 +188,7 @@ class VarlenAttention:
             has_stored=has_stored.bool()[:, None],
             order=order,
             query_starts=(row_starts * self._per_kv).int(),
-            num_stored=stored.int(),
+            num_cached=stored.int(),
             key_starts=key_starts,
             pages=table.int().view(shape.num_rows, shape.num_pages),
             rectangle=rectangle,
@@ -246,7 +246,7 @@ class VarlenAttention:
             shape.num_pages * self.page_size,
             return_aux=AuxRequest(lse=True),
             scale=scaling,
-            seqused_k=plan.num_stored,
+            seqused_k=plan.num_cached,
             block_table=plan.pages,
             num_splits=self.kernel.num_splits,
         )
@@ -290,7 +290,7 @@ class VarlenAttention:
         size = self.page_size
         slots: list[int] = []
         for row in rows:
-            tokens = range(row.num_stored, row.num_stored + row.num_tokens)
+            tokens = range(row.num_cached, row.num_cached + row.num_tokens)
             slots += [row.pages[token // size] * size + token % size for token in tokens]
             slots += [self._waste] * row.num_masks
         return slots

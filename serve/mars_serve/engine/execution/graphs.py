@@ -102,14 +102,14 @@ class GraphSizes:
     max_rows: int
     max_masks: int
     """Of a row."""
-    max_positions: int
+    max_num_batched_tokens: int
     """Places of a step."""
     max_pages: int
     """Of a row."""
 
     def shapes(self) -> list[ForwardShape]:
         """All of them, the largest first."""
-        largest = min(self.max_rows * (2 * self.max_masks + 1), self.max_positions)
+        largest = min(self.max_rows * (2 * self.max_masks + 1), self.max_num_batched_tokens)
         places = sorted({bucket(count) for count in range(1, largest + 1)}, reverse=True)
         pages = [_FEWEST_PAGES]
         while pages[-1] < self.max_pages:

@@ -29,8 +29,8 @@ def measure_steps(
     run: Callable[[Sequence[Work]], object],
     pool: PagePool,
     *,
-    max_batch: int,
-    max_positions: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
     max_length: int,
     window: int,
     widest_row: int | None = None,
@@ -45,8 +45,8 @@ def measure_steps(
     Args:
         run: runs a step; waits for its results.
         pool: with all its pages free; they are free again afterwards.
-        max_batch: rows of a step at the most.
-        max_positions: positions of a step at the most.
+        max_num_seqs: rows of a step at the most.
+        max_num_batched_tokens: positions of a step at the most.
         max_length: tokens of a row at the most.
         window: masks of a row at the most.
         widest_row: positions that a row is timed with at the most; by default those of a row of
@@ -55,31 +55,31 @@ def measure_steps(
         on_progress: called with the steps that are done and their number.
     """
     widest = 2 * window + 1 if widest_row is None else widest_row
-    max_batch = min(max_batch, pool.num_free // pool.pages_for(widest))
-    assert max_batch > 0, "the pool holds a row with its window"
-    largest = min(max_positions, max_batch * widest)
+    max_num_seqs = min(max_num_seqs, pool.num_free // pool.pages_for(widest))
+    assert max_num_seqs > 0, "the pool holds a row with its window"
+    largest = min(max_num_batched_tokens, max_num_seqs * widest)
     # the last piece is what longer steps are judged by: it must be longer than its noise
     limit = max(_CLOSE, 0.8 * largest)
     positions = [places for places in _GRID if places < largest and places <= limit] + [largest]
-    room = min(pool.num_free // max_batch * pool.page_size, max_length) - widest
+    room = min(pool.num_free // max_num_seqs * pool.page_size, max_length) - widest
     short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
-    ends = [(places, stored) for places in (max_batch, largest) for stored in (long, short)]
+    ends = [(places, stored) for places in (max_num_seqs, largest) for stored in (long, short)]
     shapes = [*ends, *((places, short) for places in positions)]
     seconds = []
     for done, (places, stored) in enumerate(shapes, start=1):
-        works = _works(pool, places, min(places, max_batch), stored, window)
+        works = _works(pool, places, min(places, max_num_seqs), stored, window)
         seconds.append(_time(run, pool, works, repeats))
         if on_progress is not None:
             on_progress(done, len(shapes))
-    difference = max(max_batch * (long - short), 1)
+    difference = max(max_num_seqs * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
-    most = max_batch * max(long, 1)
+    most = max_num_seqs * max(long, 1)
     rows = []
     for places, time_s in zip(positions, seconds[len(ends) :], strict=True):
-        share = max(0, places - max_batch) / max(largest - max_batch, 1)
+        share = max(0, places - max_num_seqs) / max(largest - max_num_seqs, 1)
         per_token = narrow + (max(wide, narrow) - narrow) * share
         # noise has limits: half of a step is more than its few stored tokens take
-        bare = max(time_s - per_token * min(places, max_batch) * short, time_s / 2)
+        bare = max(time_s - per_token * min(places, max_num_seqs) * short, time_s / 2)
         rows.append((bare, bare + per_token * most))
     return StepTimes(tuple(positions), (0, most), tuple(rows))
 
@@ -109,7 +109,7 @@ def measure_prefill(
     return num_tokens / _time(run, pool, _works(pool, num_tokens, num_rows, 0, 0), repeats)
 
 
-def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: int) -> list[Work]:
+def _works(pool: PagePool, places: int, num_rows: int, num_cached: int, window: int) -> list[Work]:
     """Rows that share ``places`` positions as decoding does: unevenly, about two of three masks."""
     works = []
     for row in range(num_rows):
@@ -118,9 +118,9 @@ def _works(pool: PagePool, places: int, num_rows: int, num_stored: int, window: 
             length += 1 if row % 2 else -1
         num_masks = min(window, 2 * length // 3)
         num_tokens = length - num_masks
-        request = Request("warm-up", [0] * (num_stored + num_tokens), DecodingOptions(1))
-        request.num_stored = num_stored
-        request.pages = pool.allocate(pool.pages_for(num_stored + num_tokens))
+        request = Request("warm-up", [0] * (num_cached + num_tokens), DecodingOptions(1))
+        request.num_cached = num_cached
+        request.pages = pool.allocate(pool.pages_for(num_cached + num_tokens))
         works.append(Work(request, num_tokens, (num_masks,), reads_logits=True))
     return works
 

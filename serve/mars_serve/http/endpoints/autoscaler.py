@@ -123,7 +123,7 @@ def _plan(plan: Plan, min_gain: float) -> dict[str, Any]:
         "min_replicas": settings.min_replicas,
         "max_replicas": settings.max_replicas,
         "cold_start_s": settings.cold_start_s,
-        "num_slots": capacity.num_slots,
+        "num_slots": capacity.max_num_seqs,
         "tokens_per_s": capacity.tokens_per_s(capacity.rungs[0]),
         "prefill_tokens_per_s": capacity.prefill_tokens_per_s,
         "ladder": [_rung(capacity, rung) for rung in capacity.useful(min_gain)],

@@ -142,9 +142,11 @@ def live_state(live: LiveThreshold) -> dict[str, Any]:
 
 
 def _replica_state(report: ReplicaReport) -> dict[str, Any]:
+    status = asdict(report.status)
+    status["num_reused_tokens"] = status.pop("num_prefix_hit_tokens")  # the field's public name
     return {
         "replica": report.replica,
-        "status": asdict(report.status),
+        "status": status,
         **live_state(report.live),
     }
 

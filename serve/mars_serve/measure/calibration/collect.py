@@ -101,7 +101,7 @@ def measure_calibration(
     *,
     max_tokens: int,
     max_cursors: int,
-    max_batch: int,
+    max_num_seqs: int,
     dtype: torch.dtype,
     device: str,
     on_progress: OnProgress,
@@ -113,7 +113,7 @@ def measure_calibration(
         items: at least two with different prompts.
         max_tokens: most output tokens of an item; what the context leaves may be less.
         max_cursors: most places to propose tokens at, over all items; at least 2.
-        max_batch: items that decode at once.
+        max_num_seqs: items that decode at once.
         dtype: of the weights.
         device: where to run.
         on_progress: told how far it is.
@@ -126,7 +126,7 @@ def measure_calibration(
         checkpoint,
         items,
         max_tokens=max_tokens,
-        max_batch=max_batch,
+        max_num_seqs=max_num_seqs,
         dtype=dtype,
         device=device,
         on_progress=on_progress,
@@ -146,14 +146,19 @@ def decode_items(
     items: Sequence[EvalItem],
     *,
     max_tokens: int,
-    max_batch: int,
+    max_num_seqs: int,
     dtype: torch.dtype,
     device: str,
     on_progress: OnProgress,
 ) -> list[Continuation]:
     """Decode every item in mode ar; see `measure_calibration`."""
     engine = evaluation_engine(
-        checkpoint, items, max_tokens=max_tokens, max_batch=max_batch, dtype=dtype, device=device
+        checkpoint,
+        items,
+        max_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        device=device,
     )
     outcomes = run_setting(
         engine,

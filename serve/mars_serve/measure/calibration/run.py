@@ -221,7 +221,7 @@ def _calibration(
         items,
         max_tokens=how.max_tokens,
         max_cursors=max_cursors,
-        max_batch=how.batch,
+        max_num_seqs=how.batch,
         dtype=how.dtype,
         device=how.device,
         on_progress=on_progress,

@@ -114,7 +114,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
         checkpoint,
         items,
         max_tokens=options.max_tokens,
-        max_batch=options.batch,
+        max_num_seqs=options.batch,
         exact=any(setting.mode is Mode.EXACT for setting in settings),
         dtype=_DTYPES[dtype],
         device=device,

@@ -159,21 +159,21 @@ def evaluation_engine(
     items: Sequence[EvalItem],
     *,
     max_tokens: int,
-    max_batch: int,
+    max_num_seqs: int,
     exact: bool = False,
     min_pool_tokens: int = 1,
     model: PreTrainedModel | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Engine:
-    """Engine with the pages for any ``max_batch`` of the items to run together.
+    """Engine with the pages for any ``max_num_seqs`` of the items to run together.
 
     Args:
         checkpoint: tokenizer, special tokens and block size; its weights are loaded unless
             ``model`` is given.
         items: all that will be run.
         max_tokens: most output tokens of an item; what the context leaves may be less.
-        max_batch: items that run at once.
+        max_num_seqs: items that run at once.
         exact: whether some setting is of mode exact, whose steps are wider.
         min_pool_tokens: tokens that the pages hold at the least.
         model: a model to take over: the engine moves it, puts it into evaluation mode and changes
@@ -186,7 +186,7 @@ def evaluation_engine(
     """
     defaults = EngineSettings()
     longest = heapq.nlargest(
-        max_batch, (min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items)
+        max_num_seqs, (min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items)
     )
     window = checkpoint.metadata.block_size if checkpoint.metadata else 0
     page_size = defaults.page_size_on(torch.device(device).type)
@@ -194,8 +194,10 @@ def evaluation_engine(
         num_pages=max(
             sum(-(-length // page_size) for length in longest), -(-min_pool_tokens // page_size)
         ),
-        max_batch=max_batch,
-        max_positions=max(defaults.max_positions, max_batch * widest_row(window, exact=exact)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(
+            defaults.max_num_batched_tokens, max_num_seqs * widest_row(window, exact=exact)
+        ),
     )
     if model is not None:
         model = model.eval()
@@ -241,7 +243,7 @@ def run_setting(
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(items):
         # twice the batch: a freed place is taken at once, and memory does not grow with the set
-        for index, item in islice(waiting, 2 * engine.settings.max_batch - len(running)):
+        for index, item in islice(waiting, 2 * engine.settings.max_num_seqs - len(running)):
             options = _options(item, setting, min(max_tokens, engine.max_length - len(item.prompt)))
             request = Request(str(index), list(item.prompt), options)
             engine.add(request)

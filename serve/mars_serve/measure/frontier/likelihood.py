@@ -31,7 +31,7 @@ def log_likelihoods(
     found: list[list[float]] = [[] for _ in texts]
     num_added = num_done = 0
     while num_done < len(texts):
-        room = 2 * engine.settings.max_batch - (num_added - num_done)
+        room = 2 * engine.settings.max_num_seqs - (num_added - num_done)
         for index, (prompt, output) in islice(waiting, room):
             engine.add(Request(str(index), [*prompt, *output], _SCORE_ONLY))
             num_added += 1

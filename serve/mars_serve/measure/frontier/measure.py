@@ -74,7 +74,7 @@ class MeasuredFrontier:
     """The frontier, and the load that its capacity is computed for."""
 
     frontier: Frontier
-    num_slots: int
+    max_num_seqs: int
     """Rows of a step at the most."""
     stored_tokens: float
     """Mean tokens that a row reads while it decodes these items in mode ar."""
@@ -82,7 +82,7 @@ class MeasuredFrontier:
     @cached_property
     def capacity(self) -> Capacity:
         """What a replica can do with these items as its load."""
-        return self.frontier.capacity(self.num_slots, self.stored_tokens)
+        return self.frontier.capacity(self.max_num_seqs, self.stored_tokens)
 
     @cached_property
     def steps(self) -> LinearSteps | None:
@@ -160,10 +160,10 @@ def _engine(checkpoint: Checkpoint, items: Sequence[EvalItem], options: Frontier
         checkpoint,
         items,
         max_tokens=options.max_tokens,
-        max_batch=options.batch,
+        max_num_seqs=options.batch,
         exact=True,
         min_pool_tokens=max(
-            options.batch * (_STORED_TOKENS + widest), EngineSettings().max_positions
+            options.batch * (_STORED_TOKENS + widest), EngineSettings().max_num_batched_tokens
         ),
         dtype=options.dtype,
         device=options.device,
@@ -205,7 +205,9 @@ def _measure_speed(engine: Engine, options: FrontierOptions, on_progress: OnProg
         on_progress=partial(on_progress, _STEPS),
     )
     table = StepTable(positions=times.positions, stored=times.stored, seconds=times.seconds)
-    num_tokens = EngineSettings().max_positions  # a server's chunk where nothing else is set
+    num_tokens = (
+        EngineSettings().max_num_batched_tokens
+    )  # a server's chunk where nothing else is set
     rate = engine.measure_prefill(num_tokens, options.repeats)
     return Speed(step_seconds=table, prefill_tokens_per_s=rate)
 

@@ -39,7 +39,7 @@ def draw_gains(axis: Axes, measured: MeasuredFrontier) -> None:
     """Speed over plain AR decoding against the batch; a ring marks each break-even batch."""
     capacity = measured.capacity
     axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
-    last = 4 * measured.num_slots
+    last = 4 * measured.max_num_seqs
     batches = range(1, last + 1)
     for (mode, threshold), rung in rungs_of(measured).items():
         if mode == "ar":
@@ -50,10 +50,10 @@ def draw_gains(axis: Axes, measured: MeasuredFrontier) -> None:
         even = capacity.break_even_batch(rung)
         if 1 <= even <= last:
             axis.plot([even], [capacity.gain(rung, even)], "o", mfc="none", color=line.get_color())
-    axis.axvline(measured.num_slots, color="grey", linewidth=0.5)
+    axis.axvline(measured.max_num_seqs, color="grey", linewidth=0.5)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel(f"rows of a step ({measured.num_slots} slots)")
+    axis.set_xlabel(f"rows of a step ({measured.max_num_seqs} slots)")
     axis.set_ylabel("times as fast as mode ar")
     axis.set_title("speed over mode ar; rings mark break-even", fontsize="small")
     axis.grid(alpha=0.3)

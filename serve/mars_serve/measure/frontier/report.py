@@ -55,7 +55,7 @@ def frontier_table(measured: MeasuredFrontier) -> Table:
 
 def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
     """What the table's figures are of."""
-    frontier, slots = measured.frontier, measured.num_slots
+    frontier, slots = measured.frontier, measured.max_num_seqs
     steps = frontier.step_seconds.at_stored(slots * measured.stored_tokens)
     few, many = steps.positions[0], steps.positions[-1]
     answers = (
@@ -85,7 +85,7 @@ def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
     return {
         **figures,
         "file": str(file),
-        "num_slots": measured.num_slots,
+        "num_slots": measured.max_num_seqs,
         "stored_tokens_per_row": measured.stored_tokens,
         "step_time": _step_figures(measured.steps),
         "rungs": [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError
 from mars_serve.api.incoming.options import (
     decoding_options,
@@ -180,8 +181,8 @@ def test_floors_of_tiers_are_settings(mars: Checkpoint) -> None:
 
 def test_tiers_take_turns(mars: Checkpoint) -> None:
     tiers = ("priority", "default", "auto", "flex")
-    found = [options_of(mars, body_of(service_tier=tier)).priority for tier in tiers]
-    assert found == [1, 0, 0, -1]
+    found = [options_of(mars, body_of(service_tier=tier)).tier for tier in tiers]
+    assert found == [Tier.PRIORITY, Tier.DEFAULT, Tier.DEFAULT, Tier.FLEX]
 
 
 @pytest.mark.parametrize(

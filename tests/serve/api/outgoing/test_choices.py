@@ -82,7 +82,7 @@ def model(trained) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
-    engine = Engine(checkpoint, EngineSettings(max_batch=24, num_pages=400))
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=24, num_pages=400))
     engine._chooser = WindowChooser(TIMES, engine.window)
     return engine
 
@@ -147,7 +147,7 @@ def test_sampled_exact_output_is_that_of_mode_ar(
     engine: Engine, checkpoint: Checkpoint, prompts: list[list[int]], temperature: float
 ) -> None:
     """For mode ar in batches of another size, too."""
-    small = Engine(checkpoint, EngineSettings(max_batch=7, num_pages=100))
+    small = Engine(checkpoint, EngineSettings(max_num_seqs=7, num_pages=100))
     sampling = Sampling(temperature, top_p=0.95)
     assert num_unlike_ar(engine, prompts, sampling, 260, alone=small) == 0
 
@@ -255,9 +255,9 @@ def drawn(
         mask=1,
         page_size=8,
         num_pages=1000,
-        max_batch=500,
-        max_positions=4096,
-        reuse_prefixes=False,
+        max_num_seqs=500,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
     )
     requests = [
         Request(
@@ -312,7 +312,9 @@ def accepts_by_confidence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_rule_fails_the_same_checks(
     checkpoint: Checkpoint, prompts: list[list[int]], make_engine: Engines, tiny: PreTrainedModel
 ) -> None:
-    engine = Engine(checkpoint, EngineSettings(max_batch=24, num_pages=400, reuse_prefixes=False))
+    engine = Engine(
+        checkpoint, EngineSettings(max_num_seqs=24, num_pages=400, enable_prefix_caching=False)
+    )
     assert num_unlike_ar(engine, prompts, Sampling(1.2, top_p=0.95), 32) > 3
     counts = drawn(make_engine, tiny, Mode.EXACT, num_draws=5_000)
     first, _, together = p_values(counts, joint_shares(tiny, [3, 5]))

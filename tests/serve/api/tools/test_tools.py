@@ -378,7 +378,7 @@ def test_forced_calls_are_valid_in_every_mode(
     mars_dir: Path, checkpoint_of: Callable[..., Checkpoint], family: Family, mode: Mode
 ) -> None:
     checkpoint = checkpoint_of(family, has_tags=False)
-    settings = EngineSettings(page_size=8, num_pages=64, max_batch=4, max_positions=65)
+    settings = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_num_batched_tokens=65)
     engine = Engine(checkpoint, settings)
     plan = plan_of(checkpoint, TOOLS, NAMED)
     options = DecodingOptions(max_tokens=150, mode=mode, threshold=0.3, grammar=plan.grammar)

@@ -64,29 +64,29 @@ class FakeTime:
         return Pacer(frontier, WINDOW, clock=self.clock, sleep=self.sleep)
 
 
-def decoding_row(num_stored: int = 97, num_unstored: int = 3, masks: int = WINDOW) -> Work:
+def decoding_row(num_cached: int = 97, num_uncached: int = 3, masks: int = WINDOW) -> Work:
     options = DecodingOptions(20, Mode.THRESHOLD, 0.5)
-    request = Request("row", [1] * (num_stored + num_unstored), options)
-    request.num_stored = num_stored
-    return Work(request, num_unstored, (masks,), reads_logits=True)
+    request = Request("row", [1] * (num_cached + num_uncached), options)
+    request.num_cached = num_cached
+    return Work(request, num_uncached, (masks,), reads_logits=True)
 
 
-def prompt_chunk(num_prompt: int, num_stored: int, num_tokens: int, masks: int = 0) -> Work:
+def prompt_chunk(num_prompt: int, num_cached: int, num_tokens: int, masks: int = 0) -> Work:
     request = Request("prompt", [1] * num_prompt, DecodingOptions(20, Mode.THRESHOLD, 0.5))
-    request.num_stored = num_stored
-    ends = num_stored + num_tokens == num_prompt
+    request.num_cached = num_cached
+    ends = num_cached + num_tokens == num_prompt
     return Work(request, num_tokens, (masks,), reads_logits=ends)
 
 
 def checking_row() -> Work:
     request = Request("exact", [1] * 50, DecodingOptions(20, Mode.EXACT))
-    request.num_stored, request.drafts = 49, [Draft(7, 0.9), Draft(8, 0.8)]
+    request.num_cached, request.drafts = 49, [Draft(7, 0.9), Draft(8, 0.8)]
     return Work(request, 1, (1, 2, 4), reads_logits=True)
 
 
 def cut_row() -> Work:
     """Of a decoding row, what a full step leaves it: a part of its tokens, without masks."""
-    row = decoding_row(num_stored=10, num_unstored=5)
+    row = decoding_row(num_cached=10, num_uncached=5)
     return Work(row.request, 2, (0,), reads_logits=False)
 
 
@@ -308,7 +308,7 @@ def settings_of(path: Path, cold_start_s: float = 0.0) -> ModelSettings:
     return ModelSettings(
         name="mars",
         path=str(path),
-        engine=EngineSettings(page_size=8, num_pages=64, max_batch=4),
+        engine=EngineSettings(page_size=8, num_pages=64, max_num_seqs=4),
         rehearsal=RehearsalSettings(cold_start_s=cold_start_s),
     )
 

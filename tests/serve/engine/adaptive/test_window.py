@@ -88,7 +88,7 @@ class Simulation:
             for row, num_masks, run in zip(rows, windows[-1], runs.tolist(), strict=True):
                 num_accepted = 1 + min(run, num_masks)
                 chooser.observe(row, num_masks, num_accepted)
-                row.num_stored = len(row.tokens)
+                row.num_cached = len(row.tokens)
                 row.tokens += [5] * num_accepted
         return self._rate(times, np.array(windows)), np.array(windows)
 

@@ -122,7 +122,7 @@ def test_passes_equal_oracle(
     tiny_model: Models, make_engine: Engines, family: str, needs_key_starts: bool
 ) -> None:
     model, requests = tiny_model(family), ragged_requests(16)
-    engine = make_engine(model, SPECIAL, num_pages=300, max_positions=110)
+    engine = make_engine(model, SPECIAL, num_pages=300, max_num_batched_tokens=110)
     read_in_place(engine, needs_key_starts=needs_key_starts)
     passes = run(engine, requests)
     for request in requests:
@@ -130,7 +130,9 @@ def test_passes_equal_oracle(
     assert sum(len(tokens) > 1 for each in passes.values() for tokens in each) > 5
 
 
-@pytest.mark.parametrize("sizes", [{"page_size": 1}, {"page_size": 7}, {"max_positions": 65}])
+@pytest.mark.parametrize(
+    "sizes", [{"page_size": 1}, {"page_size": 7}, {"max_num_batched_tokens": 65}]
+)
 def test_sizes_do_not_change_passes(
     tiny_model: Models, make_engine: Engines, sizes: dict[str, int]
 ) -> None:
@@ -150,7 +152,7 @@ def test_a_reused_prefix_gives_the_same_tokens(tiny_model: Models, make_engine: 
         own = prompt(3 * index, index)
         request = Request(str(index), shared + own, DecodingOptions(12, threshold=0.1))
         assert run(engine, [request])[request.id] == oracle(model, request)
-    assert engine.status().num_reused_tokens >= 2 * 80
+    assert engine.status().num_prefix_hit_tokens >= 2 * 80
 
 
 # Keys and values
@@ -166,11 +168,11 @@ def test_masks_leave_no_keys_or_values(
     engine.add(request)
     while request.num_output < 12:
         engine.step()
-    expected = cached(model, request.tokens[: request.num_stored])
+    expected = cached(model, request.tokens[: request.num_cached])
     for stored, each in zip((attention.keys, attention.values), expected, strict=True):
         own = stored[:, request.pages].flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
-        torch.testing.assert_close(own[:, : request.num_stored], each, rtol=1e-4, atol=1e-4)
-        assert own[:, request.num_stored :].abs().sum() == 0
+        torch.testing.assert_close(own[:, : request.num_cached], each, rtol=1e-4, atol=1e-4)
+        assert own[:, request.num_cached :].abs().sum() == 0
         free = sorted(set(range(engine.num_pages)) - set(request.pages))
         assert stored[:, free].abs().sum() == 0
 
@@ -209,7 +211,7 @@ class Step:
         works = []
         for index, (stored, tokens, masks) in enumerate(rows):
             request = Request(str(index), [5] * (stored + tokens), DecodingOptions(9))
-            request.num_stored = stored
+            request.num_cached = stored
             request.pages = [index + len(rows) * page for page in range(most)]
             request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
             works.append(Work(request, tokens, masks, reads_logits=True))
@@ -240,13 +242,13 @@ class Step:
         for row in self.batch.rows:
             own = slice(row.start, row.start + row.length)
             keys, values = (
-                torch.cat([pages[row.pages].flatten(0, 1)[: row.num_stored], fresh[own]])
+                torch.cat([pages[row.pages].flatten(0, 1)[: row.num_cached], fresh[own]])
                 .float()
                 .transpose(0, 1)
                 for pages, fresh in zip(self.pages, (self.key, self.value), strict=True)
             )
             seen = torch.ones(row.length, keys.shape[1], device=keys.device)
-            seen[:, row.num_stored :] = _seen(row.num_tokens - row.num_drafts, row.masks)
+            seen[:, row.num_cached :] = _seen(row.num_tokens - row.num_drafts, row.masks)
             output = torch.nn.functional.scaled_dot_product_attention(
                 self.query[own].float().transpose(0, 1),
                 keys,
@@ -276,9 +278,9 @@ def test_a_step_equals_dense_attention(rows: list[Shape], needs_key_starts: bool
     output, attention = step.attend(plain_kernel(needs_key_starts=needs_key_starts))
     torch.testing.assert_close(output, step.expected())
     for row in step.batch.rows:
-        end, fed = row.num_stored + row.num_tokens, slice(row.start, row.start + row.num_tokens)
+        end, fed = row.num_cached + row.num_tokens, slice(row.start, row.start + row.num_tokens)
         for stored, fresh in ((attention.keys[0], step.key), (attention.values[0], step.value)):
-            assert stored[row.pages].flatten(0, 1)[row.num_stored : end].equal(fresh[fed])
+            assert stored[row.pages].flatten(0, 1)[row.num_cached : end].equal(fresh[fed])
 
 
 @pytest.mark.parametrize("bad", range(4))
@@ -421,7 +423,7 @@ def test_both_attentions_agree_on_a_gpu(tiny_model: Models) -> None:
     for begin, length, masks in [(0, 300, 0), (300, 5, 4), (305, 1, 2)]:
         works = []
         for row, request in enumerate(requests):
-            request.num_stored, request.pages = begin, [2 * row, 2 * row + 1]
+            request.num_cached, request.pages = begin, [2 * row, 2 * row + 1]
             works.append(Work(request, length, (masks,), reads_logits=True))
         batch = build_batch(works, MASK)
         query = torch.randn(len(batch.ids), 8, 64, **sizes)

@@ -36,7 +36,7 @@ def requests() -> list[Request]:
 @pytest.fixture
 def engine(tiny_model: Models, make_engine: Engines) -> Engine:
     """Raises on one token and computes nonsense on another."""
-    engine = make_engine(tiny_model("qwen2"), SPECIAL, num_pages=150, max_batch=6)
+    engine = make_engine(tiny_model("qwen2"), SPECIAL, num_pages=150, max_num_seqs=6)
     embedding = engine._runner.model.get_input_embeddings()
     with torch.no_grad():
         embedding.weight[POISONED] = torch.nan
@@ -99,7 +99,7 @@ def test_a_cancelled_prompt_leaves_nothing_that_is_no_number(
     poisoned = Request("poisoned", [POISONED] * 100, DecodingOptions(14, threshold=0.1, window=4))
     engine.add(poisoned)
     engine.step()
-    assert 0 < poisoned.num_stored < poisoned.num_prompt
+    assert 0 < poisoned.num_cached < poisoned.num_prompt
     engine.cancel(poisoned.id)
     batch = requests()
     assert_oracles(tiny_model("qwen2"), batch, run(engine, batch))

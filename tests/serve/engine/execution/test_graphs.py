@@ -32,7 +32,7 @@ from mars_serve.engine.scheduler import Work
 MASK, NUM_MASKS = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
 PAGE, NUM_PAGES, MAX_ROWS = 4, 120, 5
-SIZES = GraphSizes(max_rows=MAX_ROWS, max_masks=NUM_MASKS, max_positions=65, max_pages=40)
+SIZES = GraphSizes(max_rows=MAX_ROWS, max_masks=NUM_MASKS, max_num_batched_tokens=65, max_pages=40)
 
 Models = Callable[[str], PreTrainedModel]
 Engines = Callable[..., Engine]
@@ -104,7 +104,7 @@ def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatc
     ]
     batch = build_batch(works, MASK)
     for work in works:
-        work.request.num_stored += work.num_tokens
+        work.request.num_cached += work.num_tokens
     return batch
 
 
@@ -177,7 +177,7 @@ def test_extra_tensors_travel_along(tiny_model: Models) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_engine_passes_equal_oracle(tiny_model: Models, make_engine: Engines, family: str) -> None:
     model, capture = tiny_model(family), CountingCapture()
-    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_batch=MAX_ROWS)
+    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=MAX_ROWS)
     attention = make_attention(engine._runner.model)
     engine._attention = attention
     engine._runner = ModelRunner(engine._runner.model, attention, SPECIAL, MASK)
@@ -204,7 +204,7 @@ def test_engine_passes_equal_oracle(tiny_model: Models, make_engine: Engines, fa
 
 def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engine: Engines) -> None:
     model, capture = tiny_model("qwen2"), CountingCapture()
-    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_batch=MAX_ROWS)
+    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=MAX_ROWS)
     attention = make_attention(engine._runner.model)
     engine._attention = attention
     engine._runner = ModelRunner(engine._runner.model, attention, SPECIAL, MASK)
@@ -253,7 +253,7 @@ def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
         GraphSizes,
         max_rows=st.integers(1, 40),
         max_masks=st.integers(0, 16),
-        max_positions=st.just(2048),
+        max_num_batched_tokens=st.just(2048),
         max_pages=st.integers(8, 300),
     ),
     data=st.data(),
@@ -263,9 +263,9 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
     stored = st.integers(0, sizes.max_pages * PAGE - sizes.max_masks - 1)
     works = []
     for tokens, masks in data.draw(st.lists(row, min_size=1, max_size=sizes.max_rows)):
-        num_stored = data.draw(stored)
-        request = Request("", [5] * (num_stored + tokens), DecodingOptions(1), pages=[0] * 400)
-        request.num_stored = num_stored
+        num_cached = data.draw(stored)
+        request = Request("", [5] * (num_cached + tokens), DecodingOptions(1), pages=[0] * 400)
+        request.num_cached = num_cached
         works.append(Work(request, tokens, (masks,), reads_logits=True))
     batch = build_batch(works, MASK)
     shape = sizes.shape_for(batch, PAGE)
@@ -279,7 +279,9 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
 
 
 def test_shapes_are_few_and_the_largest_comes_first() -> None:
-    shapes = GraphSizes(max_rows=32, max_masks=8, max_positions=1024, max_pages=256).shapes()
+    shapes = GraphSizes(
+        max_rows=32, max_masks=8, max_num_batched_tokens=1024, max_pages=256
+    ).shapes()
     assert max(Counter(shapes).values()) == 1
     assert len(shapes) < 120
     sizes = [(shape.step.num_places, shape.step.num_pages) for shape in shapes]

@@ -169,7 +169,7 @@ async def _fail_at_first(stream: AsyncIterator[StepOutput]) -> None:
 
 
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
-    loop = make_loop(SlowEngine, max_batch=1)
+    loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, make_request("running", max_tokens=6))
     waiting = asyncio.create_task(collect(loop, make_request("waiting")))
     await until(lambda: "waiting" in loop.engine._requests)
@@ -251,7 +251,7 @@ def patient(name: str, max_queue_s: float, *, max_tokens: int = 200) -> Request:
 
 
 async def test_a_request_that_waits_too_long_is_told(make_loop: Loops) -> None:
-    loop = make_loop(SlowEngine, max_batch=1)
+    loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, patient("running", 0.15, max_tokens=8))
     waiting = make_request("waiting", max_tokens=2)
     rest = asyncio.create_task(collect(loop, waiting))
@@ -277,7 +277,12 @@ async def test_the_first_output_says_what_was_found_and_how_long_it_waited(
     loop = make_loop()
     await collect(loop, make_request("one", max_tokens=4))
     outputs = await collect(loop, make_request("one", max_tokens=4))
-    assert [output.num_reused for output in outputs] == [4, 0, 0, 0]  # a page of 5 tokens
+    assert [output.num_prefix_hit_tokens for output in outputs] == [
+        4,
+        0,
+        0,
+        0,
+    ]  # a page of 5 tokens
     assert [output.queue_s > 0 for output in outputs] == [True, False, False, False]
     status = loop.status()
     assert (status.num_prompt_tokens, status.num_generated_tokens) == (10, 8)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import (
     DecodingOptions,
@@ -124,24 +125,23 @@ def test_a_stored_prefix_is_computed_again_and_left_for_others(
     run(engine, Request("first", list(prompt), TALK))
     score, same = Request("score", list(prompt), SCORE), Request("same", [*prompt, 9], SCORE)
     outputs = run(engine, score, same)
-    assert score.num_reused == same.num_reused == 0
+    assert score.num_prefix_hit_tokens == same.num_prefix_hit_tokens == 0
     assert_right(model, score, outputs["score"])
     assert_right(model, same, outputs["same"])
     new = prompt_of(60, 6)
     run(engine, Request("stores", list(new), SCORE))
     again = Request("again", list(new), TALK)
     first, *others = run(engine, again)["again"]
-    assert first.num_reused == again.num_reused == 56
-    assert all(output.num_reused == 0 for output in others)
+    assert first.num_prefix_hit_tokens == again.num_prefix_hit_tokens == 56
+    assert all(output.num_prefix_hit_tokens == 0 for output in others)
 
 
 def test_preemption_reports_nothing_twice(model: PreTrainedModel, make_engine: Engines) -> None:
     engine = make_engine(model, SPECIAL, num_pages=40, page_size=4)
     engine.add(victim := Request("victim", prompt_of(130, 7), SCORE))
     outputs = engine.step()
-    urgent = [
-        Request(f"urgent{i}", prompt_of(60, 8 + i), replace(TALK, priority=1)) for i in range(3)
-    ]
+    hurry = replace(TALK, tier=Tier.PRIORITY)
+    urgent = [Request(f"urgent{i}", prompt_of(60, 8 + i), hurry) for i in range(3)]
     for request in urgent:
         engine.add(request)
     while engine.has_work:
