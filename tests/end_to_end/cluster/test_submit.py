@@ -20,7 +20,7 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_train.data.demo import write_demo_data
 from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
 
-RECIPE = Path(__file__).parents[1] / "recipe.yaml"
+RECIPE = Path(__file__).parents[2] / "recipe.yaml"
 pytestmark = pytest.mark.timeout(600)  # of which an idle machine needs a tenth
 WITH_TOKEN = {**SHELL, **new_token()}
 TOKEN = WITH_TOKEN["RAY_AUTH_TOKEN"]

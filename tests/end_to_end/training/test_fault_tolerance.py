@@ -26,7 +26,7 @@ from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
 
-BENCH = Path(__file__).parents[2] / "bench" / "kill_resume.py"
+BENCH = Path(__file__).parents[3] / "bench" / "kill_resume.py"
 NUM_STEPS = 120
 EVERY_STEPS = 5
 TIMEOUT_S = 120

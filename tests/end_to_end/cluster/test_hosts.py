@@ -24,8 +24,8 @@ from ray_heads import BIN, wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-K8S = Path(__file__).parents[2] / "k8s"
-RECIPE = Path(__file__).parents[1] / "recipe.yaml"
+K8S = Path(__file__).parents[3] / "k8s"
+RECIPE = Path(__file__).parents[2] / "recipe.yaml"
 NUM_STEPS, EVERY_STEPS = 240, 20
 _WAIT_S = 120
 
