@@ -25,7 +25,8 @@ import typer
 import yaml
 from rich.console import Console
 
-from mars_platform.cluster.session import ClusterSettings, ray_session
+from mars_platform.cluster.session import ray_session
+from mars_platform.cluster.settings import ClusterSettings
 from mars_serve.measure.evaluation.report import EvalOptions, evaluate
 from mars_train.data.demo import write_demo_data
 from mars_train.data.pipeline import prepare, read_conversations

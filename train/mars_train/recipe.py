@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mars_platform.cluster.session import ClusterSettings
+from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 
 

@@ -19,7 +19,8 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.model.capacity import Capacity, Rung, StepTime
-from mars_platform.checkpoint.calibration import weights_fingerprint, write_whole
+from mars_platform.checkpoint.files import write_whole
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 

@@ -12,19 +12,17 @@ is the only one whose probability is ever compared with a threshold.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mars_platform.checkpoint.files import write_whole
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 
@@ -144,65 +142,6 @@ def write_calibration(path: Path, calibration: Calibration) -> Path:
         UserError: the file cannot be written.
     """
     return write_whole(path, CALIBRATION_FILE, calibration.model_dump_json(indent=2) + "\n")
-
-
-def write_whole(path: Path, name: str, text: str) -> Path:
-    """Write a file of a checkpoint's directory, whole or not at all; one there is replaced.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    file, partial = path / name, path / f".{name}.{os.getpid()}"
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise _cannot_write(path, name, error) from error
-    return file
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a directory that takes no file, before anything is measured.
-
-    Raises:
-        UserError: it takes none.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(dir=path):
-            return
-    except OSError as error:
-        raise _cannot_write(path, CALIBRATION_FILE, error) from error
-
-
-def weights_fingerprint(path: Path) -> str:
-    """SHA-256 sum that tells a directory's weights from another training's, in hexadecimal.
-
-    It covers name, type and shape of every tensor and the first row of each, not all bytes: a
-    large model's would take longer to read than it takes to load. Any training that changes
-    every matrix changes it; a change by hand of a few weights may not.
-
-    Raises:
-        UserError: the weights are damaged.
-    """
-    sums: dict[str, bytes] = {}
-    for file in path.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    shape = tensors.get_slice(name).get_shape()
-                    matrix = len(shape) > 1
-                    part = tensors.get_slice(name)[:1] if matrix else tensors.get_tensor(name)
-                    said = f"{name} {part.dtype} {shape} ".encode()
-                    raw = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                    sums[name] = hashlib.sha256(said + raw).digest()
-        except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{file}: cannot be read ({reason}); copy it again") from error
-    return hashlib.sha256(b"".join(sums[name] for name in sorted(sums))).hexdigest()
 
 
 def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -333,10 +272,3 @@ def _loss(observed: Observed, temperature: float) -> float:
     right = log_probabilities_at(observed.curves, temperature).double().clamp(max=_LARGEST_LOG)
     wrong = (-torch.expm1(right)).log()
     return float(-torch.where(observed.correct, right, wrong).mean())
-
-
-def _cannot_write(path: Path, name: str, error: OSError) -> UserError:
-    return UserError(
-        f"model: {name} cannot be written into {path} ({error.strerror or error}); "
-        "make the directory writable or copy the model"
-    )

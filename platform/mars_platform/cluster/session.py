@@ -8,20 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
-from pydantic import Field
 
-from mars_platform.config import Settings
-
-
-class ClusterSettings(Settings):
-    """Which Ray cluster to use."""
-
-    address: str | None = None
-    """Address of an existing cluster, or ``auto``; by default RAY_ADDRESS, else a local one."""
-    object_store_mib: int = Field(default=256, ge=80)
-    """Shared memory of a local cluster's object store, in MiB."""
-    autoscales: bool = False
-    """Nodes come when asked for, so that a run may need more than the present ones hold."""
+from mars_platform.cluster.settings import ClusterSettings
 
 
 @contextmanager

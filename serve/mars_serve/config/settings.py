@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mars_autoscale.policy.decide import OuterSettings
 from mars_autoscale.policy.inner_loop import LocalSettings
-from mars_platform.cluster.session import ClusterSettings
+from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
 from mars_serve.config.key_file import KeyEntry, parse_keys, refuse_duplicates

@@ -15,8 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from mars_autoscale.model.frontier import Frontier, FrontierPoint, read_frontier
-from mars_platform.checkpoint.calibration import write_whole
 from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
 from mars_platform.config import Settings
 from mars_platform.errors import UserError

@@ -23,7 +23,7 @@ from mars_autoscale.model.frontier import (
     read_frontier,
     write_frontier,
 )
-from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 

@@ -31,7 +31,7 @@ from mars_autoscale.traces.synthetic import (
     changed,
     generate,
 )
-from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.main import run as run_command
 from mars_platform.config import build_settings
 from mars_platform.tier import Tier

@@ -21,7 +21,7 @@ from rich.console import Console
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import write_frontier
 from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
-from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cluster.processes import free_port
 from mars_platform.config import build_settings
 from mars_serve.config.settings import ServeSettings

@@ -21,15 +21,15 @@ from mars_platform.checkpoint.calibration import (
     brier_score,
     calibrate_depth,
     calibration_error,
-    check_writable,
     fit_temperature,
     log_probabilities_at,
     log_probability_curves,
     read_calibration,
     reliability,
-    weights_fingerprint,
     write_calibration,
 )
+from mars_platform.checkpoint.files import check_writable
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 
 BLOCK_SIZE = 2

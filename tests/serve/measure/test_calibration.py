@@ -15,7 +15,6 @@ from mars_platform.checkpoint.calibration import (
     CALIBRATION_FILE,
     calibrate_depth,
     log_probability_curves,
-    weights_fingerprint,
 )
 from mars_platform.checkpoint.directory import (
     Checkpoint,
@@ -24,6 +23,7 @@ from mars_platform.checkpoint.directory import (
     load_model,
     read_checkpoint,
 )
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli import main as cli
 from mars_platform.errors import UserError
 from mars_platform.method import reference

@@ -16,12 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.calibration import (
-    Calibration,
-    DepthCalibration,
-    weights_fingerprint,
-    write_calibration,
-)
+from mars_platform.checkpoint.calibration import Calibration, DepthCalibration, write_calibration
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,
@@ -30,6 +25,7 @@ from mars_platform.checkpoint.directory import (
     read_checkpoint,
     save_checkpoint,
 )
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli import main as cli
 from mars_platform.data.answers import is_correct
 from mars_platform.data.conversations import render_prompt

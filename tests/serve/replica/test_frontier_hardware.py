@@ -12,7 +12,7 @@ import torch
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import write_frontier
 from mars_autoscale.policy.control import Plan
-from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_serve.config.hardware import cpu_name, hardware_name
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.window import StepTimes

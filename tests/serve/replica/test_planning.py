@@ -13,7 +13,7 @@ import pytest
 
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, write_frontier
-from mars_platform.checkpoint.calibration import weights_fingerprint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_serve.config.served import LiveThreshold, ThresholdRange

@@ -29,9 +29,9 @@ from mars_platform.checkpoint.calibration import (
     log_probabilities_at,
     log_probability_curves,
     reliability,
-    weights_fingerprint,
 )
 from mars_platform.checkpoint.directory import Checkpoint, load_model
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 from mars_platform.method.rules import visibility
 from mars_serve.measure.evaluation.scoring import (

@@ -15,12 +15,10 @@ from rich.console import Console
 
 from mars_autoscale.model.frontier import write_frontier
 from mars_platform import __version__
-from mars_platform.checkpoint.calibration import (
-    check_writable,
-    weights_fingerprint,
-    write_calibration,
-)
+from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibration
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.files import check_writable
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.output_files import check_plot_file
 from mars_platform.cli.progress import progress_display
 from mars_platform.errors import UserError
@@ -177,7 +175,7 @@ def _mars_checkpoint(model: str) -> Checkpoint:
             f"model: {model} is a plain AR checkpoint without mars.json: it proposes one token a "
             "pass and has nothing to calibrate; name one trained with MARS"
         )
-    check_writable(checkpoint.path)
+    check_writable(checkpoint.path, CALIBRATION_FILE)
     return checkpoint
 
 

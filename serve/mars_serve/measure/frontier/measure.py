@@ -14,8 +14,8 @@ import torch
 
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.model.frontier import Frontier, StepTable
-from mars_platform.checkpoint.calibration import weights_fingerprint
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode

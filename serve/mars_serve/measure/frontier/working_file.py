@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from mars_autoscale.model.frontier import StepTable
-from mars_platform.checkpoint.calibration import write_whole
+from mars_platform.checkpoint.files import write_whole
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 from mars_serve.measure.calibration.collect import Measured

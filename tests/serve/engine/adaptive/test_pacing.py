@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from frontiers import AR, Corners, frontier_of
 from local_loop import LocalLoop
 from mars_autoscale.model.frontier import Frontier, StepTable, write_frontier
-from mars_platform.checkpoint.calibration import weights_fingerprint
 from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
