@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 _EXACT_UP_TO = 8
 
 
-@dataclass(slots=True)  # as `Work` is
+@dataclass(slots=True)  # as `ScheduledRow` is
 class Row:
     """One request's places in a step."""
 
@@ -94,7 +94,7 @@ def bucket(count: int) -> int:
 
 
 def build_batch(
-    works: Sequence[Work], mask_token_id: int | None, multiple_of: int = 1
+    works: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
 ) -> StepBatch:
     """Lay out a step.
 

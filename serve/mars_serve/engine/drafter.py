@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.engine.request import DecodingOptions, Draft, Request
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.request import Draft, Request
 
 if TYPE_CHECKING:
     from mars_serve.engine.engine import Engine

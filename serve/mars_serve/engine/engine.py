@@ -12,29 +12,28 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.errors import UserError
+from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.pacing import Pacer
-from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits
 from mars_serve.engine.attention.gathered import KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
+from mars_serve.engine.attention.sizing import num_pages
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafter import Drafter
-from mars_serve.engine.execution.failures import Step, launch, wait
+from mars_serve.engine.execution.fault_isolation import Step, launch, wait
 from mars_serve.engine.execution.forward import Accepted, ModelRunner
 from mars_serve.engine.execution.graphs import CudaCapture, GraphSizes
+from mars_serve.engine.execution.step_sampling import commit
 from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
+from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import (
-    EngineStatus,
-    FinishReason,
-    LiveDecoding,
-    Request,
-    StepOutput,
-)
+from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler
-from mars_serve.engine.sampling.step_sampling import commit
-from mars_serve.engine.scheduler import Masks, Scheduler, Work
+from mars_serve.engine.scheduled_row import Masks, ScheduledRow
+from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.engine.sizing import num_pages
 
 _MAX_FAILURES = 3
 """Steps in a row that may fail altogether before the engine itself is held to be broken."""
@@ -373,7 +372,7 @@ class Engine:
             self._end(request, FinishReason.TIMEOUT)
             self._overdue.append(StepOutput(request.id, [], request.finish_reason))
 
-    def _note_begun(self, works: Sequence[Work]) -> None:
+    def _note_begun(self, works: Sequence[ScheduledRow]) -> None:
         for work in works:
             request = work.request
             if request.queue_s is None:
@@ -392,7 +391,7 @@ class Engine:
         )
         return windows[: len(rows)]
 
-    def _note_time(self, works: Sequence[Work]) -> None:
+    def _note_time(self, works: Sequence[ScheduledRow]) -> None:
         now = time.perf_counter()
         # a pacer adds prompts to a step's time at another rate than the table's
         is_told = self._pacer is None or not self._pacer.load(works).prompt_tokens
@@ -413,7 +412,7 @@ class Engine:
             self._num_failures = 0
         return results
 
-    def _commit(self, work: Work, result: Accepted) -> StepOutput:
+    def _commit(self, work: ScheduledRow, result: Accepted) -> StepOutput:
         """Enter what a pass gave: tokens, log-probabilities of the prompt, or both."""
         request = work.request
         is_first = request.num_output == request.num_scored == 0
@@ -433,7 +432,7 @@ class Engine:
             )
         return output
 
-    def _commit_tokens(self, work: Work, result: Accepted) -> StepOutput:
+    def _commit_tokens(self, work: ScheduledRow, result: Accepted) -> StepOutput:
         request, num_right = work.request, 0
         tokens, confidences = self._accepted(work, result)
         accepted = tokens[: request.num_left]
@@ -450,7 +449,7 @@ class Engine:
         self._counts.row_passes += bool(accepted)
         if request.checks_drafts:
             num_right = min(len(result.tokens) - 1, len(accepted))
-            request.drafts = [] if request.takes_unchecked else list(result.drafts)
+            request.drafts = [] if request.accepts_by_confidence else list(result.drafts)
             request.num_own_drafts = len(request.drafts)
         self._scheduler.stored(work, num_right)
         if ends:
@@ -465,7 +464,7 @@ class Engine:
             logprobs=result.logprobs[: len(accepted)],
         )
 
-    def _accepted(self, work: Work, result: Accepted) -> tuple[list[int], list[float]]:
+    def _accepted(self, work: ScheduledRow, result: Accepted) -> tuple[list[int], list[float]]:
         """What a pass gave, with the tokens that masks behind checked drafts add to it, and their
         confidences.
         """
@@ -474,7 +473,7 @@ class Engine:
         if request.checks_drafts:
             num_asked = min(work.num_drafts, request.num_own_drafts)
             num_given = min(num_given, num_asked + 1)
-            if request.takes_unchecked:
+            if request.accepts_by_confidence:
                 limit = request.threshold
                 sure = list(takewhile(lambda draft: draft.confidence >= limit, result.drafts))
                 num_asked, num_given = len(result.drafts), len(sure) + 1

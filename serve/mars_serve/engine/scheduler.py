@@ -13,57 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
-
-@dataclass(slots=True)  # a frozen one takes five times as long to make (measured)
-class Work:
-    """One request's share of a step: committed tokens, then drafts, then masks."""
-
-    request: Request
-    num_tokens: int
-    """Committed tokens."""
-    masks: tuple[int, ...]
-    """Masks of each outcome, from none of the drafts right to all of them."""
-    reads_logits: bool
-    """Whether the share reaches the cursor, so that the step proposes tokens."""
-    num_drafts: int = field(init=False)
-    """Leading drafts of the request that are fed."""
-    num_masks: int = field(init=False)
-    """Masks of all outcomes."""
-    num_proposed: int = field(init=False)
-    """Tokens that the step may give, where it reads logits."""
-    num_coming: int = field(init=False)
-    """Proposals of masks behind drafts, which come to bear where their outcome does."""
-    num_positions: int = field(init=False)
-    """Positions of the step that it takes."""
-
-    def __post_init__(self) -> None:
-        self.num_drafts = len(self.masks) - 1
-        self.num_masks = sum(self.masks)
-        checks = self.request.checks_drafts
-        self.num_proposed = 1 + (self.num_drafts if checks else self.num_masks)
-        self.num_coming = self.num_masks if checks else 0
-        self.num_positions = self.num_tokens + self.num_drafts + self.num_masks
-
-    @property
-    def scored(self) -> range:
-        """Positions of the prompt whose next token's log-probability the step is to report."""
-        request = self.request
-        if not request.scores_prompt:
-            return range(0)
-        assert request.num_cached <= request.num_scored, "no position was passed over"
-        end = min(request.num_cached + self.num_tokens, request.num_prompt - 1)
-        return range(request.num_scored, end)
-
-
-Masks = tuple[int, ...]
-"""Masks of each outcome; there is one more of them than drafts to feed."""
-Choose = Callable[[list[Request]], list[Masks]]
+ChooseMasks = Callable[[list[Request]], list[Masks]]
 """Gives the masks of running requests that leave them to the engine."""
 
 
@@ -128,8 +84,8 @@ class Scheduler:
         self.pool.forget(request.pages)
         self.finish(request)
 
-    def schedule(self, choose: Choose | None = None) -> list[Work]:
-        """Work of the next step, in order; each request's pages suffice for it.
+    def schedule(self, choose: ChooseMasks | None = None) -> list[ScheduledRow]:
+        """ScheduledRow of the next step, in order; each request's pages suffice for it.
 
         Args:
             choose: gives the masks of each of the running requests that leave them to the
@@ -141,7 +97,7 @@ class Scheduler:
                 self._reuse(request, self._match(request))
         return self._give_pages(self._plan(self._masks(choose), may_shrink=choose is not None))
 
-    def stored(self, work: Work, num_drafts: int = 0) -> None:
+    def stored(self, work: ScheduledRow, num_drafts: int = 0) -> None:
         """Note that a work's tokens are stored, and share the pages that became full.
 
         Args:
@@ -270,7 +226,7 @@ class Scheduler:
             return None
         return self._keys(request, index, index + 1)[0]
 
-    def _computed_keys(self, work: Work) -> list[bytes]:
+    def _computed_keys(self, work: ScheduledRow) -> list[bytes]:
         """Keys of the pages that a work computes, in whole or in part."""
         if not self.enable_prefix_caching:
             return []
@@ -285,7 +241,7 @@ class Scheduler:
         """Whether more is unstored than one step's acceptance can leave."""
         return request.num_uncached > self.window + 1
 
-    def _masks(self, choose: Choose | None) -> dict[Request, Masks]:
+    def _masks(self, choose: ChooseMasks | None) -> dict[Request, Masks]:
         masks = {request: request.masks(self.window) for request in self.running}
         if choose is not None:
             adaptive = [request for request in self.running if request.leaves_masks]
@@ -293,7 +249,9 @@ class Scheduler:
                 masks.update(zip(adaptive, choose(adaptive), strict=True))
         return masks
 
-    def _plan(self, masks: dict[Request, Masks], *, may_shrink: bool) -> dict[Request, Work]:
+    def _plan(
+        self, masks: dict[Request, Masks], *, may_shrink: bool
+    ) -> dict[Request, ScheduledRow]:
         """Share the step's positions out: to decoding requests first, then to prompts, in order.
 
         So a long prompt never holds the decoding ones up. Where the first request in order is
@@ -307,7 +265,7 @@ class Scheduler:
         depend on them. In mode exact it never does.
         """
 
-        def share(request: Request, budget: int) -> Work | None:
+        def share(request: Request, budget: int) -> ScheduledRow | None:
             fed = masks[request]
             if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
                 fed = _shrunk(fed, max(0, budget - request.num_uncached))
@@ -316,7 +274,7 @@ class Scheduler:
         prompts = [request for request in self.running if self._in_prefill(request)]
         decoding = [request for request in self.running if not self._in_prefill(request)]
         set_aside = 1 if prompts and prompts[0] is self.running[0] else 0
-        plan = dict[Request, Work]()
+        plan = dict[Request, ScheduledRow]()
         budget = self.max_num_batched_tokens - set_aside
         for request in decoding:
             if work := share(request, budget):
@@ -333,13 +291,13 @@ class Scheduler:
                 computed.update(self._computed_keys(work))
         return plan
 
-    def _give_pages(self, plan: dict[Request, Work]) -> list[Work]:
+    def _give_pages(self, plan: dict[Request, ScheduledRow]) -> list[ScheduledRow]:
         """Allocate each work's pages, in order of the requests, and return what can run.
 
         Where pages run out, the last running request is preempted. That is one whose turn has
         not come yet or, at the last, the request itself: nothing that has its pages loses them.
         """
-        works: list[Work] = []
+        works: list[ScheduledRow] = []
         index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -375,13 +333,13 @@ def _shrunk(masks: Masks, room: int) -> Masks:
     return tuple(reversed(kept))
 
 
-def _share(request: Request, masks: Masks, budget: int) -> Work | None:
-    """Work of a request within ``budget`` positions, up to its cursor with all drafts and masks if
+def _share(request: Request, masks: Masks, budget: int) -> ScheduledRow | None:
+    """Row of a request within ``budget`` positions, up to its cursor with all drafts and masks if
     they fit, or None.
     """
     if request.num_uncached + len(masks) - 1 + sum(masks) <= budget:
-        return Work(request, request.num_uncached, masks, reads_logits=True)
+        return ScheduledRow(request, request.num_uncached, masks, reads_logits=True)
     num_tokens = min(request.num_uncached - 1, budget)
     if num_tokens < 1:
         return None
-    return Work(request, num_tokens, masks=(0,), reads_logits=False)
+    return ScheduledRow(request, num_tokens, masks=(0,), reads_logits=False)

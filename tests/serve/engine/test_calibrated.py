@@ -12,9 +12,11 @@ from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Outcomes, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.scoring import read_items
 

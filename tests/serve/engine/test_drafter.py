@@ -10,21 +10,21 @@ from tests.conftest import Trained
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
+from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings
-from mars_serve.engine.drafter import Drafter, drafting_checkpoint
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import (
+from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,
     GrammarKind,
     GrammarSpec,
-    LiveDecoding,
     Outcomes,
-    Request,
     Sampling,
-    StepOutput,
 )
+from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.scoring import EvalItem, read_items
 from mars_serve.replica.loading import load_engine

@@ -14,8 +14,9 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import Request
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({PAD, MASK}))

@@ -18,13 +18,16 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.engine.acceptance import unpack_coming
-from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.batch import Row
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.acceptance import unpack_coming
 from mars_serve.engine.execution.forward import Launched
-from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, StepOutput
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.scoring import read_items
 
@@ -194,7 +197,7 @@ def drafts_by_group(step: Launched) -> dict[str, list[list[int]]]:
 
 
 def plain_drafts(
-    model: PreTrainedModel, checkpoint: Checkpoint, work: Work, outcome: int
+    model: PreTrainedModel, checkpoint: Checkpoint, work: ScheduledRow, outcome: int
 ) -> list[int]:
     """The same of one group, from a pass over its prefix and its masks alone."""
     assert checkpoint.metadata is not None

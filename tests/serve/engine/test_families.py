@@ -18,8 +18,9 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.errors import UserError
 from mars_platform.method import reference
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))

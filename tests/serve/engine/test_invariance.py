@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
+from mars_serve.engine.decoding_options import DecodingOptions, Outcomes, Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.linear import TiledLinear
-from mars_serve.engine.request import DecodingOptions, Outcomes, Request, Sampling, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 OPTIONS = {

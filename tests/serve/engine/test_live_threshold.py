@@ -13,11 +13,15 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
+from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.adaptive.window_choice import WindowChooser
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({PAD, MASK}))

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 PAGE = 16

@@ -27,21 +27,20 @@ from transformers import (
 
 from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
 from mars_platform.method import reference
+from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import (
+from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,
     GrammarKind,
     GrammarSpec,
-    LiveDecoding,
     Outcomes,
-    Request,
     Sampling,
-    StepOutput,
-    TokenLogprob,
 )
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput, TokenLogprob
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 VOCABULARY, PAD, MASK, BLOCK_SIZE = 32, 0, 3, 4

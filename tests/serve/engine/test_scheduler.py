@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
+from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import DecodingOptions, Draft, Outcomes, Request
-from mars_serve.engine.scheduler import Choose, Masks, Scheduler, Work
+from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.scheduled_row import Masks, ScheduledRow
+from mars_serve.engine.scheduler import ChooseMasks, Scheduler
 
-Check = Callable[[list[Work]], None]
+Check = Callable[[list[ScheduledRow]], None]
 
 
 def make_scheduler(
@@ -72,11 +74,11 @@ class Steps:
     def step(
         self,
         num_accepted: int | None = None,
-        choose: Choose | None = None,
+        choose: ChooseMasks | None = None,
         check: Check | None = None,
         *,
         fails: bool = False,
-    ) -> list[Work]:
+    ) -> list[ScheduledRow]:
         works = self.scheduler.schedule(choose)
         self.scheduler.check_integrity()
         if check is not None:
@@ -110,7 +112,7 @@ class Steps:
         for place, expected in enumerate(self._contents(request)[: request.num_cached]):
             assert self.slots[self._slot(request, place)] == expected, "reads what is another's"
 
-    def _write(self, work: Work) -> None:
+    def _write(self, work: ScheduledRow) -> None:
         self.num_computed += work.num_tokens
         contents, start = self._contents(work.request), work.request.num_cached
         for place in range(start, start + work.num_tokens + work.num_drafts):
@@ -119,7 +121,7 @@ class Steps:
             assert holders == [work.request], "writes to a page that others read"
             self.slots[page, slot] = contents[place]
 
-    def _accept(self, work: Work, num_accepted: int) -> int:
+    def _accept(self, work: ScheduledRow, num_accepted: int) -> int:
         """Commit tokens, in mode exact drafts above all; return how many drafts were right."""
         request = work.request
         count = min(num_accepted, work.num_proposed, request.num_left)
@@ -227,7 +229,7 @@ def _check_step(steps: Steps, source: random.Random) -> None:
         chosen.update((row, row.masks(source.randint(0, scheduler.window))) for row in rows)
         return [chosen[row] for row in rows]
 
-    def check(works: list[Work]) -> None:
+    def check(works: list[ScheduledRow]) -> None:
         _check_order(scheduler, works)
         assert sum(work.num_positions for work in works) <= scheduler.max_num_batched_tokens
         assert len({work.request for work in works}) == len(works)
@@ -238,7 +240,7 @@ def _check_step(steps: Steps, source: random.Random) -> None:
     steps.step(choose=choose, check=check, fails=source.random() < 0.05)
 
 
-def _check_order(scheduler: Scheduler, works: list[Work]) -> None:
+def _check_order(scheduler: Scheduler, works: list[ScheduledRow]) -> None:
     """The first running request moves, and nobody overtakes within a tier."""
     running, waiting = scheduler.running, scheduler.waiting
     assert len(running) <= scheduler.max_num_seqs
@@ -254,7 +256,7 @@ def _rank(request: Request) -> tuple[int, int]:
     return -request.options.tier.rank, request.arrival
 
 
-def _check_work(work: Work, masks: Masks, *, may_shrink: bool) -> None:
+def _check_work(work: ScheduledRow, masks: Masks, *, may_shrink: bool) -> None:
     request = work.request
     assert 1 <= work.num_tokens <= request.num_uncached
     if work.reads_logits:

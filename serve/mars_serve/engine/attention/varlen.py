@@ -22,8 +22,8 @@ from torch.nn.attention.varlen import AuxRequest
 
 from mars_serve.engine.attention.gathered import KeyValueShape
 from mars_serve.engine.attention.paged_kernel import PagedKernel
+from mars_serve.engine.attention.staging import stage
 from mars_serve.engine.batch import Row, StepBatch
-from mars_serve.engine.execution.staging import stage
 
 MAX_NARROW = 64
 """Rows of up to so many places attend to themselves in a rectangle of plain matrix products."""

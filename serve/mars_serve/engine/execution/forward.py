@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.engine.acceptance import Reads, accept, unpack, unpack_coming
 from mars_serve.engine.attention.gathered import ATTENTION_NAME, Attention
 from mars_serve.engine.attention.varlen import VarlenAttention
 from mars_serve.engine.batch import StepBatch, build_batch
+from mars_serve.engine.execution.acceptance import Reads, accept, unpack, unpack_coming
 from mars_serve.engine.execution.graphs import (
     Capture,
     EagerForward,
@@ -29,16 +29,17 @@ from mars_serve.engine.execution.graphs import (
     GraphSizes,
 )
 from mars_serve.engine.execution.linear import pack_linears, tile_linears
-from mars_serve.engine.request import Draft, Request, TokenLogprob
-from mars_serve.engine.sampling.prompt_logprobs import PromptScores, next_tokens, positions_at_once
-from mars_serve.engine.sampling.sampler import choose_tokens
-from mars_serve.engine.sampling.step_sampling import (
+from mars_serve.engine.execution.prompt_logprobs import PromptScores, next_tokens, positions_at_once
+from mars_serve.engine.execution.step_sampling import (
     Reports,
     first_reads,
     sampled_rows,
     temperatures,
 )
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.outputs import TokenLogprob
+from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.sampling.sampler import choose_tokens
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 _TILE = 16
 """Rows of every matrix product where results must not depend on neighbours."""
@@ -66,7 +67,7 @@ _NOTHING = Accepted([], [])
 class Launched:
     """A step that may still be running."""
 
-    works: Sequence[Work]
+    works: Sequence[ScheduledRow]
     packed: Tensor | None
     """What `accept` gave; None where no work reads logits."""
     reports: Reports
@@ -99,7 +100,7 @@ class Launched:
         ]
 
     def _accepted(
-        self, work: Work, tokens: list[int], confidences: list[float], coming: list[Draft]
+        self, work: ScheduledRow, tokens: list[int], confidences: list[float], coming: list[Draft]
     ) -> Accepted:
         """The drafts are those of the group that saw as many drafts as were accepted."""
         logprobs = self.reports.report(work.request, tokens)
@@ -115,7 +116,7 @@ class Launched:
 class FailedLaunch:
     """A step that could not be started."""
 
-    works: Sequence[Work]
+    works: Sequence[ScheduledRow]
     error: Exception
 
     def wait(self) -> list[Accepted]:
@@ -169,12 +170,12 @@ class ModelRunner:
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
 
-    def run(self, works: Sequence[Work]) -> list[Accepted]:
+    def run(self, works: Sequence[ScheduledRow]) -> list[Accepted]:
         """Run one step: `launch`, and wait for what it gives."""
         return self.launch(works).wait()
 
     @torch.inference_mode()
-    def launch(self, works: Sequence[Work]) -> Launched:
+    def launch(self, works: Sequence[ScheduledRow]) -> Launched:
         """Start one step. On a GPU this returns while it runs."""
         batch = build_batch(works, self.mask_token_id, self._multiple_of)
         reading = [work for work in works if work.reads_logits]
@@ -190,7 +191,7 @@ class ModelRunner:
         return Launched(works, packed, reports, scores)
 
     def _run_model(
-        self, works: Sequence[Work], batch: StepBatch, extra: list[Tensor]
+        self, works: Sequence[ScheduledRow], batch: StepBatch, extra: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], PromptScores | None]:
         """Logits, ``extra`` on the device, and what is read of prompts."""
         if not batch.scored:
@@ -211,7 +212,7 @@ class ModelRunner:
         if isinstance(self._forward, GraphedForward):
             self._forward.capture(sizes, capture, on_progress)
 
-    def _reads_on_host(self, works: Sequence[Work]) -> list[Tensor]:
+    def _reads_on_host(self, works: Sequence[ScheduledRow]) -> list[Tensor]:
         """The tensors of `Reads`; see `_reads_on_device`."""
         counts = [work.num_proposed for work in works]
         sizes = [work.num_proposed + work.num_coming for work in works]
@@ -226,14 +227,14 @@ class ModelRunner:
             *(torch.tensor(part, dtype=torch.long) for part in _checks(works)),
         ]
 
-    def _drawn(self, works: Sequence[Work]) -> Tensor | None:
+    def _drawn(self, works: Sequence[ScheduledRow]) -> Tensor | None:
         if self._draw_accepted is None:
             return None
         counts = [self._draw_accepted(work.request, work.num_proposed) for work in works]
         return torch.tensor(counts, device=self.model.device)
 
 
-def _checks(works: Sequence[Work]) -> list[list[int]]:
+def _checks(works: Sequence[ScheduledRow]) -> list[list[int]]:
     """`Reads.now`, `Reads.coming` and `Reads.drafts`, or nothing where all reads are of this step
     and no draft is fed.
     """
@@ -247,18 +248,18 @@ def _checks(works: Sequence[Work]) -> list[list[int]]:
     return [now, coming, [token for work in works for token in _drafts(work, num_depths)]]
 
 
-def _drafts(work: Work, num_depths: int) -> list[int]:
+def _drafts(work: ScheduledRow, num_depths: int) -> list[int]:
     tokens = [draft.token for draft in work.request.drafts[: work.num_drafts]]
     return tokens + [-1] * (num_depths - len(tokens))
 
 
-def _measure(work: Work) -> Confidence:
+def _measure(work: ScheduledRow) -> Confidence:
     """What is taken as the confidence of a row's tokens; that of drafts is a probability."""
     request = work.request
     return Confidence.PROBABILITY if request.mode is Mode.EXACT else request.options.confidence
 
 
-def _reads_on_device(works: Sequence[Work], tensors: list[Tensor]) -> Reads:
+def _reads_on_device(works: Sequence[ScheduledRow], tensors: list[Tensor]) -> Reads:
     """What `ModelRunner._reads_on_host` gave, with what is known on the host."""
     row, depth, num_proposed, thresholds, measures, found, *checks = tensors
     max_depth = max(work.num_proposed for work in works)

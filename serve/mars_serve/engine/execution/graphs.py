@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_serve.engine.attention.gathered import Attention
+from mars_serve.engine.attention.staging import stage
 from mars_serve.engine.attention.varlen import MAX_NARROW, StepShape, VarlenAttention, stored_pages
 from mars_serve.engine.batch import StepBatch, bucket
-from mars_serve.engine.execution.staging import stage
 from mars_serve.engine.execution.step_function import StepFunction
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]

@@ -1,6 +1,6 @@
-"""Times steps of made-up requests, so that windows can be chosen by what they cost here.
+"""Times steps of synthetic requests, from which the engine's windows are chosen.
 
-Knows the runner only as a function, and nothing of what the model computes.
+The requests' tokens are arbitrary; only the sizes of the steps matter.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from mars_serve.engine.adaptive.window import StepTimes
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import DecodingOptions, Request
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 REPEATS = 5
-"""Runs of a step that a median is taken of, unless more are asked for."""
+"""Default number of runs of a step, of which the median is taken."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Positions that are timed: closely at first, where a step's time may even fall as they grow."""
-_CLOSE = 64
-"""Positions up to which all of the grid is timed."""
+"""Numbers of positions that are timed: dense at first, where a larger step may even be faster."""
+_DENSE = 64
+"""Number of positions up to which the whole grid is timed."""
 _SHORT, _LONG = 16, 512
-"""Stored tokens of each row, by which the cost of reading them is told apart."""
+"""Two numbers of cached tokens per row, whose times give the cost of reading one cached token."""
 
 
 def measure_steps(
-    run: Callable[[Sequence[Work]], object],
+    run: Callable[[Sequence[ScheduledRow]], object],
     pool: PagePool,
     *,
     max_num_seqs: int,
@@ -37,104 +38,113 @@ def measure_steps(
     repeats: int = REPEATS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
-    """Seconds of a step over (positions, stored tokens), each the median of a few runs.
+    """Measure the seconds of a step over positions and cached tokens.
 
-    What reading a stored token costs is measured on a full batch, for rows of one place and for
-    the widest ones, and taken to lie between for others.
+    Each time is the median of a few runs. The cost of reading a cached token is measured on a full
+    batch of rows of one position and of the widest rows, and interpolated for other widths.
 
     Args:
-        run: runs a step; waits for its results.
-        pool: with all its pages free; they are free again afterwards.
-        max_num_seqs: rows of a step at the most.
-        max_num_batched_tokens: positions of a step at the most.
-        max_length: tokens of a row at the most.
-        window: masks of a row at the most.
-        widest_row: positions that a row is timed with at the most; by default those of a row of
-            mode threshold.
-        repeats: runs that a median is taken of.
-        on_progress: called with the steps that are done and their number.
+        run: runs a step and waits for its results.
+        pool: a pool whose pages are all free; they are free again afterwards.
+        max_num_seqs: most rows of a step.
+        max_num_batched_tokens: most positions of a step.
+        max_length: most tokens of a row.
+        window: most masks of a row.
+        widest_row: most positions that a row is timed with; by default the most that a row in mode
+            threshold feeds.
+        repeats: number of runs of which the median is taken.
+        on_progress: called with the number of steps timed so far and of all of them.
     """
     widest = 2 * window + 1 if widest_row is None else widest_row
     max_num_seqs = min(max_num_seqs, pool.num_free // pool.pages_for(widest))
     assert max_num_seqs > 0, "the pool holds a row with its window"
     largest = min(max_num_batched_tokens, max_num_seqs * widest)
-    # the last piece is what longer steps are judged by: it must be longer than its noise
-    limit = max(_CLOSE, 0.8 * largest)
-    positions = [places for places in _GRID if places < largest and places <= limit] + [largest]
+    # Longer steps are extrapolated from the last segment, so it must be longer than its noise.
+    limit = max(_DENSE, 0.8 * largest)
+    grid = [count for count in _GRID if count < largest and count <= limit] + [largest]
     room = min(pool.num_free // max_num_seqs * pool.page_size, max_length) - widest
     short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
-    ends = [(places, stored) for places in (max_num_seqs, largest) for stored in (long, short)]
-    shapes = [*ends, *((places, short) for places in positions)]
+    ends = [(count, cached) for count in (max_num_seqs, largest) for cached in (long, short)]
+    shapes = [*ends, *((count, short) for count in grid)]
     seconds = []
-    for done, (places, stored) in enumerate(shapes, start=1):
-        works = _works(pool, places, min(places, max_num_seqs), stored, window)
-        seconds.append(_time(run, pool, works, repeats))
+    for done, (num_positions, num_cached) in enumerate(shapes, start=1):
+        num_rows = min(num_positions, max_num_seqs)
+        rows = _synthetic_rows(pool, num_positions, num_rows, num_cached, window)
+        seconds.append(_median_seconds(run, pool, rows, repeats))
         if on_progress is not None:
             on_progress(done, len(shapes))
+
     difference = max(max_num_seqs * (long - short), 1)
-    narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
-    most = max_num_seqs * max(long, 1)
-    rows = []
-    for places, time_s in zip(positions, seconds[len(ends) :], strict=True):
-        share = max(0, places - max_num_seqs) / max(largest - max_num_seqs, 1)
-        per_token = narrow + (max(wide, narrow) - narrow) * share
-        # noise has limits: half of a step is more than its few stored tokens take
-        bare = max(time_s - per_token * min(places, max_num_seqs) * short, time_s / 2)
-        rows.append((bare, bare + per_token * most))
-    return StepTimes(tuple(positions), (0, most), tuple(rows))
+    narrow_s, wide_s = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
+    most_cached = max_num_seqs * max(long, 1)
+    lines = []
+    for num_positions, time_s in zip(grid, seconds[len(ends) :], strict=True):
+        width = max(0, num_positions - max_num_seqs) / max(largest - max_num_seqs, 1)
+        token_s = narrow_s + (max(wide_s, narrow_s) - narrow_s) * width
+        # The short rows' few cached tokens cannot take more than half of the step; limit the noise.
+        num_read = min(num_positions, max_num_seqs) * short
+        without_reads_s = max(time_s - token_s * num_read, time_s / 2)
+        lines.append((without_reads_s, without_reads_s + token_s * most_cached))
+    return StepTimes(tuple(grid), (0, most_cached), tuple(lines))
 
 
 def measure_prefill(
-    run: Callable[[Sequence[Work]], object],
+    run: Callable[[Sequence[ScheduledRow]], object],
     pool: PagePool,
     *,
     num_tokens: int,
     max_length: int,
     repeats: int = REPEATS,
 ) -> float:
-    """Prompt tokens a second of steps that hold nothing but the beginnings of prompts.
+    """Measure the prompt tokens per second of steps that feed only beginnings of prompts.
 
     Args:
-        run: see `measure_steps`.
-        pool: see `measure_steps`.
-        num_tokens: of a step; fewer where the pool holds fewer.
-        max_length: tokens of a row at the most.
-        repeats: runs that a median is taken of.
+        run: runs a step and waits for its results.
+        pool: a pool whose pages are all free; they are free again afterwards.
+        num_tokens: tokens of a step; fewer if the pool holds fewer.
+        max_length: most tokens of a row.
+        repeats: number of runs of which the median is taken.
     """
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)
-    # one less each: `_works` spreads positions unevenly
+    # One token less per row, because the synthetic rows differ in length by up to two.
     num_rows = math.ceil(num_tokens / max(max_length - 1, 1))
     room = pool.num_free // num_rows * pool.page_size - 1
     num_tokens = min(num_tokens, num_rows * max(room, 1))
-    return num_tokens / _time(run, pool, _works(pool, num_tokens, num_rows, 0, 0), repeats)
+    rows = _synthetic_rows(pool, num_tokens, num_rows, num_cached=0, window=0)
+    return num_tokens / _median_seconds(run, pool, rows, repeats)
 
 
-def _works(pool: PagePool, places: int, num_rows: int, num_cached: int, window: int) -> list[Work]:
-    """Rows that share ``places`` positions as decoding does: unevenly, about two of three masks."""
-    works = []
-    for row in range(num_rows):
-        length = places // num_rows + (row < places % num_rows)
-        if places >= 2 * num_rows and row ^ 1 < num_rows:
-            length += 1 if row % 2 else -1
+def _synthetic_rows(
+    pool: PagePool, num_positions: int, num_rows: int, num_cached: int, window: int
+) -> list[ScheduledRow]:
+    """Share positions among rows as decoding does: unevenly, and about two of three are masks."""
+    rows = []
+    for index in range(num_rows):
+        length = num_positions // num_rows + (index < num_positions % num_rows)
+        if num_positions >= 2 * num_rows and index ^ 1 < num_rows:
+            length += 1 if index % 2 else -1
         num_masks = min(window, 2 * length // 3)
         num_tokens = length - num_masks
         request = Request("warm-up", [0] * (num_cached + num_tokens), DecodingOptions(1))
         request.num_cached = num_cached
         request.pages = pool.allocate(pool.pages_for(num_cached + num_tokens))
-        works.append(Work(request, num_tokens, (num_masks,), reads_logits=True))
-    return works
+        rows.append(ScheduledRow(request, num_tokens, (num_masks,), reads_logits=True))
+    return rows
 
 
-def _time(
-    run: Callable[[Sequence[Work]], object], pool: PagePool, works: Sequence[Work], repeats: int
+def _median_seconds(
+    run: Callable[[Sequence[ScheduledRow]], object],
+    pool: PagePool,
+    rows: Sequence[ScheduledRow],
+    repeats: int,
 ) -> float:
-    """Median seconds of a step, whose pages are free afterwards."""
-    run(works)  # prepares this shape
+    """Time a step, then free the pages of its rows."""
+    run(rows)  # the first run prepares kernels and buffers for this shape
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        run(works)
+        run(rows)
         times.append(time.perf_counter() - begin)
-    for work in works:
-        pool.release(work.request.pages)
+    for row in rows:
+        pool.release(row.request.pages)
     return statistics.median(times)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mars_platform.errors import UserError
-from mars_serve.engine.request import GrammarKind, GrammarSpec
+from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mars_serve.engine.request import Sampling
+from mars_serve.engine.decoding_options import Sampling
 
 # Likeliest tokens among which filters are tried before the whole vocabulary is sorted, which takes
 # some twenty times as long as the first try (150 000 tokens, CPU).

@@ -27,10 +27,11 @@ from mars_serve.engine.attention.plain_kernel import plain_kernel, plain_varlen_
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.varlen import VarlenAttention
 from mars_serve.engine.batch import build_batch
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import ModelRunner
-from mars_serve.engine.request import DecodingOptions, Draft, FinishReason, Request
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 
 MASK, BLOCK_SIZE, POISONED = 3, 4, 61
@@ -214,7 +215,7 @@ class Step:
             request.num_cached = stored
             request.pages = [index + len(rows) * page for page in range(most)]
             request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
-            works.append(Work(request, tokens, masks, reads_logits=True))
+            works.append(ScheduledRow(request, tokens, masks, reads_logits=True))
         self.batch = build_batch(works, MASK)
         places = len(self.batch.ids)
         self.query = torch.randn(places, 8, 64, **self.sizes)
@@ -391,7 +392,8 @@ def test_a_gpu_kernels_log_sum_exps_have_heads_first() -> None:
     )
     plan = attention.plan(
         build_batch(
-            [Work(Request("", [5] * 70, DecodingOptions(1), pages=[0]), 70, (0,), True)], None
+            [ScheduledRow(Request("", [5] * 70, DecodingOptions(1), pages=[0]), 70, (0,), True)],
+            None,
         )
     )
     _, lse = attention._attend_wide(query, key, value, 0.125, plan)
@@ -424,7 +426,7 @@ def test_both_attentions_agree_on_a_gpu(tiny_model: Models) -> None:
         works = []
         for row, request in enumerate(requests):
             request.num_cached, request.pages = begin, [2 * row, 2 * row + 1]
-            works.append(Work(request, length, (masks,), reads_logits=True))
+            works.append(ScheduledRow(request, length, (masks,), reads_logits=True))
         batch = build_batch(works, MASK)
         query = torch.randn(len(batch.ids), 8, 64, **sizes)
         key, value = torch.randn(2, len(batch.ids), 2, 64, **sizes)

@@ -20,14 +20,15 @@ from mars_platform.method import reference
 from mars_serve.engine.attention.gathered import ATTENTION_NAME, KeyValueShape
 from mars_serve.engine.attention.paged_kernel import PagedKernel, load_kernel, varlen_available
 from mars_serve.engine.attention.plain_kernel import plain_kernel
+from mars_serve.engine.attention.staging import pack, stage, unpack
 from mars_serve.engine.attention.varlen import StepShape, VarlenAttention, stored_pages
 from mars_serve.engine.batch import StepBatch, build_batch
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import CudaCapture, EagerForward, GraphedForward, GraphSizes
-from mars_serve.engine.execution.staging import pack, stage, unpack
-from mars_serve.engine.request import DecodingOptions, Request
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 MASK, NUM_MASKS = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
@@ -98,7 +99,7 @@ class Pair:
 def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatch:
     """A step with, of each request, so many tokens and masks; they are stored afterwards."""
     works = [
-        Work(request, tokens, (masks,), reads_logits=reads)
+        ScheduledRow(request, tokens, (masks,), reads_logits=reads)
         for request, (tokens, masks, reads) in zip(requests, rows, strict=False)
         if tokens
     ]
@@ -266,7 +267,7 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
         num_cached = data.draw(stored)
         request = Request("", [5] * (num_cached + tokens), DecodingOptions(1), pages=[0] * 400)
         request.num_cached = num_cached
-        works.append(Work(request, tokens, (masks,), reads_logits=True))
+        works.append(ScheduledRow(request, tokens, (masks,), reads_logits=True))
     batch = build_batch(works, MASK)
     shape = sizes.shape_for(batch, PAGE)
     assert shape in sizes.shapes()

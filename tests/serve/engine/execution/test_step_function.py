@@ -20,11 +20,12 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import KeyValueShape
 from mars_serve.engine.attention.plain_kernel import plain_kernel
 from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import call_again
 from mars_serve.engine.execution.linear import PackedLinear, pack_linears
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 MASK = 3

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mars_platform.errors import UserError
-from mars_serve.engine.request import GrammarKind, GrammarSpec
+from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar import (
     CompiledGrammar,
     GrammarCompiler,

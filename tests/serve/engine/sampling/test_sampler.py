@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mars_serve.engine.request import Sampling
+from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.sampling import sampler as module
 from mars_serve.engine.sampling.sampler import (
     SampledRow,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mars_platform.method.rules import log_probabilities
-from mars_serve.engine.request import TokenLogprob
+from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.sampling.sampler import log_probs_of
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 # Logits that exist at once. On a CPU fewer positions would read the output layer more often than
 # they compute with it; elsewhere only memory counts.
@@ -29,7 +29,7 @@ def positions_at_once(vocabulary: int, device: torch.device) -> int:
     return max(1, most // vocabulary)
 
 
-def next_tokens(works: Sequence[Work]) -> list[int]:
+def next_tokens(works: Sequence[ScheduledRow]) -> list[int]:
     """Of each position that a step scores, in order, the token behind it."""
     return [
         token
@@ -43,7 +43,7 @@ def next_tokens(works: Sequence[Work]) -> list[int]:
 class PromptScores:
     """What a step's requests want to know of their prompts; it may still be computed."""
 
-    works: Sequence[Work]
+    works: Sequence[ScheduledRow]
     """Those that score positions."""
     own: Tensor
     """float32 [scored], log-probability of the token behind each position."""
@@ -55,7 +55,7 @@ class PromptScores:
     @classmethod
     def of(
         cls,
-        works: Sequence[Work],
+        works: Sequence[ScheduledRow],
         hidden: Tensor,
         tokens: Tensor,
         logits_of: Callable[[Tensor], Tensor],

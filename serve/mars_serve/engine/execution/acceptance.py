@@ -55,7 +55,7 @@ class Reads:
     """float32 [reads], what logits are divided by where a confidence is taken; None: 1."""
 
 
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+ChooseTokens = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Given logits whose banned tokens are -inf: int64 [n] of the reads, and the tokens they give."""
 
 
@@ -64,9 +64,9 @@ def accept(
     reads: Reads,
     banned: Tensor,
     counts: Tensor | None = None,
-    choose: Choose | None = None,
+    choose: ChooseTokens | None = None,
 ) -> Tensor:
-    """Choose the token at each read and count how many of each row are accepted.
+    """ChooseTokens the token at each read and count how many of each row are accepted.
 
     The token is the likeliest one that may be emitted, unless ``choose`` says otherwise; its
     confidence is over the raw logits. A draft is accepted where the proposal before it is that very
@@ -145,7 +145,7 @@ def _parts(logits: Tensor, *, split: bool) -> Iterable[tuple[Tensor, slice]]:
 
 
 def _propose(
-    logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose: Choose | None
+    logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose: ChooseTokens | None
 ) -> Tensor:
     """Token of each read and the bits of its confidence: int32 [part, 2]."""
     raw = logits if reads.temperatures is None else logits / reads.temperatures[part, None]

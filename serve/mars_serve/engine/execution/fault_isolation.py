@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from mars_serve.engine.execution.forward import Accepted, FailedLaunch, Launched, ModelRunner
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 _log = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ Step = Launched | FailedLaunch
 """A step that was started, or could not be."""
 
 
-def launch(runner: ModelRunner, works: Sequence[Work]) -> Step:
+def launch(runner: ModelRunner, works: Sequence[ScheduledRow]) -> Step:
     """Start a step; it never raises."""
     try:
         return runner.launch(works)

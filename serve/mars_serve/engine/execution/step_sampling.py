@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
-from mars_serve.engine.request import Request, TokenLogprob
+from mars_serve.engine.outputs import TokenLogprob
+from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import lookahead
 from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 
-def first_reads(works: Sequence[Work]) -> list[int]:
+def first_reads(works: Sequence[ScheduledRow]) -> list[int]:
     """Of works that read logits, laid side by side, the first read of each, and their end."""
     starts = [0]
     for work in works:
@@ -27,7 +28,7 @@ def first_reads(works: Sequence[Work]) -> list[int]:
     return starts
 
 
-def sampled_rows(works: Sequence[Work], ends: frozenset[int]) -> list[SampledRow]:
+def sampled_rows(works: Sequence[ScheduledRow], ends: frozenset[int]) -> list[SampledRow]:
     """What is to be chosen otherwise than as the likeliest token.
 
     Args:
@@ -44,7 +45,7 @@ def sampled_rows(works: Sequence[Work], ends: frozenset[int]) -> list[SampledRow
     ]
 
 
-def _rows(work: Work, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
+def _rows(work: ScheduledRow, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
     """The row's own proposals and, in mode exact, what each group of masks proposes behind them.
 
     Drafts that a grammar forbids are refused when they are checked.
@@ -85,7 +86,9 @@ def commit(request: Request, tokens: list[int]) -> bool:
     return request.matcher is None or request.matcher.advance(tokens) == len(tokens)
 
 
-def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> list[float] | None:
+def temperatures(
+    works: Sequence[ScheduledRow], by_depth: Sequence[float] | None
+) -> list[float] | None:
     """What each read's logits are divided by where a confidence is taken; None: all by 1.
 
     Args:
@@ -106,7 +109,7 @@ def temperatures(works: Sequence[Work], by_depth: Sequence[float] | None) -> lis
     return found
 
 
-def _is_calibrated(work: Work) -> bool:
+def _is_calibrated(work: ScheduledRow) -> bool:
     request = work.request
     return request.options.calibrated or request.mode is Mode.EXACT
 
@@ -119,7 +122,7 @@ class Reports:
     """float32 [proposals, vocabulary] of each, by request id."""
 
     @classmethod
-    def of(cls, logits: Tensor, works: Sequence[Work]) -> Reports:
+    def of(cls, logits: Tensor, works: Sequence[ScheduledRow]) -> Reports:
         """Taken from raw logits, float [reads, vocabulary]."""
         if all(work.request.options.num_logprobs is None for work in works):
             return cls({})

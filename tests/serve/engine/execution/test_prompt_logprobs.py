@@ -15,14 +15,10 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import (
-    DecodingOptions,
-    FinishReason,
-    Request,
-    StepOutput,
-    TokenLogprob,
-)
+from mars_serve.engine.outputs import StepOutput, TokenLogprob
+from mars_serve.engine.request import Request
 from mars_serve.engine.sampling import prompt_logprobs as scoring
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3, 60, 61}))
 RAISING, POISONED = 60, 61

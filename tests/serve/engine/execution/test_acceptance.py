@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence, num_accepted
-from mars_serve.engine.acceptance import Reads, accept, unpack, unpack_coming
+from mars_serve.engine.execution.acceptance import Reads, accept, unpack, unpack_coming
 
 MEASURES = tuple(Confidence)
 BANNED = torch.tensor([0, 3])

@@ -1,0 +1,146 @@
+"""The options that a request is decoded with. Imports no Ray, torch or HTTP library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from mars_platform.method.mode import Confidence, Mode
+from mars_platform.tier import Tier
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+    """Its own share of a forward pass failed."""
+    TIMEOUT = "timeout"
+    """Its first step had not begun within its ``max_queue_s``."""
+    REFUSED = "refused"
+    """The engine could never run it."""
+
+
+class Outcomes(StrEnum):
+    """Which outcomes of checking a row's drafts get masks, in mode exact."""
+
+    ALL = "all"
+    """Every outcome, from no draft right to all of them right."""
+    LAST = "last"
+    """Only the outcome that all drafts are right; after any other, the next step has no drafts."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from the model's probabilities; the neutral values choose greedily.
+
+    In every mode the choice is the one that one-token decoding makes behind the same tokens.
+    """
+
+    temperature: float = 0.0
+    """Divisor of the logits, at least 0; 0 is greedy."""
+    top_k: int = 0
+    """Number of likeliest tokens to choose from; 0 for all."""
+    top_p: float = 1.0
+    """Probability that the likeliest tokens to choose from make up together, in (0, 1]."""
+    min_p: float = 0.0
+    """Least probability of a token as a share of the likeliest one's, in [0, 1]."""
+    seed: int = 0
+    """Seed of the noise, in [0, 2**63): the same request and seed give the same tokens."""
+    repetition_penalty: float = 1.0
+    """Factor above 0 that divides the positive logits of tokens in prompt and output and multiplies
+    the negative ones."""
+    presence_penalty: float = 0.0
+    """Amount subtracted from the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Amount subtracted from the logit of a token for each time that it stands in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token and the amount added to its logit."""
+    min_tokens: int = 0
+    """Output tokens that must come before an end token or stop token may be chosen."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on earlier tokens beyond the model's own logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1.0 or any(penalties)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the choice is always the likeliest token."""
+        return (
+            self.temperature == 0.0
+            and not self.needs_history
+            and not self.logit_bias
+            and self.min_tokens == 0
+        )
+
+
+class GrammarKind(StrEnum):
+    """Languages in which a grammar may be written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """A grammar that the whole output, up to its end token, has to match."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """One request's decoding options, checked before they reach the engine."""
+
+    max_tokens: int
+    """Most output tokens: at least 1, or 0 for a request for ``num_prompt_logprobs`` alone."""
+    mode: Mode = Mode.THRESHOLD
+    threshold: float | None = 0.95
+    """τ in (0, 1], in mode threshold; None follows the engine's live τ from step to step."""
+    confidence: Confidence = Confidence.PROBABILITY
+    """Measure that is compared with τ."""
+    window: int | None = None
+    """Masks a step, in mode exact masks of each outcome; None lets the engine choose from 0 to the
+    block size."""
+    tier: Tier = Tier.DEFAULT
+    """Service tier; requests of a higher one are scheduled first."""
+    sampling: Sampling = Sampling()
+    grammar: GrammarSpec | None = None
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the output, as the model's own end tokens do; they are part of it."""
+    num_logprobs: int | None = None
+    """Number of likeliest tokens to report beside each output token, with the log-probabilities of
+    all; None reports no log-probabilities."""
+    calibrated: bool = False
+    """Whether τ is compared with the confidence that calibration corrected."""
+    outcomes: Outcomes | None = None
+    """Outcomes that get masks in mode exact; None lets the engine choose, which takes only the last
+    one where windows do not adapt."""
+    min_threshold: float = 0.0
+    """Lowest τ, in [0, 1], that following the live τ may lead to."""
+    num_prompt_logprobs: int | None = None
+    """Number of likeliest tokens to report beside each prompt token but the first, with the
+    log-probabilities of all; None reports no log-probabilities."""
+    max_queue_s: float | None = None
+    """Most seconds to wait for the first step; None for no limit."""
+
+    # The following are read for each row of each step, hence cached.
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether each token is simply the likeliest one."""
+        return self.sampling.is_plain and self.grammar is None
+
+    @cached_property
+    def may_take_several(self) -> bool:
+        """Whether some step may give more than one token; τ = 1 is plain AR decoding."""
+        if self.mode is Mode.THRESHOLD:
+            return self.threshold is None or self.threshold < 1.0
+        return self.mode is Mode.EXACT

@@ -1,0 +1,76 @@
+"""What an engine reports: the output of each step and its own status.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mars_serve.engine.decoding_options import FinishReason
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token, from the model's raw logits at temperature 1."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """Likeliest tokens with their log-probabilities, likeliest first."""
+    from_mask: bool
+    """Whether a mask of mode threshold gave the value; otherwise it is the exact AR value."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """One request's result of one forward pass."""
+
+    request_id: str
+    tokens: list[int]
+    """Accepted tokens, an end token included."""
+    finish_reason: FinishReason | None
+    num_masks: int = 0
+    """Masks that the pass fed for the request."""
+    num_positions: int = field(default=0, compare=False)
+    """Positions that the pass fed for the request: committed tokens, drafts and masks."""
+    confidences: list[float] = field(default_factory=list)
+    """Confidence of each accepted token, by the request's own measure."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Log-probability of each accepted token, if the request wants them."""
+    error: str | None = None
+    """Message of the failure behind the finish reasons error and refused."""
+    threshold: float = 1.0
+    """τ that the pass used; 1.0 in modes ar and exact."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Log-probabilities of further prompt tokens, in order from the second one on, if the request
+    wants them. A pass that feeds only a part of the prompt may give these and no token."""
+    num_prefix_hit_tokens: int = field(default=0, compare=False)
+    """Prompt tokens found in the prefix cache, on the request's first output; 0 on later ones."""
+    queue_s: float = field(default=0.0, compare=False)
+    """Seconds before the request's first step, on its first output; 0 on later ones."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """How full an engine is, and what it has done since its start."""
+
+    num_requests: int
+    """Requests that wait or run."""
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    """Pages that no request holds, including those that cache a prefix."""
+    num_prefix_hit_tokens: int
+    """Tokens found in the prefix cache instead of being computed, over all admissions."""
+    num_preemptions: int
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the requests that have begun, prefix hits included."""
+    num_generated_tokens: int = 0
+    num_forward_passes: int = 0
+    """Number of steps."""
+    num_row_passes: int = 0
+    """Number of rows, over all steps, that gave their request a token."""
+    compute_share: float | None = None
+    """Real over paced seconds of the last minute's steps; None before the first step or without
+    pacing."""
