@@ -1,6 +1,6 @@
 """A run that is killed, corrupted and stopped ends as one that is left alone, bit for bit.
 
-The commands here join one Ray cluster, which spares their starts; bench/kill_resume.py, which the
+The commands here join one Ray cluster, which spares their starts; bench/training/kill_resume.py, which the
 full suite runs, kills commands together with the clusters of their own.
 """
 
@@ -26,7 +26,7 @@ from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
 
-BENCH = Path(__file__).parents[3] / "bench" / "kill_resume.py"
+BENCH = Path(__file__).parents[3] / "bench" / "training" / "kill_resume.py"
 NUM_STEPS = 120
 EVERY_STEPS = 5
 TIMEOUT_S = 120
