@@ -40,19 +40,19 @@ def simulate(
 
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
-    from mars_autoscale.simulation.report import check_files, table_of, write_files
+    from mars_autoscale.simulation.report import comparison_table, write_files
     from mars_platform.cli.progress import progress_display
+    from mars_platform.cli.report import check_output_files, output_console
     from mars_platform.config import load_settings
 
-    check_files(json_file, plot)
+    check_output_files({"--json": json_file, "--plot": plot})
     settings = load_settings(config, SimulationConfig, set_ or [])
     requests = _requests(settings, trace, trace_format)
     console = Console(stderr=True)
     with progress_display(console) as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))
-    terminal = Console()
-    width = None if terminal.is_terminal else _FILE_WIDTH
-    Console(width=width).print(table_of(comparison, settings.objective_ttft_s))
+    table = comparison_table(comparison, settings.objective_ttft_s)
+    output_console(_FILE_WIDTH).print(table)
     write_files(comparison, json_file, plot)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a simulated run, and their means over runs."""
+"""Computes the figures of a simulated run, and their means over runs."""
 
 from __future__ import annotations
 
@@ -14,82 +14,64 @@ from mars_platform.tier import Tier
 
 
 @dataclass(frozen=True)
-class ClassFigures:
-    """What a policy made of some of a trace's requests."""
+class TierFigures:
+    """Figures of a policy for the requests of one tier, or of all tiers together."""
 
     slo_attainment: float
-    """Share whose first token came in time; of those that were refused none did."""
+    """Share of the requests whose first token came in time; rejected requests count as late."""
     ttft_p50_s: float
-    """Infinite where so many were refused."""
+    """Median seconds to the first token; infinite if half of the requests were rejected."""
     ttft_p99_s: float
+    """99th percentile of the seconds to the first token, infinite likewise."""
     quality_loss_mean: float
-    """Points, mean over output tokens."""
+    """Points of quality lost, mean over output tokens."""
     quality_loss_p99: float
-    """Points of the request at that quantile."""
+    """Points of quality lost by a request, 99th percentile over the served requests."""
     rejected: float
-    """Requests that were refused."""
+    """Number of rejected requests."""
 
 
 @dataclass(frozen=True)
-class Figures(ClassFigures):
-    """What a policy made of a trace."""
+class PolicyFigures(TierFigures):
+    """All figures of a policy for a trace."""
 
     replica_hours: float
+    """Hours of all replicas, from their request to their end."""
     threshold_changes: float
-    """Of all replicas; a class default and flex that change at once are one."""
+    """Number of changes of τ over all replicas; tiers that change at once count as one change."""
     replica_changes: float
-    by_class: dict[Tier, ClassFigures]
-    """Of the classes that the trace has."""
+    """Number of changes of the number of replicas."""
+    by_class: dict[Tier, TierFigures]
+    """Figures of each tier that the trace has."""
 
 
-def titles(objective_ttft_s: float) -> tuple[str, ...]:
-    """Columns of a table with a row for each policy.
-
-    Args:
-        objective_ttft_s: see `figures_of`.
-    """
-    return (
-        "policy",
-        f"first token in {objective_ttft_s:g} s",
-        "p50, s",
-        "p99, s",
-        "loss, points",
-        "p99",
-        "replica-hours",
-        "τ changes",
-        "replica changes",
-        "rejected",
-    )
-
-
-def figures_of(result: Result, *, measured_from_s: float, objective_ttft_s: float) -> Figures:
-    """Measure a run.
+def figures_of(result: Result, *, measured_from_s: float, objective_ttft_s: float) -> PolicyFigures:
+    """Compute the figures of a run.
 
     Args:
-        result: of the run; some request must have arrived late enough to count.
+        result: result of the run; at least one request arrived at ``measured_from_s`` or later.
         measured_from_s: requests that arrived earlier do not count.
-        objective_ttft_s: seconds to the first token that are in time.
+        objective_ttft_s: seconds in which the first token should come.
     """
     counted = [each for each in result.served if each.request.arrival_s >= measured_from_s]
-    groups = dict[Tier, list[Served]]()
-    for name in Tier:
-        if group := [each for each in counted if each.request.tier is name]:
-            groups[name] = group
-    return Figures(
+    by_tier = {tier: [each for each in counted if each.request.tier is tier] for tier in Tier}
+    return PolicyFigures(
         **vars(_figures(counted, objective_ttft_s)),
         replica_hours=result.replica_seconds / 3600,
         threshold_changes=result.num_threshold_changes,
         replica_changes=result.num_replica_changes,
-        by_class={name: _figures(group, objective_ttft_s) for name, group in groups.items()},
+        by_class={
+            tier: _figures(group, objective_ttft_s) for tier, group in by_tier.items() if group
+        },
     )
 
 
-def _figures(requests: Sequence[Served], objective_ttft_s: float) -> ClassFigures:
+def _figures(requests: Sequence[Served], objective_ttft_s: float) -> TierFigures:
     ttft = np.array([served.ttft_s for served in requests])
     kept = [served for served in requests if not served.is_rejected]
     tokens = sum(served.request.output_tokens for served in kept)
     losses = [served.loss_tokens / served.request.output_tokens for served in kept]
-    return ClassFigures(
+    return TierFigures(
         slo_attainment=float((ttft <= objective_ttft_s).mean()),
         ttft_p50_s=float(np.quantile(ttft, 0.5, method="higher")),
         ttft_p99_s=float(np.quantile(ttft, 0.99, method="higher")),
@@ -99,26 +81,26 @@ def _figures(requests: Sequence[Served], objective_ttft_s: float) -> ClassFigure
     )
 
 
-def mean_figures(runs: Sequence[Figures]) -> Figures:
-    """Mean of each figure over runs; a class's over those that have it."""
-    names = [name for name in Tier if any(name in each.by_class for each in runs)]
-    own = [key for key in Figures.__dataclass_fields__ if key != "by_class"]
-    return Figures(
+def mean_figures(runs: Sequence[PolicyFigures]) -> PolicyFigures:
+    """Return the mean of each figure over the runs, and of a tier over the runs that have it."""
+    tiers = [tier for tier in Tier if any(tier in each.by_class for each in runs)]
+    own = [key for key in PolicyFigures.__dataclass_fields__ if key != "by_class"]
+    return PolicyFigures(
         **{key: mean_or_infinite([getattr(each, key) for each in runs]) for key in own},
         by_class={
-            name: _mean_of_class([each.by_class[name] for each in runs if name in each.by_class])
-            for name in names
+            tier: _mean_of_tier([each.by_class[tier] for each in runs if tier in each.by_class])
+            for tier in tiers
         },
     )
 
 
-def _mean_of_class(runs: Sequence[ClassFigures]) -> ClassFigures:
-    keys = ClassFigures.__dataclass_fields__
-    return ClassFigures(
+def _mean_of_tier(runs: Sequence[TierFigures]) -> TierFigures:
+    keys = TierFigures.__dataclass_fields__
+    return TierFigures(
         **{key: mean_or_infinite([getattr(each, key) for each in runs]) for key in keys}
     )
 
 
 def mean_or_infinite(values: Sequence[float]) -> float:
-    """Mean; infinite where any is."""
+    """Return the mean of the values, infinite if one of them is."""
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf

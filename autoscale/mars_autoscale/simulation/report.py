@@ -1,11 +1,8 @@
-"""``marsray simulate``: the table, its JSON, and the pictures."""
+"""Shows what ``marsray simulate`` compared: tables, JSON and a picture."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,149 +10,111 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from mars_autoscale.simulation.compare import Compared, Comparison
-from mars_autoscale.simulation.figures import titles
-from mars_platform.cli.output_files import check_output_file, check_plot_file
-from mars_platform.errors import UserError
+from mars_platform.cli.report import Column, table_of, write_json, write_picture
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
 
 
-def check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Refuse files that `write_files` could not write, before anything is simulated.
+def policy_columns(objective_ttft_s: float, hours: str = ".2f") -> list[Column]:
+    """Return the columns of a table with one row for each policy.
 
-    Raises:
-        UserError: a directory is missing, or the picture's suffix names no format.
+    Args:
+        objective_ttft_s: seconds in which the first token should come.
+        hours: format of the replica-hours.
     """
-    if json_file is not None:
-        check_output_file(json_file, "--json")
-    if plot is not None:
-        check_plot_file(plot)
+    first, *quality, rejected = _tier_columns(objective_ttft_s)
+    return [
+        first,
+        *quality,
+        Column("replica-hours", "replica_hours", hours),
+        Column("τ changes", "threshold_changes", ".0f"),
+        Column("replica changes", "replica_changes", ".0f"),
+        rejected,
+    ]
 
 
-def write_files(comparison: Comparison, json_file: Path | None, plot: Path | None) -> None:
-    """Write the figures and draw the picture, where a file is given.
+def _tier_columns(objective_ttft_s: float) -> list[Column]:
+    return [
+        Column("policy", "policy"),
+        Column(f"first token in {objective_ttft_s:g} s", "slo_attainment", ".1%"),
+        Column("p50, s", "ttft_p50_s", ".2f"),
+        Column("p99, s", "ttft_p99_s", ".1f"),
+        Column("loss, points", "quality_loss_mean", ".2f"),
+        Column("p99", "quality_loss_p99", ".1f"),
+        Column("rejected", "rejected", ".0f"),
+    ]
 
-    Raises:
-        UserError: one cannot be written.
+
+def comparison_table(comparison: Comparison, objective_ttft_s: float) -> RenderableType:
+    """Return a table with a row for each policy, and a last row for the clairvoyant bound.
+
+    If the trace has several tiers, a second table has a row for each tier of each policy.
     """
-    try:
-        if json_file is not None:
-            text = json.dumps(json_of(comparison), indent=1) + "\n"
-            json_file.write_text(text, encoding="utf-8")
-        if plot is not None:
-            picture_of(comparison).savefig(plot)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
-
-
-def table_of(comparison: Comparison, objective_s: float) -> RenderableType:
-    """One row a policy, and one for what was possible; where the trace has several classes, a
-    second table with a row for each of each policy.
-    """
-    table = _policies(comparison, objective_s)
+    rows = [{"policy": _name_of(each), **vars(each.figures)} for each in comparison.policies]
+    bound = {"policy": "clairvoyant", **_bound_of(comparison)}
+    table = table_of(policy_columns(objective_ttft_s), rows, [bound])
     if len(comparison.policies[0].figures.by_class) < 2:
         return table
-    return Group(table, _classes(comparison, objective_s))
+    policy, *figures = _tier_columns(objective_ttft_s)
+    columns = [policy, Column("class", "class"), *figures]
+    return Group(table, table_of(columns, _tier_rows(comparison)))
 
 
-def _policies(comparison: Comparison, objective_s: float) -> Table:
-    table = Table(*titles(objective_s))
-    for each in comparison.policies:
-        figures = each.figures
-        table.add_row(
-            _name_of(each),
-            f"{figures.slo_attainment:.1%}",
-            f"{figures.ttft_p50_s:.2f}",
-            f"{figures.ttft_p99_s:.1f}",
-            f"{figures.quality_loss_mean:.2f}",
-            f"{figures.quality_loss_p99:.1f}",
-            f"{figures.replica_hours:.2f}",
-            f"{figures.threshold_changes:.0f}",
-            f"{figures.replica_changes:.0f}",
-            f"{figures.rejected:.0f}",
-        )
-    served, loss, hours = _bound_of(comparison)
-    table.add_section()
-    table.add_row("clairvoyant", f"{served:.1%}", "", "", f"{loss:.2f}", "", f"{hours:.2f}")
-    return table
-
-
-def _classes(comparison: Comparison, objective_s: float) -> Table:
-    table = Table(
-        "policy",
-        "class",
-        f"first token in {objective_s:g} s",
-        "p50, s",
-        "p99, s",
-        "loss, points",
-        "p99",
-        "rejected",
-    )
-    for each in comparison.policies:
-        for i, (name, figures) in enumerate(each.figures.by_class.items()):
-            table.add_row(
-                "" if i else _name_of(each),
-                name,
-                f"{figures.slo_attainment:.1%}",
-                f"{figures.ttft_p50_s:.2f}",
-                f"{figures.ttft_p99_s:.1f}",
-                f"{figures.quality_loss_mean:.2f}",
-                f"{figures.quality_loss_p99:.1f}",
-                f"{figures.rejected:.0f}",
-            )
-    return table
+def _tier_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    return [
+        {"policy": "" if i else _name_of(each), "class": tier, **vars(figures)}
+        for each in comparison.policies
+        for i, (tier, figures) in enumerate(each.figures.by_class.items())
+    ]
 
 
 def _name_of(compared: Compared) -> str:
     return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
 
 
-def _bound_of(comparison: Comparison) -> tuple[float, float, float]:
-    """Means of what is served, of the loss and of the replica-hours."""
+def _bound_of(comparison: Comparison) -> dict[str, float]:
+    """Means over the seeds of what a clairvoyant scaler would reach."""
     bounds = comparison.bounds
-    return (
-        fmean(bound.served for bound in bounds),
-        fmean(bound.quality_loss_mean for bound in bounds),
-        fmean(bound.replica_hours for bound in bounds),
-    )
-
-
-def json_of(comparison: Comparison) -> dict[str, Any]:
-    """What ``--json`` writes; times that are infinite, since too many were refused, as null."""
-    served, loss, hours = _bound_of(comparison)
     return {
-        "policies": [
-            {"name": each.name, "variant": each.variant, **_finite(asdict(each.figures))}
+        "slo_attainment": fmean(bound.served for bound in bounds),
+        "quality_loss_mean": fmean(bound.quality_loss_mean for bound in bounds),
+        "replica_hours": fmean(bound.replica_hours for bound in bounds),
+    }
+
+
+def write_files(comparison: Comparison, json_file: Path | None, plot: Path | None) -> None:
+    """Write the figures and draw the picture, each if its file is given.
+
+    A time that is infinite because too many requests were rejected is null in the JSON.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    if json_file is not None:
+        policies = [
+            {"name": each.name, "variant": each.variant, **vars(each.figures)}
             for each in comparison.policies
-        ],
-        "clairvoyant": {
-            "slo_attainment": served,
-            "quality_loss_mean": loss,
-            "replica_hours": hours,
-        },
-    }
-
-
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
-    return {
-        key: _finite(value) if isinstance(value, dict) else value if math.isfinite(value) else None
-        for key, value in figures.items()
-    }
+        ]
+        write_json(json_file, {"policies": policies, "clairvoyant": _bound_of(comparison)})
+    if plot is not None:
+        write_picture(plot, picture_of(comparison))
 
 
 def picture_of(comparison: Comparison) -> Figure:
-    """Load, replicas, τ and queue over time of the first seed, and last, loss against replica-hours
-    of all policies.
+    """Draw load, replicas, τ and queue of the first seed over time, and the policies' trade-off.
+
+    The last diagram shows the quality loss of every policy against its replica-hours.
     """
     compared, bound = comparison.policies, comparison.bounds[0]
     figure = Figure(figsize=(11, 11), layout="constrained")
     load, replicas, threshold, queue, trade = figure.subplots(5, 1, height_ratios=[1, 1, 1, 1, 2])
-    _draw_load(load, compared[0])
+    samples = compared[0].samples
+    times = [sample.time_s for sample in samples]
+    load.plot(times, [sample.requests_per_s for sample in samples], color="black")
+    load.set_ylabel("requests/s")
     for each in [one for one in compared if one.name in _TIMELINES]:
         times = [sample.time_s for sample in each.samples]
         replicas.step(times, [sample.num_ready for sample in each.samples], label=each.name)
@@ -170,15 +129,9 @@ def picture_of(comparison: Comparison) -> Figure:
     queue.set_yscale("symlog")
     queue.set_xlabel("time, s")
     _draw_trade(trade, compared)
-    _, loss, hours = _bound_of(comparison)
-    trade.scatter(hours, loss, color="gray", marker="x")
+    means = _bound_of(comparison)
+    trade.scatter(means["replica_hours"], means["quality_loss_mean"], color="gray", marker="x")
     return figure
-
-
-def _draw_load(axes: Axes, joint: Compared) -> None:
-    times = [sample.time_s for sample in joint.samples]
-    axes.plot(times, [sample.requests_per_s for sample in joint.samples], color="black")
-    axes.set_ylabel("requests/s")
 
 
 def _draw_trade(axes: Axes, compared: Sequence[Compared]) -> None:

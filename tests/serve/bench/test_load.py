@@ -24,9 +24,10 @@ from rich.console import Console
 
 from local_loop import LocalLoop
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
-from mars_autoscale.policy.control import Plan as AutoscalerPlan
 from mars_autoscale.policy.decide import OuterSettings
-from mars_autoscale.simulation import figures as simulated
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
+from mars_autoscale.simulation.report import policy_columns
 from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.cli.main import run
@@ -34,24 +35,32 @@ from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 from mars_serve.bench.load.compared import compared_json, compared_table
 from mars_serve.bench.load.costs import Losses, quality_loss, replica_costs
-from mars_serve.bench.load.figures import LoadFigures, class_figures, figures_of, samples_of
+from mars_serve.bench.load.figures import LoadFigures, client_figures, figures_of, samples_of
 from mars_serve.bench.load.plan import (
-    Plan,
+    LoadPlan,
     PlannedRequest,
     Question,
     made_up_requests,
     question_requests,
     read_questions,
 )
-from mars_serve.bench.load.report import json_of, lateness_warning, print_load
+from mars_serve.bench.load.report import figures_json, lateness_warning, print_load
 from mars_serve.bench.load.run import LoadOptions, LoadTest, run_load
-from mars_serve.bench.load.send import LiveView, Outcome, Replayed, replay
+from mars_serve.bench.load.send import LiveView, Replayed, SentRequest, replay
 from mars_serve.bench.load.target import checked_url, open_client
-from mars_serve.config.served import Backend, Explanation, LiveThreshold, ReplicaReport, ServedModel
+from mars_serve.config.served import (
+    Backend,
+    Explanation,
+    PublishedThreshold,
+    ReplicaReport,
+    ServedModel,
+)
 from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.loop import EngineDied
-from mars_serve.engine.request import FinishReason, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 
@@ -76,12 +85,12 @@ class LoopBackend:
         return [output async for output in self.stream(request)]
 
     async def replicas(self) -> list[ReplicaReport]:
-        return [ReplicaReport("only", self.loop.status(), LiveThreshold(0, 0.5))]
+        return [ReplicaReport("only", self.loop.status(), PublishedThreshold(0, 0.5))]
 
-    async def live_threshold(self) -> LiveThreshold:
-        return LiveThreshold(0, 0.5)
+    async def live_threshold(self) -> PublishedThreshold:
+        return PublishedThreshold(0, 0.5)
 
-    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
         raise AssertionError("a load test changes nothing")
 
     async def autoscaler(self) -> Explanation | None:
@@ -111,7 +120,7 @@ class GovernedBackend(SayingBackend):
     async def autoscaler(self) -> Explanation | None:
         rungs = (Rung(1.0, 1.0, 0.0), Rung(0.9, 1.7, 2.0, 1), Rung(0.7, 2.2, 6.0, 1))
         capacity = Capacity(linear_step_time(0.1, 1000), rungs, 4, 1_000.0)
-        return Explanation(AutoscalerPlan(capacity, OuterSettings(max_replicas=3)), [])
+        return Explanation(AutoscalingBasis(capacity, OuterSettings(max_replicas=3)), [])
 
 
 class CrowdedBackend(LoopBackend):
@@ -334,16 +343,16 @@ def test_what_it_cost_as_the_simulator_tells_it(
     backend = GovernedBackend(loop, [50] * 6)  # decoded with τ = 0.8
     with serving(mars, backend, is_governed=True) as url:
         test = load(url, trace_file(tmp_path), objective_ttft_s=60.0)
-    (policy,) = json_of(test)["policies"]
-    assert policy.keys() == {"name", "variant"} | simulated.Figures.__dataclass_fields__.keys()
+    (policy,) = figures_json(test)["policies"]
+    assert policy.keys() == {"name", "variant"} | PolicyFigures.__dataclass_fields__.keys()
     assert (policy["name"], policy["slo_attainment"], policy["rejected"]) == ("mars", 1.0, 0)
     assert (policy["quality_loss_mean"], policy["quality_loss_p99"]) == pytest.approx((4.0, 4.0))
-    last_s = max(each.sent_s for each in test.replayed.outcomes)
+    last_s = max(each.sent_s for each in test.replayed.sent)
     assert policy["replica_hours"] == pytest.approx(last_s / 3600)
     assert (policy["threshold_changes"], policy["replica_changes"]) == (0, 0)
     assert policy["by_class"].keys() == {"priority", "default", "flex"}
     flex = policy["by_class"]["flex"]
-    assert flex.keys() == simulated.ClassFigures.__dataclass_fields__.keys()
+    assert flex.keys() == TierFigures.__dataclass_fields__.keys()
     assert flex["quality_loss_mean"] == pytest.approx(4.0)
 
 
@@ -448,9 +457,9 @@ async def test_odd_answers(status: int, text: str, error: str | None) -> None:
 
     transport = httpx.MockTransport(answer)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        plan = Plan("m", [planned()], [5, 6], 0)
+        plan = LoadPlan("m", [planned()], [5, 6], 0)
         replayed = await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
-    (outcome,) = replayed.outcomes
+    (outcome,) = replayed.sent
     assert (outcome.status, outcome.error) == (status, error)
     assert replayed.live == []  # these answers tell nothing of τ
 
@@ -469,9 +478,9 @@ async def test_a_sender_without_files_is_not_the_server_s_failure(number: int, e
 
     transport = httpx.MockTransport(refuse)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        plan = Plan("m", [planned()], [5, 6], 0)
+        plan = LoadPlan("m", [planned()], [5, 6], 0)
         replayed = await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
-    assert [outcome.error for outcome in replayed.outcomes] == [error]
+    assert [outcome.error for outcome in replayed.sent] == [error]
 
 
 # Plans
@@ -502,7 +511,7 @@ def test_lengths_are_cut_to_the_model_s(
 
 
 def test_a_made_up_prompt() -> None:
-    plan = Plan("m", [planned(0), planned(1)], [5, 6, 7, 8], seed=3)
+    plan = LoadPlan("m", [planned(0), planned(1)], [5, 6, 7, 8], seed=3)
     bodies = [json.loads(plan.content(request)[1]) for request in plan.requests]
     assert [len(body["prompt"]) for body in bodies] == [3, 3]
     assert {token for body in bodies for token in body["prompt"]} <= {5, 6, 7, 8}
@@ -580,13 +589,13 @@ async def test_the_client_sends_the_key_and_goes_where_it_was_told() -> None:
 
 def outcome(
     sent_s: float, first_s: float | None, end_s: float | None, tier: str = "default", **fields: Any
-) -> Outcome:
+) -> SentRequest:
     at_s = fields.pop("at_s", sent_s)
     request = planned(at_s=at_s, tier=Tier(tier))
-    return Outcome(request, sent_s, first_s, end_s, **fields)
+    return SentRequest(request, sent_s, first_s, end_s, **fields)
 
 
-def served(sent_s: float, ttft_s: float, e2e_s: float, **fields: Any) -> Outcome:
+def served(sent_s: float, ttft_s: float, e2e_s: float, **fields: Any) -> SentRequest:
     known = {"status": 200, "num_tokens": 4, "num_passes": 2, "threshold_mean": 0.9}
     return outcome(sent_s, sent_s + ttft_s, sent_s + e2e_s, **{**known, **fields})
 
@@ -602,7 +611,7 @@ OUTCOMES = [
 
 
 def test_figures_of_a_class() -> None:
-    found = class_figures(OUTCOMES, objective_s=1.0, duration_s=5.0)
+    found = client_figures(OUTCOMES, objective_s=1.0, duration_s=5.0)
     assert (found.num_sent, found.num_ended, found.num_served) == (6, 5, 2)
     assert found.slo_attainment == 1 / 5
     assert (found.ttft_p50_s, found.ttft_p99_s) == (math.inf, math.inf)
@@ -615,14 +624,14 @@ def test_figures_of_a_class() -> None:
     assert found.num_checked == 2
     assert found.accuracy is not None
     assert found.accuracy.value == 0.5
-    of_two = class_figures(OUTCOMES[:2], objective_s=2.0, duration_s=5.0)
+    of_two = client_figures(OUTCOMES[:2], objective_s=2.0, duration_s=5.0)
     assert of_two.slo_attainment == 1.0
     assert (of_two.ttft_p50_s, of_two.ttft_p99_s) == (2.0, 2.0)
     assert (of_two.e2e_p50_s, of_two.e2e_p99_s) == (3.0, 3.0)
 
 
 def test_nothing_is_measured_of_nothing() -> None:
-    found = class_figures([], 1.0, 0.0)
+    found = client_figures([], 1.0, 0.0)
     assert (found.num_sent, found.rejected, found.failed, found.errors) == (0, 0, 0, {})
     assert found.slo_attainment is found.ttft_p50_s is found.tokens_per_s is None
     assert samples_of([], [], 0.0) == []
@@ -681,7 +690,7 @@ def test_a_loss_is_a_mean_over_tokens_and_a_quantile_over_answers() -> None:
 
 def test_replicas_cost_from_the_start_to_the_last_request() -> None:
     live = [view(0.2, 1.0), view(1.2, 0.9, 1.0), view(2.2, 0.9, 0.9), view(5.2, 0.9)]
-    plan = Plan("mars", [planned()], [], 0)
+    plan = LoadPlan("mars", [planned()], [], 0)
     sent = [served(0.0, 0.1, 9.0), served(4.2, 0.1, 9.0)]
     costs = replica_costs(Replayed(plan, sent, live))
     assert costs.replica_hours == pytest.approx((1.2 * 1 + 1.0 * 2 + 2.0 * 2) / 3600)
@@ -690,8 +699,8 @@ def test_replicas_cost_from_the_start_to_the_last_request() -> None:
         assert replica_costs(untold) == type(costs)()
 
 
-def figures(outcomes: list[Outcome]) -> LoadFigures:
-    plan = Plan("mars", [each.request for each in outcomes], [], 0)
+def figures(outcomes: list[SentRequest]) -> LoadFigures:
+    plan = LoadPlan("mars", [each.request for each in outcomes], [], 0)
     return figures_of(Replayed(plan, outcomes), 1.0)
 
 
@@ -714,10 +723,10 @@ def test_a_late_sender_is_told_of(late_s: float, warns: bool) -> None:
 
 
 def test_json_knows_no_infinity() -> None:
-    plan = Plan("mars", [each.request for each in OUTCOMES], [], 0)
+    plan = LoadPlan("mars", [each.request for each in OUTCOMES], [], 0)
     options = LoadOptions(trace=Path("t.csv"), model="mars")
     test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), Losses())
-    found = json.loads(json.dumps(json_of(test), allow_nan=False))
+    found = json.loads(json.dumps(figures_json(test), allow_nan=False))
     assert found["all"]["ttft_p99_s"] is None
     assert found["all"]["accuracy"].keys() == {"value", "low", "high"}
     assert found["options"]["model"] == "mars"
@@ -726,12 +735,14 @@ def test_json_knows_no_infinity() -> None:
 
 
 def test_what_cannot_be_known_is_a_dash() -> None:
-    plan = Plan("mars", [each.request for each in OUTCOMES], [], 0)
+    plan = LoadPlan("mars", [each.request for each in OUTCOMES], [], 0)
     options = LoadOptions(trace=Path("t.csv"), model="mars")
     losses = Losses(refusal="/admin/autoscaler gave 403")
     test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), losses)
     table = compared_table(test)
-    assert [column.header for column in table.columns] == list(simulated.titles(1.0))
+    assert [column.header for column in table.columns] == [
+        each.header for each in policy_columns(1.0)
+    ]
     last = [list(column.cells)[-1] for column in table.columns]
     assert last == ["mars", "20.0%", "never", "never", "-", "-", "-", "-", "-", "2"]
     assert compared_json(test)["quality_loss_mean"] is None

@@ -1,4 +1,4 @@
-"""What a load test reads of a server's answers; their other fields are ignored."""
+"""Models of the server's answers that a load test reads; their other fields are ignored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class _Delta(BaseModel):
 
 
 class _Choice(BaseModel):
-    """Of either endpoint."""
+    """A choice of either endpoint: completions have ``text``, chat completions ``delta``."""
 
     text: str = ""
     delta: _Delta = _Delta()
 
     @property
     def said(self) -> str:
-        """The text of the event."""
+        """Text of the choice."""
         return self.text or self.delta.content or ""
 
 
@@ -34,7 +34,7 @@ class _Error(BaseModel):
 
 
 class StreamEvent(BaseModel):
-    """An event of a stream, or the response of an error."""
+    """One event of a stream, or the body of an error response."""
 
     choices: list[_Choice] = []
     mars: _Mars = _Mars()
@@ -48,7 +48,7 @@ class LiveModel(BaseModel):
     replicas: dict[str, LiveModel] = {}
 
 
-class LiveModels(BaseModel):
+class ThresholdAnswer(BaseModel):
     """The response of ``GET /admin/threshold``."""
 
     models: dict[str, LiveModel]
@@ -59,15 +59,15 @@ class _Rung(BaseModel):
     loss: float
 
 
-class _Plan(BaseModel):
+class _LadderPlan(BaseModel):
     ladder: list[_Rung]
 
 
-class _Autoscaler(BaseModel):
-    plan: _Plan | None = None
+class _ModelAutoscaler(BaseModel):
+    plan: _LadderPlan | None = None
 
 
-class Autoscalers(BaseModel):
+class AutoscalerAnswer(BaseModel):
     """The response of ``GET /admin/autoscaler``."""
 
-    models: dict[str, _Autoscaler | None]
+    models: dict[str, _ModelAutoscaler | None]

@@ -1,60 +1,44 @@
-"""A load test beside the policies of ``marsray simulate``: the same columns, and JSON fields."""
+"""Shows a load test in the columns and JSON fields that ``marsray simulate`` has for a policy."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from rich.table import Table
 
-from mars_autoscale.simulation import figures as simulated
-from mars_serve.bench.load.figures import ClassFigures
+from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
+from mars_autoscale.simulation.report import policy_columns
+from mars_platform.cli.report import table_of
 from mars_serve.bench.load.run import LoadTest
 
-_OF_CLASS = [each.name for each in fields(simulated.ClassFigures)]
-_OF_ALL = [each.name for each in fields(simulated.Figures) if each.name != "by_class"]
+_TIER_FIELDS = [each.name for each in fields(TierFigures)]
+_SERVER_FIELDS = ("replica_hours", "threshold_changes", "replica_changes")
 
 
 def compared_table(test: LoadTest) -> Table:
-    """One row for the server; before it, where the trace has several classes, one for each."""
+    """Return a table with a row for the server, below a row for each tier if there are several.
+
+    A dash stands for a figure that a client cannot know.
+    """
     figures = test.figures
-    table = Table(*simulated.titles(test.options.objective_ttft_s))
-    if len(figures.classes) > 1:
-        for name, each in figures.classes.items():
-            table.add_row(name, *_cells(each), "", "", "", str(each.rejected))
-        table.add_section()
-    table.add_row(
-        test.options.model,
-        *_cells(figures.all),
-        _cell(figures.replica_hours, ".3f"),
-        _cell(figures.threshold_changes, "d"),
-        _cell(figures.replica_changes, "d"),
-        str(figures.all.rejected),
-    )
-    return table
-
-
-def _cells(figures: ClassFigures) -> list[str]:
-    return [
-        _cell(figures.slo_attainment, ".1%"),
-        _cell(figures.ttft_p50_s, ".2f"),
-        _cell(figures.ttft_p99_s, ".1f"),
-        _cell(figures.quality_loss_mean, ".2f"),
-        _cell(figures.quality_loss_p99, ".1f"),
+    no_server_fields = dict.fromkeys(_SERVER_FIELDS, "")
+    tiers = [
+        {"policy": tier, **vars(each), **no_server_fields} for tier, each in figures.classes.items()
     ]
-
-
-def _cell(value: float | None, spec: str) -> str:
-    """A dash for what cannot be known."""
-    if value is None:
-        return "-"
-    return format(value, spec) if math.isfinite(value) else "never"
+    server = {"policy": test.options.model, **vars(figures.all), **vars(figures)}
+    return table_of(
+        policy_columns(test.options.objective_ttft_s, hours=".3f"),
+        tiers if len(tiers) > 1 else [],
+        [server],
+        missing="-",
+        infinite="never",
+    )
 
 
 def compared_notes(test: LoadTest) -> Iterable[str]:
-    """What the table's figures are of, and why some are not known."""
+    """Yield what the figures of the table are of, and why some of them are not known."""
     figures = test.figures
     if figures.all.quality_loss_mean is not None:
         yield (
@@ -72,17 +56,16 @@ def compared_notes(test: LoadTest) -> Iterable[str]:
 
 
 def compared_json(test: LoadTest) -> dict[str, Any]:
-    """As an item of ``policies`` in the JSON of ``marsray simulate``; null for what is not known
-    and for a time that never came.
-    """
+    """Return the figures as ``policies`` has them in the JSON of ``marsray simulate``."""
     figures = test.figures
-    whole = vars(figures.all) | vars(figures)
+    everything = vars(figures.all) | vars(figures)
+    names = [each.name for each in fields(PolicyFigures) if each.name != "by_class"]
     return {
         "name": test.options.model,
         "variant": "",
-        **{key: whole[key] for key in _OF_ALL},
+        **{name: everything[name] for name in names},
         "by_class": {
-            name: {key: getattr(each, key) for key in _OF_CLASS}
-            for name, each in figures.classes.items()
+            tier: {name: getattr(each, name) for name in _TIER_FIELDS}
+            for tier, each in figures.classes.items()
         },
     }

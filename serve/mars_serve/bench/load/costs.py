@@ -1,6 +1,6 @@
-"""What a load test cost in quality and in replicas, as far as a client can know it.
+"""Computes what a load test cost in quality and in replicas, as far as a client can know it.
 
-Goes by what answers say of their τ, and by what the server tells of itself each second.
+The sources are the τ in each answer, and what the server reports of itself every second.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from itertools import pairwise
 
 import numpy as np
 
-from mars_serve.bench.load.send import LiveView, Outcome, Replayed
+from mars_serve.bench.load.send import LiveView, Replayed, SentRequest
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What each τ costs in quality, by the server's own frontier."""
+    """Quality that each τ costs, by the server's own frontier."""
 
     rungs: Mapping[float, float] = field(default_factory=dict)
-    """Points below plain AR decoding by τ, of those that the server may use."""
+    """Points of quality below plain AR decoding, by τ of the rungs that the server may use."""
     refusal: str | None = None
-    """Why nothing is known of any τ but 1, where that is so."""
+    """Reason why only the loss at τ = 1 is known; None if the frontier is known."""
 
     def at(self, threshold: float) -> float | None:
-        """Points that a τ costs: between two rungs what a mixture of both does; None below all."""
+        """Return the points that a τ costs, None below the lowest rung.
+
+        Between two rungs the loss is interpolated: it is that of a mixture of both.
+        """
         known = {1.0: 0.0} | dict(self.rungs)
         thresholds = sorted(known)
         if threshold < thresholds[0]:
@@ -37,57 +40,56 @@ NO_LOSSES = Losses()
 
 @dataclass(frozen=True)
 class QualityLoss:
-    """Of some answers; None where it cannot be known."""
+    """Quality that some answers lost, in points; None if it cannot be known."""
 
     mean: float | None = None
-    """Points, mean over output tokens."""
+    """Mean over output tokens."""
     p99: float | None = None
-    """Points of the answer at that quantile."""
+    """99th percentile over answers."""
 
 
-def quality_loss(outcomes: Iterable[Outcome], losses: Losses) -> QualityLoss:
-    """What the served answers cost; not known where that of one of them is not.
+def quality_loss(sent: Iterable[SentRequest], losses: Losses) -> QualityLoss:
+    """Compute the quality that the served answers lost; unknown if it is for one of them.
 
     Args:
-        outcomes: in any order.
-        losses: of each τ.
+        sent: the requests, in any order.
+        losses: quality lost at each τ.
     """
-    served = [outcome for outcome in outcomes if outcome.is_served]
+    served = [each for each in sent if each.is_served]
     found = [
         None if each.threshold_mean is None else losses.at(each.threshold_mean) for each in served
     ]
     known = [loss for loss in found if loss is not None]
-    num_tokens = sum(outcome.num_tokens for outcome in served)
+    num_tokens = sum(each.num_tokens for each in served)
     if not num_tokens or len(known) < len(found):
         return QualityLoss()
-    pairs = zip(known, served, strict=True)
-    total = sum(loss * outcome.num_tokens for loss, outcome in pairs)
+    total = sum(loss * each.num_tokens for loss, each in zip(known, served, strict=True))
     return QualityLoss(total / num_tokens, float(np.quantile(known, 0.99)))
 
 
 @dataclass(frozen=True)
 class ReplicaCosts:
-    """Of the replicas that were ready; None where the server did not tell."""
+    """Use of replicas as sampled each second; None if the server did not report it."""
 
     replica_hours: float | None = None
-    """Until the last request was sent."""
+    """Hours of all ready replicas together, until the last request was sent."""
     threshold_changes: int | None = None
-    """Of all replicas, for requests of class default: samples that differ from the one before."""
+    """Number of samples, over all replicas, whose τ for tier default differs from the previous."""
     replica_changes: int | None = None
-    """Samples with another number of them than the one before."""
+    """Number of samples whose number of ready replicas differs from the previous sample."""
 
 
 def replica_costs(replayed: Replayed) -> ReplicaCosts:
-    """Count what the server told; the first sample stands for what was before it, too."""
+    """Compute the use of replicas; the first sample also stands for the time before it."""
     views = replayed.live
     if not views or replayed.live_refusal is not None:
         return ReplicaCosts()
-    end_s = max((outcome.sent_s for outcome in replayed.outcomes), default=0.0)
+    end_s = max((each.sent_s for each in replayed.sent), default=0.0)
     pairs = list(pairwise(views))
     return ReplicaCosts(
-        _replica_seconds(views, end_s) / 3600,
-        sum(_threshold_changes(before, after) for before, after in pairs),
-        sum(before.num_replicas != after.num_replicas for before, after in pairs),
+        replica_hours=_replica_seconds(views, end_s) / 3600,
+        threshold_changes=sum(_threshold_changes(before, after) for before, after in pairs),
+        replica_changes=sum(before.num_replicas != after.num_replicas for before, after in pairs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Figures of a load test, from what its clients saw. Knows no server and no files.
+"""Computes the figures of a load test from what its clients saw.
 
 Requests that an interrupt cut off count as sent and in nothing else.
 """
@@ -16,154 +16,168 @@ import numpy as np
 from mars_platform.statistics import Estimate, proportion
 from mars_platform.tier import Tier
 from mars_serve.bench.load.costs import NO_LOSSES, Losses, quality_loss, replica_costs
-from mars_serve.bench.load.send import REJECTIONS, LiveView, Outcome, Replayed
+from mars_serve.bench.load.send import REJECTIONS, LiveView, Replayed, SentRequest
 
 _SAMPLE_S = 1.0
 
 
 @dataclass(frozen=True)
-class ClassFigures:
-    """What clients of a class saw, or all clients; None where there is nothing to measure.
+class ClientFigures:
+    """Figures of one tier's clients, or of all clients; None if there is nothing to measure.
 
     Times are in seconds, and infinite for requests that were rejected or failed.
     """
 
     num_sent: int
+    """Number of requests sent."""
     num_ended: int
+    """Number of requests that were served, rejected or failed."""
     num_served: int
-    """To their end."""
+    """Number of requests that were served to their end."""
     slo_attainment: float | None
-    """Share of the ended ones whose first token came in time; rejected and failed ones did not."""
+    """Share of the ended requests whose first token came in time; only served ones can."""
     ttft_p50_s: float | None
-    """To the first token, from sending."""
+    """Median time from sending to the first token."""
     ttft_p99_s: float | None
+    """99th percentile of the time from sending to the first token."""
     e2e_p50_s: float | None
-    """To the end, from sending."""
+    """Median time from sending to the end."""
     e2e_p99_s: float | None
+    """99th percentile of the time from sending to the end."""
     threshold_mean: float | None
-    """τ that requests were served with, mean over those served."""
+    """τ that requests were served with, mean over the served requests."""
     threshold_min: float | None
     """Lowest τ of any pass."""
     tokens_per_forward: float | None
+    """Output tokens for each forward pass of the served requests."""
     tokens_per_s: float | None
-    """Output tokens of all requests over the time from the start to the last end."""
+    """Output tokens of all requests for each second from the start to the last end."""
     num_tokens: int
+    """Output tokens of all requests."""
     accuracy: Estimate | None
-    """Share of the served answers that are correct, with its 95% interval."""
+    """Share of the checked answers that are correct, with its 95% interval."""
     num_checked: int
+    """Number of served answers that could be checked."""
     quality_loss_mean: float | None
-    """Points, mean over the served answers' tokens."""
+    """Points of quality lost, mean over the tokens of the served answers."""
     quality_loss_p99: float | None
-    """Points of the served answer at that quantile."""
+    """Points of quality lost by an answer, 99th percentile."""
     rejected: int
-    """Answered with 429 or 503."""
+    """Number of requests answered with status 429 or 503."""
     rejected_429: float | None
-    """Share of the ended ones."""
+    """Share of the ended requests answered with status 429."""
     rejected_503: float | None
+    """Share of the ended requests answered with status 503."""
     failed: int
-    """All others that were not served."""
+    """Number of ended requests that were neither served nor rejected."""
     errors: dict[str, int]
-    """Requests that were rejected or failed, by kind."""
+    """Number of rejected and failed requests, by kind of error."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One second of the test; what is None is not known."""
+class LoadSample:
+    """One second of a load test; None stands for the unknown."""
 
     time_s: float
-    """Its begin, in seconds after the start."""
+    """Begin of the second, in seconds after the start."""
     requests_per_s: float
-    """Sent in it."""
+    """Requests sent in this second."""
     in_flight: int
-    """At its end."""
+    """Requests in flight at the end of this second."""
     ttft_p95_s: float | None
-    """Of the requests sent in it; infinite where more than a twentieth was not served."""
+    """95th percentile of the time to the first token, over the requests sent in this second."""
     threshold_mean: float | None
-    """τ that the requests sent in it were served with."""
+    """τ that the requests sent in this second were served with, mean over the requests."""
     live_threshold: float | None
-    """What replicas decoded with where requests gave no τ, mean over the replicas."""
+    """τ that replicas used for requests without a τ of their own, mean over the replicas."""
     num_replicas: int | None
+    """Number of ready replicas."""
 
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """A load test."""
+    """All figures of a load test."""
 
     duration_s: float
-    """From the start to the last end."""
+    """Seconds from the start to the last end."""
     lateness_p99_s: float | None
-    """Seconds by which the sender itself was late."""
+    """Seconds by which the sender itself was late, 99th percentile."""
     num_planned: int
+    """Number of planned requests."""
     num_capped: int
-    """Planned requests whose lengths were cut to what the model takes."""
+    """Number of planned requests whose lengths were cut to what the model takes."""
     was_interrupted: bool
-    all: ClassFigures
-    classes: dict[Tier, ClassFigures]
-    """Those that were planned."""
+    """Whether an interrupt ended the test before all requests had ended."""
+    all: ClientFigures
+    """Figures of all clients together."""
+    classes: dict[Tier, ClientFigures]
+    """Figures of each tier that the plan has."""
     replica_hours: float | None
-    """See `mars_serve.bench.load.costs.ReplicaCosts`, as below."""
+    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
     threshold_changes: int | None
+    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
     replica_changes: int | None
-    samples: list[Sample]
+    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
+    samples: list[LoadSample]
+    """Seconds of the test, in order."""
 
 
 def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSES) -> LoadFigures:
-    """Sum up a test.
+    """Compute the figures of a test.
 
     Args:
         replayed: the test.
         objective_s: seconds in which the first token should come.
-        losses: what each τ costs in quality.
+        losses: quality lost at each τ.
     """
-    outcomes, planned = replayed.outcomes, replayed.plan.requests
-    duration_s = max((outcome.end_s or outcome.sent_s for outcome in outcomes), default=0.0)
-    classes = [each for each in Tier if any(r.tier == each for r in planned)]
+    sent, planned = replayed.sent, replayed.plan.requests
+    duration_s = max((each.end_s or each.sent_s for each in sent), default=0.0)
+
+    def figures_for(requests: Sequence[SentRequest]) -> ClientFigures:
+        return client_figures(requests, objective_s, duration_s, losses)
+
     return LoadFigures(
         duration_s=duration_s,
-        lateness_p99_s=_quantile([outcome.lateness_s for outcome in outcomes], 0.99),
+        lateness_p99_s=_quantile([each.lateness_s for each in sent], 0.99),
         num_planned=len(planned),
         num_capped=sum(request.is_capped for request in planned),
         was_interrupted=replayed.was_interrupted,
-        all=class_figures(outcomes, objective_s, duration_s, losses),
+        all=figures_for(sent),
         classes={
-            each: class_figures(
-                [outcome for outcome in outcomes if outcome.request.tier == each],
-                objective_s,
-                duration_s,
-                losses,
-            )
-            for each in classes
+            tier: figures_for([each for each in sent if each.request.tier == tier])
+            for tier in Tier
+            if any(request.tier == tier for request in planned)
         },
         **vars(replica_costs(replayed)),
-        samples=samples_of(outcomes, replayed.live, duration_s),
+        samples=samples_of(sent, replayed.live, duration_s),
     )
 
 
-def class_figures(
-    outcomes: Sequence[Outcome],
+def client_figures(
+    sent: Sequence[SentRequest],
     objective_s: float,
     duration_s: float,
     losses: Losses = NO_LOSSES,
-) -> ClassFigures:
-    """Sum up some requests.
+) -> ClientFigures:
+    """Compute the figures of some requests.
 
     Args:
-        outcomes: what became of them; none at all is fine.
+        sent: the requests; may be empty.
         objective_s: seconds in which the first token should come.
-        duration_s: of the test.
-        losses: what each τ costs in quality.
+        duration_s: seconds that the test took.
+        losses: quality lost at each τ.
     """
-    ended = [outcome for outcome in outcomes if outcome.end_s is not None]
-    served = [outcome for outcome in ended if outcome.is_served]
-    checked = [outcome.correct for outcome in served if outcome.correct is not None]
-    lowest = [one.threshold_min for one in served if one.threshold_min is not None]
-    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
-    statuses = Counter(outcome.status for outcome in ended)
+    ended = [each for each in sent if each.end_s is not None]
+    served = [each for each in ended if each.is_served]
+    checked = [each.correct for each in served if each.correct is not None]
+    lowest = [each.threshold_min for each in served if each.threshold_min is not None]
+    num_tokens = sum(each.num_tokens for each in sent)
+    statuses = Counter(each.status for each in ended)
     rejected = sum(statuses[status] for status in REJECTIONS)
-    ttft, e2e = [one.ttft_s for one in ended], [one.e2e_s for one in ended]
+    ttft, e2e = [each.ttft_s for each in ended], [each.e2e_s for each in ended]
     loss = quality_loss(served, losses)
-    return ClassFigures(
-        num_sent=len(outcomes),
+    return ClientFigures(
+        num_sent=len(sent),
         num_ended=len(ended),
         num_served=len(served),
         slo_attainment=_share(sum(seconds <= objective_s for seconds in ttft), len(ended)),
@@ -174,7 +188,7 @@ def class_figures(
         threshold_mean=_mean_threshold(served),
         threshold_min=min(lowest, default=None),
         tokens_per_forward=_share(
-            sum(one.num_tokens for one in served), sum(one.num_passes or 0 for one in served)
+            sum(each.num_tokens for each in served), sum(each.num_passes or 0 for each in served)
         ),
         tokens_per_s=_share(num_tokens, duration_s),
         num_tokens=num_tokens,
@@ -186,29 +200,29 @@ def class_figures(
         rejected_429=_share(statuses[429], len(ended)),
         rejected_503=_share(statuses[503], len(ended)),
         failed=len(ended) - len(served) - rejected,
-        errors=dict(Counter(one.error for one in ended if one.error is not None).most_common()),
+        errors=dict(Counter(each.error for each in ended if each.error is not None).most_common()),
     )
 
 
 def samples_of(
-    outcomes: Sequence[Outcome], live: Sequence[LiveView], duration_s: float
-) -> list[Sample]:
-    """Each second of a test.
+    sent: Sequence[SentRequest], live: Sequence[LiveView], duration_s: float
+) -> list[LoadSample]:
+    """Return a sample for each second of a test.
 
     Args:
-        outcomes: in any order.
-        live: what the server told, by time; the last one of a second counts.
-        duration_s: of the test.
+        sent: the requests, in any order.
+        live: views of the server, by time; the last view of a second counts.
+        duration_s: seconds that the test took.
     """
-    seconds = range(math.floor(duration_s / _SAMPLE_S) + 1) if outcomes else range(0)
-    by_second: dict[int, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_second.setdefault(int(outcome.sent_s // _SAMPLE_S), []).append(outcome)
+    seconds = range(math.floor(duration_s / _SAMPLE_S) + 1) if sent else range(0)
+    by_second: dict[int, list[SentRequest]] = {}
+    for each in sent:
+        by_second.setdefault(int(each.sent_s // _SAMPLE_S), []).append(each)
     views = {int(view.time_s // _SAMPLE_S): view for view in live}
-    sent = np.sort([outcome.sent_s for outcome in outcomes])
-    ended = np.sort([outcome.end_s for outcome in outcomes if outcome.end_s is not None])
-    ends = [(second + 1) * _SAMPLE_S for second in seconds]
-    in_flight = np.searchsorted(sent, ends) - np.searchsorted(ended, ends)
+    begins = np.sort([each.sent_s for each in sent])
+    ends = np.sort([each.end_s for each in sent if each.end_s is not None])
+    edges = [(second + 1) * _SAMPLE_S for second in seconds]
+    in_flight = np.searchsorted(begins, edges) - np.searchsorted(ends, edges)
     return [
         _sample(second, by_second.get(second, []), int(in_flight[second]), views.get(second))
         for second in seconds
@@ -216,22 +230,22 @@ def samples_of(
 
 
 def _sample(
-    second: int, outcomes: Sequence[Outcome], in_flight: int, view: LiveView | None
-) -> Sample:
-    ended = [outcome for outcome in outcomes if outcome.end_s is not None]
-    return Sample(
+    second: int, sent: Sequence[SentRequest], in_flight: int, view: LiveView | None
+) -> LoadSample:
+    ended = [each for each in sent if each.end_s is not None]
+    return LoadSample(
         time_s=second * _SAMPLE_S,
-        requests_per_s=len(outcomes) / _SAMPLE_S,
+        requests_per_s=len(sent) / _SAMPLE_S,
         in_flight=in_flight,
-        ttft_p95_s=_quantile([outcome.ttft_s for outcome in ended], 0.95),
+        ttft_p95_s=_quantile([each.ttft_s for each in ended], 0.95),
         threshold_mean=_mean_threshold(ended),
         live_threshold=None if view is None else view.threshold,
         num_replicas=None if view is None else view.num_replicas,
     )
 
 
-def _mean_threshold(outcomes: Sequence[Outcome]) -> float | None:
-    known = [one.threshold_mean for one in outcomes if one.threshold_mean is not None]
+def _mean_threshold(sent: Sequence[SentRequest]) -> float | None:
+    known = [each.threshold_mean for each in sent if each.threshold_mean is not None]
     return fmean(known) if known else None
 
 
@@ -240,5 +254,5 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _quantile(values: Sequence[float], q: float) -> float | None:
-    """One of the values, as the simulator's: between an infinite one and another there is none."""
+    """Return one of the values, as the simulator does: infinite ones cannot be interpolated."""
     return float(np.quantile(values, q, method="higher")) if values else None

@@ -1,4 +1,4 @@
-"""What a load test sends, and when: a trace's requests with prompts for them. Knows no HTTP."""
+"""Plans a load test: which requests of a trace are sent at which time, with which prompts."""
 
 from __future__ import annotations
 
@@ -19,44 +19,54 @@ from mars_platform.tier import Tier
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation up to its final turn."""
+    """A conversation without its final assistant turn."""
 
     source: str
-    """``file:line``."""
+    """Place of the row, as ``file:line``."""
     messages: list[dict[str, Any]]
+    """Messages of the conversation, as the chat endpoint takes them."""
     answer: str | None
-    """What a correct output ends with; None where the row has no ``answer``."""
+    """Text that a correct output ends with; None if the row has no ``answer``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request that will be sent, whatever becomes of the others."""
+    """A request that is sent at its time, however the requests before it fare."""
 
     index: int
+    """Number of the request in the plan, from 0."""
     at_s: float
-    """Seconds after the start."""
+    """Seconds after the start at which it is due."""
     tier: Tier
+    """Tier to ask for."""
     prompt_tokens: int
+    """Length of the prompt."""
     max_tokens: int
+    """Limit of the output tokens; a made-up prompt also gets it as the least number."""
     is_capped: bool = False
-    """Whether its lengths were more than the model takes, and were cut."""
+    """Whether the lengths of the trace were cut to what the model takes."""
     question: Question | None = None
-    """None for a made-up prompt."""
+    """Conversation to send; None for a made-up prompt."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All requests by time, and what their bodies are made of."""
+class LoadPlan:
+    """All requests of a load test, by time, and what their bodies are made of."""
 
     model: str
+    """Name of the served model."""
     requests: list[PlannedRequest]
+    """Requests by time."""
     vocabulary: Sequence[int]
-    """Token ids of made-up prompts."""
+    """Token ids that made-up prompts consist of."""
     seed: int
-    """Of made-up prompts, not negative."""
+    """Seed of the made-up prompts, not negative."""
 
     def content(self, request: PlannedRequest) -> tuple[str, bytes]:
-        """Path and body of a request; made when it is due, as all prompts of a trace are large."""
+        """Return the path and body of a request.
+
+        The body is made when the request is due: the prompts of a whole trace take much memory.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "service_tier": request.tier,
@@ -73,10 +83,10 @@ class Plan:
 
 
 def read_questions(path: Path, most: int) -> list[Question]:
-    """Read the first ``most`` conversations of a JSONL file, as ``marsray eval`` reads them.
+    """Read the first ``most`` conversations of a JSONL file, as ``marsray eval`` does.
 
     Raises:
-        UserError: the file cannot be read or holds no row, or a row is bad, with its line.
+        UserError: the file cannot be read or holds no row, or a row is bad; names file and line.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -105,24 +115,31 @@ def _question(source: str, text: str) -> Question:
 def made_up_requests(
     trace: Sequence[TraceRequest], speedup: float, max_length: int
 ) -> list[PlannedRequest]:
-    """Requests with the trace's lengths, cut to what the model takes.
+    """Plan requests with the trace's lengths, cut to what the model takes.
 
-    An output is cut to what its prompt leaves, or to half of the model's length where that is more;
-    the prompt to what is left then.
+    An output is cut to the room behind its prompt, or to half of the model's length if that is
+    more; the prompt is then cut to the rest.
 
     Args:
-        trace: by arrival.
-        speedup: times that the trace is played faster than it was.
-        max_length: tokens of prompt and output together, at least 2.
+        trace: requests by arrival.
+        speedup: factor by which the trace is played faster.
+        max_length: tokens that the model takes, prompt and output together; at least 2.
     """
     requests = []
     for index, each in enumerate(trace):
         room = max(max_length - each.prompt_tokens, max_length // 2)
         num_output = min(each.output_tokens, room)
         num_prompt = min(max(each.prompt_tokens, 1), max_length - num_output)
-        is_capped = num_prompt < each.prompt_tokens or num_output < each.output_tokens
-        at_s = each.arrival_s / speedup
-        requests.append(PlannedRequest(index, at_s, each.tier, num_prompt, num_output, is_capped))
+        requests.append(
+            PlannedRequest(
+                index=index,
+                at_s=each.arrival_s / speedup,
+                tier=each.tier,
+                prompt_tokens=num_prompt,
+                max_tokens=num_output,
+                is_capped=num_prompt < each.prompt_tokens or num_output < each.output_tokens,
+            )
+        )
     return requests
 
 
@@ -133,17 +150,17 @@ def question_requests(
     questions: Sequence[tuple[Question, int]],
     max_tokens: int | None,
 ) -> list[PlannedRequest]:
-    """Requests at the trace's times, each with the next question, from the first one on again.
+    """Plan requests at the trace's times that ask the questions in turn, over and over.
 
     Args:
-        trace: by arrival.
-        speedup: times that the trace is played faster than it was.
-        max_length: tokens of prompt and output together.
-        questions: each with the length of its prompt in tokens.
-        max_tokens: most output tokens; None takes the trace's.
+        trace: requests by arrival.
+        speedup: factor by which the trace is played faster.
+        max_length: tokens that the model takes, prompt and output together.
+        questions: each question with the number of tokens of its prompt.
+        max_tokens: limit of the output tokens; None takes the trace's.
 
     Raises:
-        UserError: a question leaves no room for an output, with its file and line.
+        UserError: a question leaves no room for an output; names file and line.
     """
     requests = []
     for index, each in enumerate(trace):
@@ -155,10 +172,15 @@ def question_requests(
                 f"room in the model's {max_length}; shorten it or leave the row out"
             )
         wanted = max_tokens or each.output_tokens
-        at_s, tier = each.arrival_s / speedup, each.tier
         requests.append(
             PlannedRequest(
-                index, at_s, tier, num_prompt, min(wanted, room), wanted > room, question
+                index=index,
+                at_s=each.arrival_s / speedup,
+                tier=each.tier,
+                prompt_tokens=num_prompt,
+                max_tokens=min(wanted, room),
+                is_capped=wanted > room,
+                question=question,
             )
         )
     return requests

@@ -1,6 +1,6 @@
-"""``marsray bench load``: replays a request trace against a live server, and measures at clients.
+"""Runs ``marsray bench load``: replays a request trace against a server and measures at clients.
 
-Each request is sent at its time, whatever became of those before: a slow server gets no relief.
+Each request is sent at its time, however the requests before it fare: a slow server gets no relief.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pydantic import Field
 
 from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
 from mars_autoscale.traces.synthetic import TraceChange, changed
-from mars_platform.cli.output_files import check_output_file, check_plot_file
+from mars_platform.cli.report import check_output_files
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 from mars_serve.bench.load.costs import Losses
 from mars_serve.bench.load.figures import LoadFigures, figures_of
 from mars_serve.bench.load.plan import (
-    Plan,
+    LoadPlan,
     Question,
     made_up_requests,
     question_requests,
@@ -41,67 +41,75 @@ from mars_serve.bench.load.target import (
 
 
 class LoadOptions(Settings):
-    """What ``marsray bench load`` is asked for."""
+    """Options of ``marsray bench load``."""
 
     trace: Path
-    """File of requests."""
+    """File of the requests to replay."""
     trace_format: TraceFormat | None = None
-    """None guesses it."""
+    """Format of the trace; None guesses it from the file."""
     speedup: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Times that the trace is played faster than it was."""
+    """Factor by which the trace is played faster."""
     url: str = "http://127.0.0.1:8000"
-    """Of the server."""
+    """Address of the server."""
     allow_remote: bool = False
-    """Whether it may be another machine."""
+    """Whether the server may be another machine."""
     model: str
     """Name of the served model."""
     data: Path | None = None
-    """Conversations to ask; None makes prompts up."""
+    """File of conversations to send; None makes prompts up."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Output tokens for a conversation; None takes the trace's."""
+    """Limit of the output tokens of a conversation; None takes the trace's."""
     classes: str | None = None
-    """Share of each class, as ``priority=.1,default=.9``; None keeps the trace's."""
+    """Share of each tier, as ``priority=.1,default=.9``; None keeps the trace's tiers."""
     objective_ttft_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Seconds in which the first token should come."""
     duration_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Seconds of sending at the most."""
+    """Seconds after which no more requests are sent; None sends the whole trace."""
     max_requests: int = Field(default=100_000, ge=1)
-    """Requests at the most, the first ones."""
+    """Number of the trace's first requests that are sent at most."""
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds after which a request is given up."""
+    """Seconds after which a request counts as failed."""
     seed: int = Field(default=0, ge=0)
-    """Of drawn classes and made-up prompts."""
+    """Seed of the drawn tiers and made-up prompts."""
     key_env: str | None = None
-    """Environment variable with the server's key."""
+    """Environment variable that holds the server's key."""
     json_file: Path | None = None
+    """File for the figures."""
     csv_file: Path | None = None
+    """File for one row for each request."""
     plot_file: Path | None = None
+    """Picture to draw; its suffix names the format."""
 
 
 @dataclass(frozen=True)
 class LoadTest:
-    """A test that has ended."""
+    """A load test that has ended."""
 
     options: LoadOptions
+    """Options of the test."""
     replayed: Replayed
+    """Requests that were sent, and views of the server."""
     figures: LoadFigures
+    """Figures of the test."""
     losses: Losses
-    """What each τ costs in quality, by the server."""
+    """Quality lost at each τ, by the server's own frontier."""
 
 
 def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
-    """Run a test; an interrupt while it sends ends it with what there is.
+    """Run a load test; an interrupt while it sends ends it early, with figures up to then.
 
     Args:
-        options: what to do.
+        options: options of the test.
         on_progress: see `replay`.
 
     Raises:
-        UserError: an option, the trace or the data is bad, a file could not be written in the end,
-            or the server cannot be used.
+        UserError: an option, the trace or the data is bad, an output file could not be written, or
+            the server cannot be used.
     """
     url = checked_url(options.url, allow_remote=options.allow_remote)
-    _check_files(options)
+    check_output_files(
+        {"--json": options.json_file, "--csv": options.csv_file, "--plot": options.plot_file}
+    )
     trace = _trace(options)
     if options.data is None and options.max_tokens is not None:
         raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")
@@ -110,15 +118,6 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     replayed, losses = asyncio.run(_run(options, url, trace, questions, on_progress))
     figures = figures_of(replayed, options.objective_ttft_s, losses)
     return LoadTest(options, replayed, figures, losses)
-
-
-def _check_files(options: LoadOptions) -> None:
-    files = {"--json": options.json_file, "--csv": options.csv_file}
-    for option, path in files.items():
-        if path is not None:
-            check_output_file(path, option)
-    if options.plot_file is not None:
-        check_plot_file(options.plot_file)
 
 
 def _trace(options: LoadOptions) -> list[TraceRequest]:
@@ -170,14 +169,14 @@ async def _plan(
     client: httpx.AsyncClient,
     trace: Sequence[TraceRequest],
     questions: Sequence[Question],
-) -> Plan:
+) -> LoadPlan:
     model, speedup = options.model, options.speedup
     max_length = await max_length_of(client, model)
     if not questions:
         vocabulary = await vocabulary_of(client, model)
         requests = made_up_requests(trace, speedup, max_length)
-        return Plan(model, requests, vocabulary, options.seed)
+        return LoadPlan(model, requests, vocabulary, options.seed)
     lengths = [await prompt_length_of(client, model, each.messages) for each in questions]
     pairs = list(zip(questions, lengths, strict=True))
     requests = question_requests(trace, speedup, max_length, pairs, options.max_tokens)
-    return Plan(model, requests, (), options.seed)
+    return LoadPlan(model, requests, (), options.seed)

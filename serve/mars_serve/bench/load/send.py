@@ -1,6 +1,6 @@
-"""Sends a plan's requests to a server, each at its time, and notes what comes of them.
+"""Sends the requests of a plan to a server, each at its time, and records what the clients see.
 
-Open loop: a request never waits for another one. Knows no trace and no figures.
+The loop is open: a request never waits for another one.
 """
 
 from __future__ import annotations
@@ -16,67 +16,72 @@ import httpx
 from pydantic import ValidationError
 
 from mars_platform.data.answers import is_correct
-from mars_serve.bench.load.answers import LiveModel, LiveModels, StreamEvent
-from mars_serve.bench.load.plan import Plan, PlannedRequest
+from mars_serve.bench.load.answers import LiveModel, StreamEvent, ThresholdAnswer
+from mars_serve.bench.load.plan import LoadPlan, PlannedRequest
 
 REJECTIONS = (429, 503)
-"""Statuses that say "not now"."""
+"""Statuses of rejected requests: the key's rate is exceeded, or the server is full."""
 _JSON = {"Content-Type": "application/json"}
 _PERIOD_S = 1.0
-"""Between two looks at the server."""
+"""Seconds between two reads of the live τ, and between two progress reports."""
 _WATCH_TIMEOUT_S = 5.0
-_NOT_FOR_US = (401, 403, 404)
-_NO_FILES = (
+_REFUSALS = (401, 403, 404)
+"""Statuses after which the live τ is not read again."""
+_TOO_MANY_FILES = (
     "sender: too many open files",
     "not the server's failure: this process may open no more connections; raise ulimit -Hn",
 )
 
 
 @dataclass
-class Outcome:
-    """What a client saw of a request; times are seconds after the start."""
+class SentRequest:
+    """A request that was sent, and what its client saw; times are in seconds after the start."""
 
     request: PlannedRequest
+    """The request as planned."""
     sent_s: float
+    """Time of sending."""
     first_s: float | None = None
-    """First event with tokens."""
+    """Time of the first event with tokens."""
     end_s: float | None = None
-    """None while it runs, and for good if the run was interrupted."""
+    """Time of the end; None while the request runs, and after an interrupt."""
     status: int | None = None
-    """Of the response; None while there is none."""
+    """Status of the response; None if there is none."""
     num_tokens: int = 0
-    """Output tokens."""
+    """Number of output tokens received."""
     num_passes: int | None = None
-    """Forward passes; None, as what is below, unless it was served to its end."""
+    """Number of forward passes; None unless the request was served to its end."""
     threshold_mean: float | None = None
+    """Mean τ over the passes; None unless the request was served to its end."""
     threshold_min: float | None = None
+    """Lowest τ of a pass; None unless the request was served to its end."""
     correct: bool | None = None
-    """None where there is no answer to check, too."""
+    """Whether the answer is correct; None if it was not served or cannot be checked."""
     error: str | None = None
-    """Kind of what went wrong."""
+    """Kind of error; None if there was none."""
     message: str = ""
-    """What went wrong, in words."""
+    """Message of the error."""
 
     @property
     def lateness_s(self) -> float:
-        """Seconds by which it was sent too late."""
+        """Seconds by which the request was sent too late."""
         return self.sent_s - self.request.at_s
 
     @property
     def is_served(self) -> bool:
-        """Whether it was served to its end."""
+        """Whether the request was served to its end."""
         return self.end_s is not None and self.error is None
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending to the first token; infinite where it was not served."""
+        """Seconds from sending to the first token; infinite if the request was not served."""
         if self.first_s is None or not self.is_served:
             return float("inf")
         return self.first_s - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from sending to the end; infinite where it was not served."""
+        """Seconds from sending to the end; infinite if the request was not served."""
         if self.end_s is None or not self.is_served:
             return float("inf")
         return self.end_s - self.sent_s
@@ -84,70 +89,76 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LiveView:
-    """What the server told of itself."""
+    """The server's report of itself at one time."""
 
     time_s: float
     """Seconds after the start."""
     set_threshold: float
-    """τ that was set last."""
+    """τ that the governor set last."""
     thresholds: Mapping[str, float]
-    """Live τ of each replica that is ready, by its name."""
+    """Live τ of each ready replica, by the replica's name."""
 
     @property
     def threshold(self) -> float:
-        """Live τ, mean over the replicas; without one, what was set last."""
+        """Mean of the live τ over the replicas; without a replica, the τ that was set last."""
         return fmean(self.thresholds.values() or [self.set_threshold])
 
     @property
     def num_replicas(self) -> int:
-        """That are ready."""
+        """Number of ready replicas."""
         return len(self.thresholds)
 
 
 @dataclass
 class Replayed:
-    """A plan that was sent, or a part of it."""
+    """A plan that was sent, in whole or up to an interrupt."""
 
-    plan: Plan
-    outcomes: list[Outcome] = field(default_factory=list)
-    """In order of sending."""
+    plan: LoadPlan
+    """The plan."""
+    sent: list[SentRequest] = field(default_factory=list)
+    """Requests in order of sending."""
     live: list[LiveView] = field(default_factory=list)
+    """Views of the server, by time."""
     live_refusal: int | None = None
-    """Status with which the server refused to tell of itself."""
+    """Status with which the server refused to report its live τ; None if it did not."""
     was_interrupted: bool = False
+    """Whether an interrupt ended the test before all requests had ended."""
 
     @property
     def num_ended(self) -> int:
-        """Requests of which it is known what became."""
-        return sum(outcome.end_s is not None for outcome in self.outcomes)
+        """Number of requests that were served, rejected or failed."""
+        return sum(each.end_s is not None for each in self.sent)
 
 
 async def replay(
     client: httpx.AsyncClient,
-    plan: Plan,
+    plan: LoadPlan,
     *,
     timeout_s: float,
     on_progress: Callable[[int, int, str], None],
 ) -> Replayed:
-    """Send all requests and wait for their ends; a cancellation ends it with what there is.
+    """Send all requests and wait for their ends; a cancellation ends the test early.
 
     Args:
-        client: of the server, without a limit of connections.
-        plan: what to send.
-        timeout_s: seconds after which a request is given up.
-        on_progress: called each second with requests that have ended, all of them, and in words
-            how many were sent.
+        client: client of the server, without a limit of connections.
+        plan: the requests to send.
+        timeout_s: seconds after which a request counts as failed.
+        on_progress: called each second with the number of ended requests, the number of all
+            requests, and a text about how many were sent.
+
+    Returns:
+        What was sent until the end or the cancellation.
     """
     return await _Replay(client, plan, timeout_s, on_progress).run()
 
 
 class _Replay:
-    """One test under way; its clock starts when it is made."""
+    """A running load test; its clock starts when the object is made."""
 
     def __init__(
         self,
         client: httpx.AsyncClient,
-        plan: Plan,
+        plan: LoadPlan,
         timeout_s: float,
         on_progress: Callable[[int, int, str], None],
     ) -> None:
@@ -188,54 +199,54 @@ class _Replay:
         return self._clock() - self._start
 
     async def _send(self, request: PlannedRequest, path: str, content: bytes) -> None:
-        outcome = Outcome(request, self._now())
-        self._result.outcomes.append(outcome)
+        sent = SentRequest(request, self._now())
+        self._result.sent.append(sent)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._exchange(outcome, path, content)
+                await self._exchange(sent, path, content)
         except TimeoutError:
-            outcome.error = "timeout"
+            sent.error = "timeout"
         except httpx.HTTPError as error:
-            outcome.error, outcome.message = type(error).__name__, str(error)
+            sent.error, sent.message = type(error).__name__, str(error)
             if _lacks_files(error):
-                outcome.error, outcome.message = _NO_FILES
+                sent.error, sent.message = _TOO_MANY_FILES
         except ValidationError as error:
-            outcome.error, outcome.message = "malformed event", str(error.errors()[0]["msg"])
-        outcome.end_s = self._now()
+            sent.error, sent.message = "malformed event", str(error.errors()[0]["msg"])
+        sent.end_s = self._now()
 
-    async def _exchange(self, outcome: Outcome, path: str, content: bytes) -> None:
+    async def _exchange(self, sent: SentRequest, path: str, content: bytes) -> None:
         async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
-            outcome.status = response.status_code
+            sent.status = response.status_code
             if response.status_code != httpx.codes.OK:
-                _note_refusal(outcome, await response.aread())
+                _note_refusal(sent, await response.aread())
                 return
             said, is_whole = list[str](), False
             async for line in response.aiter_lines():
                 kind, _, data = line.partition(": ")
                 is_whole = is_whole or data == "[DONE]"
                 if kind == "data" and not is_whole:
-                    self._take(outcome, StreamEvent.model_validate_json(data), said)
-        if outcome.error is None and not is_whole:
-            outcome.error = "stream cut off"
-        question = outcome.request.question
-        if outcome.error is None and question is not None and question.answer is not None:
-            outcome.correct = is_correct("".join(said), question.answer)
+                    self._take(sent, StreamEvent.model_validate_json(data), said)
+        if sent.error is None and not is_whole:
+            sent.error = "stream cut off"
+        question = sent.request.question
+        if sent.error is None and question is not None and question.answer is not None:
+            sent.correct = is_correct("".join(said), question.answer)
 
-    def _take(self, outcome: Outcome, event: StreamEvent, said: list[str]) -> None:
+    def _take(self, sent: SentRequest, event: StreamEvent, said: list[str]) -> None:
         if event.error is not None:
-            outcome.error = f"stream: {event.error.code or 'error'}"
-            outcome.message = event.error.message
+            sent.error = f"stream: {event.error.code or 'error'}"
+            sent.message = event.error.message
             return
         mars = event.mars
-        if mars.tokens and outcome.first_s is None:
-            outcome.first_s = self._now()
-        outcome.num_tokens += mars.tokens
+        if mars.tokens and sent.first_s is None:
+            sent.first_s = self._now()
+        sent.num_tokens += mars.tokens
         said += [choice.said for choice in event.choices]
         if mars.forward_passes is not None:
             lowest = mars.min_confidence_threshold
-            outcome.num_passes = mars.forward_passes
-            outcome.threshold_mean = mars.confidence_threshold
-            outcome.threshold_min = mars.confidence_threshold if lowest is None else lowest
+            sent.num_passes = mars.forward_passes
+            sent.threshold_mean = mars.confidence_threshold
+            sent.threshold_min = mars.confidence_threshold if lowest is None else lowest
 
     async def _show(self) -> None:
         for number in count():
@@ -244,20 +255,20 @@ class _Replay:
 
     def _show_once(self) -> None:
         result = self._result
-        num_sent, num_ended = len(result.outcomes), result.num_ended
+        num_sent, num_ended = len(result.sent), result.num_ended
         text = f"{num_sent} sent, {num_sent - num_ended} in flight"
         self._on_progress(num_ended, len(self._plan.requests), text)
 
     async def _watch(self) -> None:
-        """Look at the live τ until the server refuses; what goes wrong once is left out."""
+        """Read the live τ each second until the server refuses it; skip a read that fails."""
         for number in count():
             await self._until(number * _PERIOD_S)
             try:
                 response = await self._client.get("/admin/threshold", timeout=_WATCH_TIMEOUT_S)
-                if response.status_code in _NOT_FOR_US:
+                if response.status_code in _REFUSALS:
                     self._result.live_refusal = response.status_code
                     return
-                models = LiveModels.model_validate_json(response.content).models
+                models = ThresholdAnswer.model_validate_json(response.content).models
             except (httpx.HTTPError, ValidationError):
                 continue
             if self._plan.model in models:
@@ -270,7 +281,7 @@ def _view(live: LiveModel, time_s: float) -> LiveView:
 
 
 def _lacks_files(error: BaseException | None) -> bool:
-    """Whether this process may open no more files, and so no connection."""
+    """Return whether an error means that this process may open no more files or connections."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(_lacks_files, error.exceptions))
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -278,12 +289,12 @@ def _lacks_files(error: BaseException | None) -> bool:
     return error is not None and _lacks_files(error.__cause__ or error.__context__)
 
 
-def _note_refusal(outcome: Outcome, body: bytes) -> None:
-    outcome.error = str(outcome.status)
+def _note_refusal(sent: SentRequest, body: bytes) -> None:
+    sent.error = str(sent.status)
     try:
         error = StreamEvent.model_validate_json(body).error
-    except ValidationError:  # a proxy's own page
+    except ValidationError:  # an error page of a proxy
         error = None
     if error is not None:
-        outcome.error = " ".join(filter(None, [outcome.error, error.code]))
-        outcome.message = error.message
+        sent.error = " ".join(filter(None, [sent.error, error.code]))
+        sent.message = error.message

@@ -1,4 +1,4 @@
-"""The server that a load test is for: whether it may be one, and what has to be known of it."""
+"""Checks the server that a load test is for, and asks it what the test has to know."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from mars_platform.errors import UserError
-from mars_serve.bench.load.answers import Autoscalers
+from mars_serve.bench.load.answers import AutoscalerAnswer
 from mars_serve.bench.load.costs import Losses
 from mars_serve.config.settings import is_loopback
 
 _TIMEOUT_S = 30.0
-"""Of a question before the test."""
+"""Most seconds that a request before the test may take."""
 _KEEP_ALIVE_S = 1.0
-"""A connection that idles longer is not used again: servers close theirs after some seconds, and a
-request that meets the closing fails."""
+"""Seconds after which an idle connection is not used again.
+
+A server closes its idle connections after some seconds, and a request sent just then fails."""
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work number night "
@@ -28,10 +29,10 @@ _WORDS = (
 
 
 def checked_url(url: str, *, allow_remote: bool) -> str:
-    """The server's address, as a base of paths; an OpenAI base address loses its ``/v1``.
+    """Return the server's address as a base for paths, without the ``/v1`` of OpenAI clients.
 
     Raises:
-        UserError: it is no HTTP address, or one of another machine without ``allow_remote``.
+        UserError: it is not an HTTP address, or it is another machine's without ``allow_remote``.
     """
     try:
         parsed = httpx.URL(url)
@@ -48,18 +49,18 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
 
 
 def allow_connections() -> None:
-    """Let this process have as many open as the system lets it: each is an open file."""
+    """Raise the process's limit of open files, one for each connection, to the system's maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # macOS names no limit, and then refuses it
+    with suppress(ValueError):  # macOS reports an infinite maximum and refuses to set it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """A client that opens as many connections as there are requests, and follows no redirect.
+    """Return a client without a limit of connections that follows no redirect.
 
     Args:
-        url: from `checked_url`.
-        key: of the server; None sends none.
+        url: address from `checked_url`.
+        key: API key of the server; None sends none.
     """
     return httpx.AsyncClient(
         base_url=url,
@@ -67,8 +68,8 @@ def open_client(url: str, key: str | None) -> httpx.AsyncClient:
         limits=httpx.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
         ),
-        timeout=None,  # noqa: S113  # requests have a limit as a whole
-        trust_env=False,  # no proxy stands between
+        timeout=None,  # noqa: S113  # the sender limits each request as a whole
+        trust_env=False,  # a proxy would be measured with the server
     )
 
 
@@ -89,10 +90,10 @@ class _Tokens(BaseModel):
 
 
 async def max_length_of(client: httpx.AsyncClient, model: str) -> int:
-    """Tokens of prompt and output together that a model takes.
+    """Return the number of tokens, prompt and output together, that a model takes.
 
     Raises:
-        UserError: the server cannot be reached, is no marsray server or does not have the model.
+        UserError: the server cannot be reached, is not a marsray server or lacks the model.
     """
     models = await _ask(client, _Models, "GET", "/v1/models")
     lengths = {each.id: each.max_model_len for each in models.data}
@@ -102,10 +103,10 @@ async def max_length_of(client: httpx.AsyncClient, model: str) -> int:
 
 
 async def vocabulary_of(client: httpx.AsyncClient, model: str) -> list[int]:
-    """Token ids of ordinary text, distinct and in order, for made-up prompts.
+    """Return distinct token ids of ordinary text, in rising order, for made-up prompts.
 
     Raises:
-        UserError: the server does not tell.
+        UserError: the server does not tokenize.
     """
     body = {"model": model, "prompt": _WORDS, "add_special_tokens": False}
     tokens = await _ask(client, _Tokens, "POST", "/tokenize", body)
@@ -115,7 +116,7 @@ async def vocabulary_of(client: httpx.AsyncClient, model: str) -> list[int]:
 async def prompt_length_of(
     client: httpx.AsyncClient, model: str, messages: list[dict[str, Any]]
 ) -> int:
-    """Tokens of the prompt that a conversation becomes.
+    """Return the number of tokens of the prompt that a conversation becomes.
 
     Raises:
         UserError: the server refuses the conversation.
@@ -125,13 +126,16 @@ async def prompt_length_of(
 
 
 async def losses_of(client: httpx.AsyncClient, model: str) -> Losses:
-    """What each τ costs in quality, by the server's own frontier; never fails."""
+    """Read the quality that each τ costs from the server's own frontier.
+
+    A failure is not an error: the result says why the losses are not known.
+    """
     path = "/admin/autoscaler"
     try:
         response = await client.get(path, timeout=_TIMEOUT_S)
         if response.status_code != httpx.codes.OK:
             return Losses(refusal=f"{path} gave {response.status_code}")
-        autoscaler = Autoscalers.model_validate_json(response.content).models.get(model)
+        autoscaler = AutoscalerAnswer.model_validate_json(response.content).models.get(model)
     except (httpx.HTTPError, ValidationError) as error:
         return Losses(refusal=f"{path} gave no answer ({type(error).__name__})")
     if autoscaler is None or autoscaler.plan is None:
@@ -155,11 +159,13 @@ async def _ask(
         raise UserError(f"--url: {where} fails ({reason}); is the server running?") from error
     if response.status_code in (401, 403):
         raise UserError(
-            f"--key-env: {where} gives {response.status_code}; name a variable with a key of it"
+            f"--key-env: {where} gives {response.status_code}; name a variable with a valid key"
         )
     if response.status_code != httpx.codes.OK:
         raise UserError(f"--url: {where} gives {response.status_code}: {response.text[:300]}")
     try:
         return shape.model_validate_json(response.content)
     except ValidationError as error:
-        raise UserError(f"--url: {where} is not as marsray answers; give its address") from error
+        raise UserError(
+            f"--url: {where} does not answer as marsray does; give a marsray server's address"
+        ) from error

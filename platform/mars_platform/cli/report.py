@@ -1,0 +1,227 @@
+"""Shows measured results: rows as a table, figures as JSON, and files written with one clear error.
+
+A report describes each column once, as a `Column`, and hands over its rows. A row is a mapping or
+an object with attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from mars_platform.cli.output_files import check_output_file, check_plot_file
+from mars_platform.errors import UserError
+from mars_platform.statistics import Estimate
+
+if TYPE_CHECKING:  # loading matplotlib takes long, and most reports draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 110
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its header, the value that each row has in it, and the format."""
+
+    header: str
+    value: str | Callable[[Any], Any]
+    """Key or dotted attribute of the row, or a function of the row."""
+    spec: str = ""
+    """Format specification of the value, as in an f-string."""
+    justify: Literal["left", "right"] = "left"
+    overflow: Literal["ellipsis", "fold"] = "ellipsis"
+    """What happens to text that is wider than the column."""
+    no_wrap: bool = False
+
+    def value_of(self, row: Any) -> Any:
+        """Return the row's value; None if a mapping lacks the key."""
+        if callable(self.value):
+            return self.value(row)
+        return row.get(self.value) if isinstance(row, Mapping) else attrgetter(self.value)(row)
+
+
+def table_of(
+    columns: Iterable[Column],
+    *sections: Iterable[Any],
+    missing: str = "",
+    infinite: str = "inf",
+    **options: Any,
+) -> Table:
+    """Lay rows out in a table.
+
+    Args:
+        columns: the columns, from left to right.
+        sections: rows of each section; a line separates the sections.
+        missing: text of a value that is None.
+        infinite: text of an infinite value.
+        options: further arguments of `rich.table.Table`, such as ``title``.
+    """
+    columns = list(columns)
+    table = Table(**options)
+    for column in columns:
+        table.add_column(
+            column.header,
+            justify=column.justify,
+            overflow=column.overflow,
+            no_wrap=column.no_wrap,
+        )
+    for rows in sections:
+        for row in rows:
+            values = [column.value_of(row) for column in columns]
+            table.add_row(
+                *(
+                    number(value, column.spec, missing=missing, infinite=infinite)
+                    for value, column in zip(values, columns, strict=True)
+                )
+            )
+        table.add_section()
+    return table
+
+
+def number(value: Any, spec: str, *, missing: str = "", infinite: str = "inf") -> str:
+    """Return a value as text, with words for None and for an infinite number."""
+    if value is None:
+        return missing
+    if isinstance(value, float) and math.isinf(value):
+        return infinite
+    return format(value, spec)
+
+
+def interval(estimate: Estimate | None, spec: str, *, scale: float = 1.0, unit: str = "") -> str:
+    """Return an estimate as ``value [low, high]``, without the brackets if the ends are infinite.
+
+    Args:
+        estimate: the estimate; None gives an empty text.
+        spec: format specification of each of the three numbers.
+        scale: factor that the numbers are multiplied by; 100 makes percent of shares.
+        unit: text behind the value.
+    """
+    if estimate is None:
+        return ""
+    value, low, high = (format(scale * part, spec) for part in estimate)
+    return f"{value}{unit} [{low}, {high}]" if math.isfinite(estimate.low) else f"{value}{unit}"
+
+
+def print_notes(console: Console, notes: Iterable[str], style: str = "dim") -> None:
+    """Print notes below a table, one paragraph each, exactly as they are."""
+    for note in notes:
+        console.print(note, style=style, highlight=False, markup=False)
+
+
+def output_console(file_width: int) -> Console:
+    """Return a console on standard output.
+
+    Args:
+        file_width: columns to use if the output is a file or a pipe, for which rich assumes 80.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console.width = file_width
+    return console
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value in terms that JSON has.
+
+    Dataclasses and named tuples become objects, paths become strings, and numbers that are not
+    finite become null.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: jsonable(part) for key, part in value.items()}
+    if is_dataclass(value):
+        return {each.name: jsonable(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return jsonable(value._asdict())
+    if isinstance(value, list | tuple):
+        return [jsonable(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def print_json(console: Console, content: Any) -> None:
+    """Print a value as JSON; see `jsonable`."""
+    console.print_json(data=jsonable(content))
+
+
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """Write a value to a JSON file; see `jsonable`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with writing(path):
+        text = json.dumps(jsonable(content), indent=indent, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_picture(path: Path, figure: Figure) -> None:
+    """Write a figure to a picture file; the suffix of the path names the format.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with writing(path):
+        figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def finish_axes(axes: Axes, *, title: str = "", x: str = "", y: str = "", legend: str = "") -> None:
+    """Give a diagram its title, the labels of both axes, a grid, and a legend.
+
+    Args:
+        axes: the diagram, with everything drawn.
+        title: title in small type; empty for none.
+        x: label of the horizontal axis; empty keeps what it has.
+        y: label of the vertical axis; empty keeps what it has.
+        legend: place of the legend, such as ``best``; empty for none.
+    """
+    if title:
+        axes.set_title(title, fontsize="small")
+    if x:
+        axes.set_xlabel(x)
+    if y:
+        axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if legend:
+        axes.legend(fontsize="small", loc=legend)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write a file within the block into one clear error.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def check_output_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse files that could not be written in the end, before anything is measured.
+
+    Args:
+        files: path by the name of its option; ``--plot`` names a picture, None is an unused option.
+
+    Raises:
+        UserError: a directory is missing, or the picture's suffix names no format.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        if option == "--plot":
+            check_plot_file(path)
+        else:
+            check_output_file(path, option)
