@@ -1,4 +1,7 @@
-"""Decoding modes and confidence measures. Imports nothing heavy: the command line names them."""
+"""Decoding modes and confidence measures, light enough to import for the command line.
+
+Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,18 @@ class Mode(StrEnum):
     """How a request is decoded."""
 
     THRESHOLD = "threshold"
-    """Several tokens a pass, as far as the model is sure enough of them."""
+    """Several tokens a forward pass, for as long as the model's confidence reaches τ."""
     EXACT = "exact"
-    """Several tokens a pass, each one checked: the output is that of ``ar``."""
+    """Several tokens a forward pass, each one verified: the output equals that of ``ar``."""
     AR = "ar"
-    """One token a pass."""
+    """One token a forward pass."""
 
 
 class Confidence(StrEnum):
-    """How sure the model is of a token that it proposes, a number in [0, 1]."""
+    """Measure in [0, 1] of how sure the model is of a token that it proposes.
+
+    `mars_platform.method.rules.confidence` defines each of them.
+    """
 
     PROBABILITY = "probability"
     MARGIN = "margin"

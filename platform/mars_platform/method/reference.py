@@ -1,6 +1,6 @@
 """The oracle: plain MARS decoding of one sequence, without cache, batch or shortcuts.
 
-Every fast path is compared with it, token for token. Knows transformers' forward pass only.
+Every fast path of the engine is compared with it, token for token. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mars_platform.method.rules import confidence, num_accepted
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What one sequence decoded to: the tokens of each forward pass, end token included."""
+class ReferenceOutput:
+    """The tokens that each forward pass of one sequence added, end token included."""
 
     passes: list[list[int]]
 
@@ -40,46 +40,50 @@ def decode(
     num_masks: int | Sequence[int] = 0,
     mask_token_id: int | None = None,
     measure: Confidence = Confidence.PROBABILITY,
-) -> Decoded:
+) -> ReferenceOutput:
     """Decode greedily with a sliding window of masks (arXiv 2604.07023, section 3.3).
+
+    Each pass feeds the committed tokens ``x[0..c-1]`` and W masks at the positions ``c..c+W-1``.
+    The logits at position ``c - 1 + d`` propose token ``x[c + d]``, at depths d = 0..W. The first
+    ``n = num_accepted(...)`` proposals are committed, up to and including an end token.
 
     Args:
         model: any causal LM.
         prompt: token ids, at least one.
-        special: ids that end the sequence, and ids never emitted.
+        special: ids that end the sequence, and ids that are never emitted.
         max_tokens: most output tokens.
-        threshold: τ in (0, 1]; at 1 no mask is fed and this is plain AR decoding. A sequence gives
-            that of each pass, so that the trace recorded from an engine can be replayed.
-        num_masks: window B, masks fed behind the cursor; likewise.
-        mask_token_id: id of the mask; needed where masks are fed.
-        measure: what is compared with the threshold.
+        threshold: τ in (0, 1]; at 1 no mask is fed, which is plain AR decoding. One number for all
+            passes, or one for each pass, to replay the trace that an engine recorded.
+        num_masks: W, number of masks fed by a pass; likewise one number or one for each pass.
+        mask_token_id: id of the mask; required if masks are fed.
+        measure: confidence measure that is compared with the threshold.
 
     Raises:
-        UserError: decoding takes more passes than a sequence has entries for.
+        UserError: decoding takes more passes than a sequence has entries.
     """
     committed, passes = list(prompt), list[list[int]]()
     banned = torch.tensor(sorted(special.never_emitted), dtype=torch.long, device=model.device)
     while (num_output := len(committed) - len(prompt)) < max_tokens:
-        limit = _of_pass("threshold", threshold, len(passes))
-        window = int(_of_pass("num_masks", num_masks, len(passes))) if limit < 1.0 else 0
+        tau = _value_for_pass("threshold", threshold, len(passes))
+        window = int(_value_for_pass("num_masks", num_masks, len(passes))) if tau < 1.0 else 0
         masks = [] if window == 0 else [mask_token_id] * window
-        ids = torch.tensor([committed + masks], device=model.device)
+        ids = torch.tensor([committed + masks], device=model.device)  # [1, c + W]
         logits = model(input_ids=ids, use_cache=False).logits[0]
-        logits = logits[len(committed) - 1 :]  # [window + 1, vocabulary]
-        proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
-        sure = confidence(logits, proposed, measure).cpu()
-        count = num_accepted(sure[None], torch.tensor([limit]), torch.tensor([window + 1]))
+        logits = logits[len(committed) - 1 :]  # [W + 1, vocabulary]
+        proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)  # [W + 1]
+        sure = confidence(logits, proposed, measure).cpu()  # [W + 1]
+        count = num_accepted(sure[None], torch.tensor([tau]), torch.tensor([window + 1]))
         accepted = proposed[: int(count)].tolist()[: max_tokens - num_output]
         ends = [i for i, token in enumerate(accepted) if token in special.eos]
         passes.append(accepted[: ends[0] + 1] if ends else accepted)
         committed += passes[-1]
         if ends:
             break
-    return Decoded(passes)
+    return ReferenceOutput(passes)
 
 
-def _of_pass(name: str, given: float | Sequence[float], index: int) -> float:
-    """What a pass has of a number that may be given for each pass."""
+def _value_for_pass(name: str, given: float | Sequence[float], index: int) -> float:
+    """Return the value of an argument that is one number for all passes, or one for each."""
     if isinstance(given, int | float):
         return given
     if index >= len(given):

@@ -1,7 +1,7 @@
-"""The MARS method as pure functions: blocks, visibility, confidence and the acceptance rule.
+"""The MARS method as pure functions on tensors: visibility, confidence and the acceptance rule.
 
-Knows tensors and nothing else: no model, no cache, no data format. The source of the rules is
-the MARS paper (arXiv 2604.07023), with section numbers beside them, unless said otherwise.
+The rules are those of the MARS paper (arXiv 2604.07023); section numbers refer to it.
+`mars_platform.method.reference` decodes with them step by step. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from torch import Tensor
 from mars_platform.method.mode import Confidence
 
 
-class Slots(NamedTuple):
-    """Slots of a packed training row; the four tensors broadcast against each other."""
+class RowSlots(NamedTuple):
+    """Slots of a packed training row, each one clean or noisy token; the tensors broadcast."""
 
     document: Tensor
-    """int, which sequence a slot belongs to; padding has a number of its own."""
+    """int, number of the sequence that a slot belongs to; padding has a number of its own."""
     position: Tensor
-    """int, position ids, the same for a clean token and its noisy copy."""
+    """int, position id; a clean token and its noisy copy have the same."""
     block: Tensor
-    """int, number of the block that holds the position."""
+    """int, number of the block that holds the position: ``(position + offset) // B``."""
     noisy: Tensor
-    """bool, whether a slot belongs to the noisy stream."""
+    """bool, whether a slot belongs to the noisy stream, in which response tokens are masks."""
 
 
-def sees(query: Slots, key: Slots) -> Tensor:
-    """Whether a query of a packed training row may see a key (section 3.2 of the paper).
+def sees(query: RowSlots, key: RowSlots) -> Tensor:
+    """Return whether a query of a packed training row may see a key (section 3.2).
 
-    Clean tokens see clean tokens causally. Noisy tokens see the noisy tokens of their own block
-    causally and the clean tokens of strictly earlier blocks. Nothing crosses a document.
+    With position ids p and blocks b, and only within one document::
+
+        clean query, clean key    p_key <= p_query
+        noisy query, noisy key    p_key <= p_query  and  b_key == b_query
+        noisy query, clean key    b_key < b_query
+        clean query, noisy key    never
 
     Returns:
-        bool, of the shape that the two broadcast to; every slot sees itself.
+        bool, of the shape that query and key broadcast to; every slot sees itself.
     """
     same_stream = query.noisy == key.noisy
     causal = key.position <= query.position
@@ -45,7 +49,7 @@ def sees(query: Slots, key: Slots) -> Tensor:
 
 
 def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor) -> Tensor:
-    """Which keys each query of packed rows may see, by the rule of :func:`sees`.
+    """Return the attention mask of packed training rows, by the rule of `sees`.
 
     Args:
         document: int [rows, slots].
@@ -57,29 +61,30 @@ def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor)
         bool [rows, slots (query), slots (key)], true where the query may see the key.
     """
     columns = (document, position, block, noisy)
-    query = Slots(*(column[:, :, None] for column in columns))
-    key = Slots(*(column[:, None, :] for column in columns))
+    query = RowSlots(*(column[:, :, None] for column in columns))
+    key = RowSlots(*(column[:, None, :] for column in columns))
     return sees(query, key)
 
 
 def confidence(
     logits: Tensor, tokens: Tensor, measure: Confidence = Confidence.PROBABILITY
 ) -> Tensor:
-    """How sure the model is of each token, at temperature 1 and from the raw logits.
+    """Return how sure the model is of each token, from the raw logits at temperature 1.
 
-    All measures are over the whole vocabulary, tokens that are never emitted included. Higher is
-    surer in each, so that a higher threshold is always the more careful one.
+    With ``p = softmax(logits)`` over the whole vocabulary of V tokens, tokens that are never
+    emitted included, the confidence of token x is::
 
-    - ``PROBABILITY``: probability of the token (section 3.3).
-    - ``MARGIN``: that probability less the highest one of any other token; 0 where another token
-      is likelier. This project's own, not the paper's.
-    - ``ENTROPY``: ``1 - H / ln V`` with the entropy H in nats over V tokens, whichever token is
-      asked for. This project's own, not the paper's.
+        PROBABILITY    p[x]                                        (section 3.3)
+        MARGIN         max(0, p[x] - max of p[y] over y != x)      (this project's)
+        ENTROPY        1 - H(p) / ln V,  H(p) = -sum of p ln p     (this project's)
+
+    Entropy does not depend on x. In every measure higher is surer, so that a higher threshold is
+    always the more careful one.
 
     Args:
         logits: float [..., vocabulary], as the model returned them; at least two tokens.
         tokens: int64 [...], the tokens that would be emitted.
-        measure: what to compute.
+        measure: the measure to compute.
 
     Returns:
         float32 [...], in [0, 1]; NaN where the logits hold a NaN or +inf, or are all -inf.
@@ -88,17 +93,17 @@ def confidence(
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities at temperature 1: float32 [..., vocabulary]."""
+    """Return log-probabilities at temperature 1: float32 [..., vocabulary]."""
     return logits.log_softmax(-1, dtype=torch.float32)
 
 
 def confidence_of(log_probabilities: Tensor, tokens: Tensor, measure: Confidence) -> Tensor:
-    """The measures of :func:`confidence` where the log-probabilities are at hand.
+    """Return the same as `confidence`, from log-probabilities that are already known.
 
     Args:
         log_probabilities: float32 [..., vocabulary].
         tokens: int64 [...].
-        measure: what to compute.
+        measure: the measure to compute.
 
     Returns:
         float32 [...].
@@ -108,30 +113,31 @@ def confidence_of(log_probabilities: Tensor, tokens: Tensor, measure: Confidence
         negative_entropy: Tensor = torch.linalg.vecdot(log_probabilities.exp(), finite)
         return (1 + negative_entropy / math.log(log_probabilities.shape[-1])).clamp(0, 1)
     chosen = tokens.unsqueeze(-1)
-    sure = log_probabilities.gather(-1, chosen).squeeze(-1).exp()
+    probability = log_probabilities.gather(-1, chosen).squeeze(-1).exp()
     if measure is Confidence.MARGIN:
         others = log_probabilities.scatter(-1, chosen, -torch.inf).amax(-1)
-        return (sure - others.exp()).clamp(min=0)
-    return sure
+        return (probability - others.exp()).clamp(min=0)
+    return probability
 
 
 def num_accepted(confidences: Tensor, thresholds: Tensor, num_proposed: Tensor) -> Tensor:
-    """How many proposals of each row are accepted (section 3.3).
+    """Return how many proposals of each row are accepted (section 3.3).
 
-        n = 1 + length of the leading run of depths 1, 2, ... with confidence >= threshold
+        n = 1 + length of the leading run of depths 1, 2, ... with confidence >= τ
 
-    Depth 0 is the exact AR prediction: it is always accepted and its own confidence never stops
+    Depth 0 is the exact AR prediction: it is always accepted, and its own confidence never stops
     the run.
 
     Args:
-        confidences: float [rows, depths], depth 0 first; entries past a row's proposals ignored.
-        thresholds: float [rows].
-        num_proposed: int [rows], proposals of each row, at least 1.
+        confidences: float [rows, depths], depth 0 first; entries past a row's proposals are
+            ignored.
+        thresholds: float [rows], τ of each row.
+        num_proposed: int [rows], number of proposals of each row, at least 1.
 
     Returns:
         int64 [rows], between 1 and ``num_proposed``.
     """
     depth = torch.arange(confidences.shape[1], device=confidences.device)
-    passes = (confidences >= thresholds[:, None]) & (depth < num_proposed[:, None])
-    passes[:, 0] = True
-    return passes.long().cumprod(dim=1).sum(dim=1)
+    is_sure = (confidences >= thresholds[:, None]) & (depth < num_proposed[:, None])
+    is_sure[:, 0] = True
+    return is_sure.long().cumprod(dim=1).sum(dim=1)

@@ -5,7 +5,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
-from mars_platform.method.reference import Decoded, decode
+from mars_platform.method.reference import ReferenceOutput, decode
 from mars_platform.method.rules import confidence
 
 MASK, PAD = 60, 0
@@ -225,4 +225,4 @@ def test_banned_tokens_are_never_emitted(model, threshold):
 
 
 def test_decoded_joins_its_passes():
-    assert Decoded([[1, 2], [3]]).tokens == [1, 2, 3]
+    assert ReferenceOutput([[1, 2], [3]]).tokens == [1, 2, 3]

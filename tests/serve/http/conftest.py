@@ -18,10 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
-from mars_serve.config.served import Backend, Explanation, LiveThreshold, ReplicaReport, ServedModel
+from mars_platform.method.live import LiveDecoding
+from mars_serve.config.served import (
+    Backend,
+    Explanation,
+    PublishedThreshold,
+    ReplicaReport,
+    ServedModel,
+)
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import LiveDecoding, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 
@@ -34,7 +42,7 @@ class LoopBackend:
 
     def __init__(self, loop: LocalLoop) -> None:
         self.loop = loop
-        self.live = LiveThreshold(0, 0.95)
+        self.live = PublishedThreshold(0, 0.95)
 
     async def complete(self, request: Request) -> list[StepOutput]:
         return [output async for output in self.loop.stream(request)]
@@ -47,12 +55,12 @@ class LoopBackend:
     async def replicas(self) -> list[ReplicaReport]:
         return [ReplicaReport("only", self.loop.status(), self.live)]
 
-    async def live_threshold(self) -> LiveThreshold:
+    async def live_threshold(self) -> PublishedThreshold:
         return self.live
 
-    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
         assert threshold is not None, "these models are not autoscaled"
-        self.live = LiveThreshold(self.live.version + 1, threshold)
+        self.live = PublishedThreshold(self.live.version + 1, threshold)
         self.loop.set_live(LiveDecoding(threshold))
         return self.live
 
@@ -81,10 +89,10 @@ class BrokenBackend:
     async def replicas(self) -> list[ReplicaReport]:
         return []
 
-    async def live_threshold(self) -> LiveThreshold:
-        return LiveThreshold(0, 0.95)
+    async def live_threshold(self) -> PublishedThreshold:
+        return PublishedThreshold(0, 0.95)
 
-    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
         raise self.error
 
     async def autoscaler(self) -> Explanation | None:
@@ -177,12 +185,12 @@ def tokenizer(mars: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def oracle(mars: Checkpoint) -> Callable[..., reference.Decoded]:
+def oracle(mars: Checkpoint) -> Callable[..., reference.ReferenceOutput]:
     """What the plain decoder makes of a prompt: ``oracle(ids, threshold, max_tokens=24)``."""
     model = load_model(mars.path)
     assert mars.metadata is not None
 
-    def decode(ids: list[int], threshold: float, max_tokens: int = 24) -> reference.Decoded:
+    def decode(ids: list[int], threshold: float, max_tokens: int = 24) -> reference.ReferenceOutput:
         return reference.decode(
             model,
             ids,

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import AttentionInterface, PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_platform.method.rules import Slots, sees, visibility
+from mars_platform.method.rules import RowSlots, sees, visibility
 from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
@@ -57,8 +57,8 @@ def block_mask(batch: Batch) -> BlockMask:
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(
-            Slots(*(column[row, query] for column in columns)),
-            Slots(*(column[row, key] for column in columns)),
+            RowSlots(*(column[row, query] for column in columns)),
+            RowSlots(*(column[row, key] for column in columns)),
         )
 
     return create_block_mask(visible, rows, None, slots, slots, device=batch.tokens.device)
