@@ -1,7 +1,4 @@
-"""The log of a job on a remote Ray cluster, as it is written.
-
-Knows nothing of how the job stands.
-"""
+"""Reads the log of a job on a remote Ray cluster while the job writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ray.job_submission import JobSubmissionClient
 
 @dataclass
 class Tail:
-    """A job's log, read over as many connections as it takes."""
+    """Reader that passes on one job's log without repetition, over any number of connections."""
 
     client: JobSubmissionClient
     job_id: str
@@ -24,21 +21,18 @@ class Tail:
     _num_written: int = 0
 
     def read(self) -> None:
-        """Hand on what comes over one connection, until it is closed or breaks.
-
-        The cluster closes it when the job has ended.
-        """
+        """Open one connection and pass on new text until it breaks or the job has ended."""
         with suppress(aiohttp.ClientError, OSError, RuntimeError):  # a broken connection
             asyncio.run(self._read())
 
     def complete(self, log: str) -> None:
-        """Hand on what is missing of the whole log: connections may close before its last lines."""
+        """Pass on the rest of the whole log: connections can close before the last lines."""
         if rest := log[self._num_written :]:
             self.write(rest)
             self._num_written = len(log)
 
     async def _read(self) -> None:
-        skipped = self._num_written  # every connection begins with the first character
+        skipped = self._num_written  # every connection starts at the beginning of the log
         async for text in self.client.tail_job_logs(self.job_id):
             new, skipped = text[skipped:], max(0, skipped - len(text))
             if new:

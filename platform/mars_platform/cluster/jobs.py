@@ -1,13 +1,8 @@
-"""Jobs on a remote Ray cluster, through the dashboard of its head: submit, watch and stop them.
-
-Knows nothing of what a job does.
-"""
+"""Submits, follows and stops jobs on a remote Ray cluster, through its head's dashboard."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,22 +15,20 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from mars_platform.cluster.job_log import Tail
+from mars_platform.cluster.ray_private import (
+    is_server_error,
+    job_variables,
+    quieten_job_client,
+)
 from mars_platform.errors import UserError
 
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Where an address is looked for that is not given, in Ray's own order."""
+"""Environment variables that give the address if no option does, in Ray's own order."""
 _RUN, _OUTPUT = "marsray_run", "marsray_output"
-_STOP_WAIT_S = 600  # Ray kills a job 3 s after its SIGTERM by default, in the midst of a checkpoint
+_STOP_WAIT_S = 600  # enough to save a checkpoint
 _LOST_S = 120.0
-_TALKATIVE = (  # loggers that tell of every upload and connection
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-)
 _POLL_S = 1.0
 _LOG_TRIES = 10
-_SERVER_ERROR = re.compile(r"Request failed with status code 5\d\d\b")
-"""How an error of Ray's client begins that tells of such a status."""
 
 
 class Unreachable(UserError):
@@ -43,30 +36,30 @@ class Unreachable(UserError):
 
 
 class Failing(RuntimeError):
-    """The cluster, or a proxy on the way to it, answers with a status of 5xx."""
+    """The cluster, or a proxy in front of it, answers with an HTTP status of 5xx."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a cluster is to run."""
+    """A job to be submitted to a cluster."""
 
     id: str
-    """Must be new to the cluster."""
+    """Id of the job, which the cluster must not know yet."""
     run: str
-    """Name of the run that the job is a part of; jobs of one name may follow each other."""
+    """Name of the run that the job belongs to; several jobs can continue one run."""
     output: str
-    """Where the run leaves its results, on the cluster."""
+    """Directory of the run's results, on the cluster."""
     entrypoint: str
-    """Shell command, run in the working directory."""
+    """Shell command that is run in the working directory."""
     working_dir: Path
-    """A .zip file of it."""
+    """The job's working directory, as a .zip file."""
     py_modules: Sequence[Path] = ()
-    """Package directories that the job's processes find before installed ones."""
+    """Package directories that the job's processes import instead of installed packages."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the cluster says of a job."""
+    """A job's state as the cluster reports it."""
 
     id: str
     run: str
@@ -74,16 +67,18 @@ class Job:
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     message: str
+    """Ray's explanation of the status; may be empty."""
     started: datetime | None
+    """Time when the job's command was started; None while it is pending."""
     ended: datetime | None
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status is final."""
+        """Whether the job's status is final."""
         return self.status in {"SUCCEEDED", "FAILED", "STOPPED"}
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; times as ISO 8601, in UTC."""
+        """Return the fields, with times in UTC as ISO 8601."""
         times = {
             name: None if value is None else value.isoformat()
             for name, value in (("started", self.started), ("ended", self.ended))
@@ -92,22 +87,21 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one cluster that marsray has submitted."""
+    """The jobs that marsray has submitted to one cluster."""
 
     def __init__(self, address: str | None = None) -> None:
         """Connect to a cluster.
 
         Args:
-            address: URL of the head's dashboard; else what `ADDRESS_VARIABLES` say.
+            address: URL of the head's dashboard; by default the one in `ADDRESS_VARIABLES`.
 
         Raises:
-            UserError: there is no address, nothing that is Ray answers at it, or it asks for a
-                token that this process does not have.
+            UserError: there is no address, no Ray head answers at it, or the head refuses this
+                process's token.
         """
         self.address = find_address(address)
-        for name in _TALKATIVE:
-            logging.getLogger(name).setLevel(logging.WARNING)
-        with self._explained(), _hidden(ADDRESS_VARIABLES):  # Ray prefers them to what is given
+        quieten_job_client()
+        with self._explained(), _hidden(ADDRESS_VARIABLES):  # Ray would prefer them to the argument
             try:
                 self._client = JobSubmissionClient(self.address)
             except (KeyError, RuntimeError) as error:
@@ -117,17 +111,14 @@ class Jobs:
                 ) from error
 
     def submit(self, request: JobRequest) -> None:
-        """Upload what the job needs, and start it.
+        """Upload the job's files and start it.
 
         Raises:
             UserError: the cluster does not answer.
         """
         runtime_env: dict[str, Any] = {
             "working_dir": str(request.working_dir),
-            "env_vars": {
-                "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S),
-                "RAY_LOG_TO_DRIVER": "0",  # what workers log would bury what the job itself says
-            },
+            "env_vars": job_variables(_STOP_WAIT_S),
         }
         if request.py_modules:
             runtime_env["py_modules"] = [str(path) for path in request.py_modules]
@@ -141,17 +132,17 @@ class Jobs:
             )
 
     def all(self) -> list[Job]:
-        """Every job that marsray submitted and the cluster remembers, the newest first."""
+        """Return the jobs submitted by marsray that the cluster remembers, newest first."""
         with self._explained():
             found = self._client.list_jobs()
         jobs = [_job(details) for details in found if _RUN in (details.metadata or {})]
         return sorted(jobs, key=lambda job: job.id.rsplit("-", 2)[1:], reverse=True)
 
     def find(self, job_id: str) -> Job:
-        """One job.
+        """Return the job of an id.
 
         Raises:
-            UserError: there is none of this id, or the cluster does not answer.
+            UserError: there is no such job, or the cluster does not answer.
         """
         for job in self.all():
             if job.id == job_id:
@@ -159,7 +150,7 @@ class Jobs:
         raise UserError(f"{self.address} has no job {job_id}; `marsray submit list` shows them")
 
     def log(self, job_id: str) -> str:
-        """What the job has printed so far.
+        """Return the job's output so far.
 
         Raises:
             UserError: there is no such job, or the cluster does not answer.
@@ -168,14 +159,14 @@ class Jobs:
         return self._whole_log(job_id)
 
     def follow(self, job_id: str, write: Callable[[str], None]) -> Job:
-        """Hand on what the job has printed and prints, until it has ended.
+        """Pass the job's output to ``write``, from its beginning until the job has ended.
 
-        A connection that breaks is made again, and what was handed on is not repeated. An answer
-        with a status of 5xx counts as none: it is a proxy's, or of a dashboard that starts again.
+        A broken connection is opened again without repeating output. An answer with a status of 5xx
+        counts as no answer: it comes from a proxy, or from a dashboard that is being restarted.
 
         Raises:
             UserError: there is no such job, or the cluster has not answered for two minutes.
-            RuntimeError: it answers with another status that is no success.
+            RuntimeError: the cluster answers with another error status.
         """
         tail = Tail(self._client, job_id, write)
         heard = time.monotonic()
@@ -197,7 +188,7 @@ class Jobs:
             time.sleep(_POLL_S)
 
     def stop(self, job_id: str) -> Job:
-        """Ask a job to end, and wait for it; one that has ended is left as it is.
+        """Ask a job to end and wait until it has; a job that has ended is left alone.
 
         Raises:
             UserError: there is no such job, or the cluster does not answer.
@@ -212,9 +203,9 @@ class Jobs:
         return job
 
     def _complete(self, tail: Tail) -> None:
-        """Hand on the rest of an ended job's log, unless it went with its node."""
+        """Pass on the rest of an ended job's log, unless it was lost with its node."""
         with suppress(RuntimeError):
-            for _ in range(_LOG_TRIES):  # a lost log is a 5xx, too, but one that stays
+            for _ in range(_LOG_TRIES):  # a log that is lost for good gives a 5xx, too
                 with suppress(Failing):
                     tail.complete(self._whole_log(tail.job_id))
                     return
@@ -227,7 +218,7 @@ class Jobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn the errors of Ray's client into what the user can do about them."""
+        """Turn errors of Ray's client into messages that say what the user can do."""
         try:
             yield
         except AuthenticationError as error:
@@ -235,22 +226,22 @@ class Jobs:
                 f"{self.address} refuses the token, or its absence; set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH for a file (~/.ray/auth_token by default)"
             ) from error
-        except OSError as error:  # what the client's library for HTTP raises are OSErrors, all
+        except OSError as error:  # the base class of all errors of the client's HTTP library
             raise Unreachable(
                 f"{self.address} does not answer; check the address, the head, and the "
                 "port-forward if there is one"
             ) from error
-        except RuntimeError as error:  # carries the cluster's whole traceback
+        except RuntimeError as error:  # the message holds the cluster's whole traceback
             lines = [line for line in str(error).splitlines() if line.strip(" .")]
-            kind = Failing if _SERVER_ERROR.match(str(error)) else RuntimeError
+            kind = Failing if is_server_error(error) else RuntimeError
             raise kind(f"{self.address}: {(lines or ['failed'])[-1]}") from error
 
 
 def find_address(given: str | None) -> str:
-    """Address of the cluster: the given one, else that of `ADDRESS_VARIABLES`.
+    """Return the cluster's address: the given one, else the one in `ADDRESS_VARIABLES`.
 
     Raises:
-        UserError: there is none, or the given one is no URL.
+        UserError: there is no address, or the given one is not a URL.
     """
     if given is not None:
         if "://" not in given and given != "auto":
@@ -283,7 +274,7 @@ def _time(milliseconds: int | None) -> datetime | None:
 
 @contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
-    """Take variables out of the environment for the length of the block."""
+    """Remove variables from the environment for the length of the block."""
     values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Child processes that serve HTTP on loopback: a port for one, waiting for it, and its end."""
+"""Finds a port for a child process that serves HTTP, waits until it is ready, and ends it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _POLL_S = 0.2
 
 
 class CommandFailed(RuntimeError):
-    """A child command ended with an error, or was not ready in time."""
+    """A child process ended with an error, or was not ready in time."""
 
 
 def free_port() -> int:
-    """A loopback port that nothing listens on now."""
+    """Return a loopback port that no process listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -31,7 +31,8 @@ def wait_until_ready(
     """Wait until a server answers at ``url`` with status 200.
 
     Raises:
-        CommandFailed: it ended, or was not ready in time; begins with ``name``.
+        CommandFailed: the process ended or was not ready in time; the message starts with
+            ``name``.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -47,7 +48,7 @@ def wait_until_ready(
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and make it if it does not."""
+    """End a process, with ever stronger signals until it obeys."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return

@@ -1,4 +1,4 @@
-"""Connecting to Ray: an existing cluster, or one started here and shut down again."""
+"""Connects to an existing Ray cluster, or starts a local one and shuts it down again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to the cluster for the length of a ``with`` block.
 
-    A local cluster gets at least ``min_cpus`` logical CPUs, whatever the machine has: on a small
-    machine the parts of a run share its cores. It ends with the block, and its processes get the
-    variables of ``environment`` that this process does not have itself. Where the process is
-    connected already, that connection is used and left alone.
+    A process that is already connected keeps its connection, also after the block.
+
+    Args:
+        settings: the cluster to use.
+        min_cpus: least number of logical CPUs of a local cluster, also on a smaller machine, whose
+            cores the parts of a run then share.
+        environment: variables for the processes of a local cluster; a variable that this process
+            already has keeps its value.
     """
     if ray.is_initialized():
         yield
@@ -48,7 +52,7 @@ def ray_session(
 
 @contextmanager
 def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set what is not set; whatever is started within the block inherits it."""
+    """Set the variables that are not set yet; processes started within the block inherit them."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -59,9 +63,9 @@ def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _quieten_ray() -> None:
-    """Leave the terminal to marsray's own progress: Ray's libraries log every plan they run.
+    """Keep Ray's libraries, which log every plan they run, from writing over marsray's progress.
 
-    Only their console handlers change; the log files under Ray's session directory stay whole.
+    Only their console handlers change; the log files in Ray's session directory stay complete.
     """
     for name in ("ray.data", "ray.serve"):
         for handler in logging.getLogger(name).handlers:

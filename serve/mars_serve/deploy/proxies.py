@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Literal
 
 from mars_platform.cluster.processes import free_port
+from mars_platform.cluster.ray_private import haproxy_variables, python_proxy_variables
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy import haproxy
 
-_DEREGISTRATION_S = "0.5"
+_DEREGISTRATION_S = 0.5
 """Seconds that an ingress replica still accepts requests in once it is to end: HAProxy hears of it
 within 0.1 s, and a request that comes later is sent elsewhere."""
 
@@ -43,14 +44,20 @@ def proxy_environment(settings: ServeSettings) -> Iterator[dict[str, str]]:
     Raises:
         UserError: HAProxy is asked for and not installed.
     """
-    common = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
     if proxy_kind(settings) == "python":
-        yield {**common, "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+        yield python_proxy_variables()
         return
     # Short, as a socket's path has to be, and Ray Serve adds a node's id to it. Closed to others.
     directory = Path(tempfile.mkdtemp(prefix="mars-", dir="/tmp"))
     try:
-        yield {**common, **_haproxy_variables(settings, directory)}
+        yield haproxy_variables(
+            _launcher(directory),
+            # A worker that a reload replaced still carries the streams that it began.
+            hard_stop_s=ceil(settings.drain_s),
+            num_threads=min(4, os.cpu_count() or 1),
+            min_draining_s=_DEREGISTRATION_S,
+            fallback_port=free_port(),
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -68,24 +75,6 @@ def proxy_kind(settings: ServeSettings) -> Literal["haproxy", "python"]:
             "install it, or choose python"
         )
     return "haproxy" if is_installed and settings.proxy.kind != "python" else "python"
-
-
-def _haproxy_variables(settings: ServeSettings, directory: Path) -> dict[str, str]:
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_launcher(directory)),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        # A worker that a reload replaced still carries the streams that it began.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(ceil(settings.drain_s)),
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": _DEREGISTRATION_S,
-        # Of the proxy that HAProxy falls back to: two servers on one machine need two.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-    }
 
 
 def _launcher(directory: Path) -> Path:

@@ -23,9 +23,15 @@ import ray
 import torch
 import transformers
 import yaml
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchTrainer
-from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from rich.console import Console
 
 from mars_platform import __version__
@@ -36,6 +42,7 @@ from mars_platform.checkpoint.directory import (
     read_metadata,
 )
 from mars_platform.checkpoint.manifest import Damaged
+from mars_platform.cluster.ray_private import interrupt_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.config import load_settings
 from mars_platform.errors import Stopped, UserError
@@ -273,17 +280,6 @@ def _termination() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _interrupt_kept() -> Iterator[None]:
-    """Put SIGINT's handler back: Ray Train leaves its own, which speaks to a run that has ended."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():  # signals are the main one's
-            signal.signal(signal.SIGINT, before)
-
-
 # --- preparation ----------------------------------------------------------------------------------
 
 
@@ -412,7 +408,7 @@ def _fitted(trainer: TorchTrainer, stage: Stage) -> Result:
         RuntimeError: the workers failed for good, with the first one's reason.
     """
     try:
-        with _interrupt_kept():
+        with interrupt_handler_kept():
             result: Result = trainer.fit()
     except TrainingFailedError as error:
         reason: Exception = error

@@ -1,0 +1,160 @@
+"""Every use of Ray that its public API does not cover, to be checked whenever Ray is upgraded.
+
+All of it was seen in Ray 2.60. Each function says what it relies on and why the public API does not
+do. Two more things rely on Ray's internals and cannot stand here: `mars_serve.deploy.haproxy` edits
+the configuration that Ray Serve writes for HAProxy, as a program that can import no package, and
+the manifests in ``k8s`` set the variables of `haproxy_variables` in YAML.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingConfig
+
+_JOB_CLIENT_LOGGERS = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
+_SERVER_ERROR = re.compile(r"Request failed with status code 5\d\d\b")
+
+
+def quieten_job_client() -> None:
+    """Keep Ray's job client from logging every connection and upload.
+
+    Relies on the names of the loggers of three internal modules; the client has no option for it.
+    """
+    for name in _JOB_CLIENT_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def is_server_error(error: RuntimeError) -> bool:
+    """Return whether an error of Ray's job client reports an HTTP status of 5xx.
+
+    Relies on the text of the error: the client raises the same RuntimeError for every status.
+    """
+    return _SERVER_ERROR.match(str(error)) is not None
+
+
+def job_variables(stop_wait_s: int) -> dict[str, str]:
+    """Return environment variables of a job that no argument of ``submit_job`` covers.
+
+    Args:
+        stop_wait_s: seconds between SIGTERM and SIGKILL when the job is stopped; 3 by default,
+            which ends a job in the middle of a checkpoint.
+    """
+    return {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
+        "RAY_LOG_TO_DRIVER": "0",  # workers' logs would bury the job's own output
+    }
+
+
+def worker_start_variables(num_at_once: int) -> dict[str, str]:
+    """Return the variable that lets a node start this many worker processes at the same time.
+
+    Relies on an internal setting of the raylet. Its default is the number of CPUs, so that a
+    machine with few cores starts Serve's actors one after the other.
+    """
+    return {"RAY_worker_maximum_startup_concurrency": str(num_at_once)}
+
+
+def python_proxy_variables() -> dict[str, str]:
+    """Return the environment of a cluster whose requests come in through Serve's Python proxies.
+
+    RAY_SERVE_THROUGHPUT_OPTIMIZED is documented and turns direct ingress on;
+    RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal.
+    """
+    return {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+
+
+def haproxy_variables(
+    launcher: Path,
+    *,
+    hard_stop_s: int,
+    num_threads: int,
+    min_draining_s: float,
+    fallback_port: int,
+) -> dict[str, str]:
+    """Return the environment of a cluster whose requests come in through HAProxy.
+
+    The first two variables are documented, the others are internal: Serve's public options have
+    neither the place of HAProxy's files nor its timeouts.
+
+    Args:
+        launcher: program that Serve starts as HAProxy; HAProxy's files are put beside it.
+        hard_stop_s: seconds that a HAProxy process replaced by a reload may finish its streams in.
+        num_threads: threads of a HAProxy process.
+        min_draining_s: seconds that an ingress replica told to stop still accepts requests.
+        fallback_port: port of the Python proxy that HAProxy falls back to; two servers on one
+            machine need different ones.
+    """
+    directory = launcher.parent
+    return {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(num_threads),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(min_draining_s),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+    }
+
+
+def autoscaled(
+    num_desired: float,
+    num_current: int,
+    config: AutoscalingConfig,
+    state: dict[str, Any],
+    now_s: float,
+) -> tuple[int, dict[str, Any]]:
+    """Apply Ray Serve's scaling factors and delays to a number of replicas, as its controller does.
+
+    Relies on two internal functions of ``ray.serve.autoscaling_policy``: the public API runs them
+    only inside Serve's controller, on real replicas and the wall clock.
+
+    Args:
+        num_desired: replicas that the load calls for.
+        num_current: replicas that were last asked for.
+        config: factors and delays.
+        state: state returned by the previous call; empty at first.
+        now_s: time of the decision, in seconds.
+
+    Returns:
+        The number of replicas to ask for, at least 1, and the new state.
+    """
+    from ray.serve.autoscaling_policy import _apply_delay_logic, _apply_scaling_factors
+
+    scaled = max(_apply_scaling_factors(num_desired, num_current, config), 1)
+    decided: tuple[int, dict[str, Any]] = _apply_delay_logic(
+        scaled, num_current, config, state, now_s
+    )
+    return decided
+
+
+@contextmanager
+def interrupt_handler_kept() -> Iterator[None]:
+    """Restore the handler of SIGINT after the block.
+
+    ``trainer.fit()`` of Ray Train installs a handler that aborts the run, and leaves it there when
+    the run has ended; it has no option against that.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,55 @@
+"""Names of Ray that are not public API stand in one file."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from mars_platform.cluster import ray_private
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ["platform/mars_platform", "train/mars_train", "serve/mars_serve"]
+PACKAGES += ["autoscale/mars_autoscale", "k8s/setup"]
+HOME = Path(ray_private.__file__)
+SOURCES = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if file != HOME]
+LAUNCHER = ROOT / "k8s" / "setup" / "common" / "scripts" / "haproxy_launcher.py"
+PRIVATE = re.compile(r"\bray(\.\w+)*\.(_(?!_)\w+|v2\b)|\bRAY_(SERVE_\w+|[a-z]\w+)")
+
+
+def names_in(file):
+    """Dotted names that a file imports or uses, and its texts other than docstrings."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (prefix + each.name for each in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield "" if id(node) in docstrings else node.value
+
+
+def private_names_in(file):
+    return {found[0] for name in names_in(file) if (found := PRIVATE.search(name))}
+
+
+def test_no_private_name_of_ray_stands_outside_its_file():
+    found = {file: names for file in SOURCES if (names := private_names_in(file))}
+    # this program clears a variable of Ray Serve's, on a node without a cluster
+    assert found == {LAUNCHER: {"RAY_SERVE_HAPROXY_BINARY_PATH"}}
+
+
+def test_the_search_finds_the_private_names_in_their_file():
+    found = private_names_in(HOME)
+    assert "ray.serve.autoscaling_policy._apply_delay_logic" in found
+    assert "ray._private" in found
+    assert "RAY_SERVE_HAPROXY_NBTHREAD" in found
+    assert "RAY_worker_maximum_startup_concurrency" in found
+
+
+@pytest.mark.parametrize("name", ray_private._JOB_CLIENT_LOGGERS)
+def test_loggers_that_are_quietened_belong_to_modules_of_ray(name):
+    assert importlib.util.find_spec(name) is not None
