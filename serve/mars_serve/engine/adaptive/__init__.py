@@ -1,1 +1,1 @@
-"""Chooses how many masks a step feeds, from measured step times and acceptance."""
+"""Chooses how many masks a step feeds, and paces steps to another machine's times."""

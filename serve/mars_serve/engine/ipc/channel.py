@@ -1,6 +1,6 @@
-"""Pickled messages between an engine's process and the one that uses it. Knows none of them.
+"""Sends pickled messages between an engine's process and the process that uses it.
 
-Both ends belong to one program: nobody else can reach a socket pair that has no name.
+Unpickling is safe here: a socket pair has no name, so only this program can reach its ends.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import struct
 import threading
 from contextlib import suppress
 
-_HEADER = struct.Struct("!Q")  # length of the message behind it, in bytes
+_HEADER = struct.Struct("!Q")  # length of the message that follows, in bytes
 _READ_SIZE = 1 << 18
 
 
 class ChannelClosed(EOFError):
-    """The other end is closed, or its process has ended."""
+    """Raised when either end of a channel is closed or the other process has ended."""
 
 
 class Channel:
-    """One end of a stream socket. Any thread may send; one at a time may receive."""
+    """One end of a stream socket; any thread may send, one thread at a time may receive."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._socket = stream
@@ -28,14 +28,14 @@ class Channel:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """What an event loop waits for; -1 once this end is closed."""
+        """Return the file descriptor for an event loop to watch; -1 once this end is closed."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message; waits while the other end does not read and buffers are full.
+        """Send a message, waiting while the buffers are full because the other end does not read.
 
         Raises:
-            ChannelClosed: an end is closed.
+            ChannelClosed: either end is closed.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
@@ -45,10 +45,10 @@ class Channel:
             raise ChannelClosed from error
 
     def receive(self) -> list[object]:
-        """Wait for messages.
+        """Wait for at least one message and return all that have arrived.
 
         Raises:
-            ChannelClosed: an end is closed.
+            ChannelClosed: either end is closed.
         """
         while True:
             messages = self._read(0)
@@ -56,17 +56,17 @@ class Channel:
                 return messages
 
     def receive_available(self) -> list[object]:
-        """The messages that are there; maybe none.
+        """Return the messages that have arrived, possibly none, without waiting.
 
         Raises:
-            ChannelClosed: an end is closed.
+            ChannelClosed: either end is closed.
         """
         with suppress(BlockingIOError):
             return self._read(socket.MSG_DONTWAIT)
         return []
 
     def close(self) -> None:
-        """Close this end; whoever waits at either is woken."""
+        """Close this end and wake threads that wait at either end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

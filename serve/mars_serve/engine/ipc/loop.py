@@ -1,4 +1,4 @@
-"""An engine as asyncio sees it: requests go down a channel, what they get comes back by it."""
+"""Runs requests on an engine behind a channel, as asyncio streams of step outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from mars_platform.errors import UserError
+from mars_platform.method.live import LiveDecoding
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import (
     Cancel,
@@ -18,61 +20,54 @@ from mars_serve.engine.ipc.messages import (
     SetLive,
     StepReport,
 )
-from mars_serve.engine.request import (
-    EngineStatus,
-    FinishReason,
-    LiveDecoding,
-    Request,
-    StepOutput,
-)
+from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.request import Request
 
 _STOP_S = 30.0
-"""Longest that a step is waited for when an engine is stopped."""
+"""Seconds to wait for the current step to end when an engine is stopped."""
 
 
 class EngineDied(RuntimeError):
-    """The engine has ended; the replica must be replaced."""
+    """Raised when the engine has ended; the replica must be replaced."""
 
 
 class RequestFailed(RuntimeError):
-    """The forward pass of this request failed; others are not affected."""
+    """Raised when a request's own part of a forward pass failed; others are not affected."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as the engine allows; try again later."""
+    """Raised when the engine's queue is full; try again later."""
 
 
 class QueueTimeout(RuntimeError):
-    """The request waited for as long as it may (`DecodingOptions.max_queue_s`) and did not begin;
-    try again later.
-    """
+    """Raised when a request did not begin within `DecodingOptions.max_queue_s`; try again later."""
 
 
 class Worker(Protocol):
     """The process or thread in which an engine steps."""
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the worker still runs."""
 
     def join(self, timeout: float) -> None:
-        """Wait, for some seconds at the most, until it has ended."""
+        """Wait up to ``timeout`` seconds for the worker to end."""
 
 
 _Outputs = asyncio.Queue[StepOutput | EngineDied]
 
 
 class EngineLoop:
-    """Face of an engine that steps elsewhere.
+    """The asyncio side of an engine that steps in another process or thread.
 
-    Requests run on one event loop at a time; another one may take over when none is left.
+    Requests run on one event loop at a time; another loop may take over once no request is left.
     """
 
     def __init__(self, channel: Channel, worker: Worker) -> None:
-        """Wait until an engine is ready.
+        """Wait until the engine is ready.
 
         Args:
-            channel: to an `EngineWorker`.
-            worker: where that one runs.
+            channel: leads to an `EngineWorker`.
+            worker: the process or thread in which that worker runs.
 
         Raises:
             UserError: the model cannot be served.
@@ -88,22 +83,23 @@ class EngineLoop:
         self._live = ready.live
         self._status = ready.status
         self._status_s = time.monotonic()
-        self.plan = ready.plan
-        """What the model is to be autoscaled by; None where it is not."""
+        self.basis = ready.basis
+        """Figures by which the model is autoscaled; None if it is not."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine still steps."""
+        """Whether the engine is running."""
         return not self._is_closed and self._worker.is_alive()
 
     @property
     def live(self) -> LiveDecoding:
-        """What the requests are decoded with that give no τ."""
+        """Live decoding: how requests without a τ of their own are decoded right now."""
         return self._live
 
     def set_live(self, live: LiveDecoding) -> None:
-        """Decode the requests that give no τ, those that run included, otherwise from the next
-        step on. Any thread may call it.
+        """Change the live decoding from the next step on, for running requests as well.
+
+        Any thread may call this.
 
         Raises:
             EngineDied: the engine has stopped.
@@ -112,10 +108,10 @@ class EngineLoop:
         self._live = live
 
     def status(self) -> EngineStatus:
-        """How full the engine is, by its last report. Any thread may call it.
+        """Return how full the engine was at its last report. Any thread may call this.
 
         Raises:
-            EngineDied: it has stopped.
+            EngineDied: the engine has stopped.
         """
         if not self.is_alive:
             raise EngineDied("the engine has stopped")
@@ -123,26 +119,26 @@ class EngineLoop:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last report of an engine that has work; 0 without work."""
+        """Seconds since the last report if the engine has work; 0 without work."""
         return time.monotonic() - self._status_s if self._outputs else 0.0
 
     async def stream(
         self, request: Request, beat_s: float | None = None
     ) -> AsyncGenerator[StepOutput | None]:
-        """Run one request; yields what each forward pass gave, until it has finished.
+        """Run one request, yielding the output of each forward pass until it has finished.
 
         Leaving the iteration early, by an error or a cancelled task, cancels the request.
 
         Args:
-            request: in no other engine.
-            beat_s: seconds; None is yielded whenever there was nothing for so long.
+            request: a request that runs in no other engine.
+            beat_s: seconds after which None is yielded if there was no output meanwhile.
 
         Raises:
             UserError: the request can never run.
             QueueFull: too many requests wait already.
-            QueueTimeout: it did not begin within the time that it sets.
-            RequestFailed: its own forward pass failed.
-            EngineDied: the engine failed, before or meanwhile.
+            QueueTimeout: the request did not begin within its own time limit.
+            RequestFailed: the request's own part of a forward pass failed.
+            EngineDied: the engine has failed.
         """
         request.arrived_at = time.monotonic()
         outputs = self._submit(request)
@@ -166,7 +162,7 @@ class EngineLoop:
                 self._cancel(request.id)
 
     def stop(self) -> None:
-        """End the engine after the current step; requests that still run get `EngineDied`."""
+        """End the engine after the current step; requests that still run raise `EngineDied`."""
         self._close()
         self._worker.join(_STOP_S)
 
@@ -186,7 +182,7 @@ class EngineLoop:
         self._attach(asyncio.get_running_loop())
         if len(self._outputs) >= self._max_requests:
             raise QueueFull("too many requests are waiting")
-        if not self._outputs and not self._status.num_requests:  # it had nothing to report
+        if not self._outputs and not self._status.num_requests:  # an idle engine does not report
             self._status_s = time.monotonic()
         outputs = self._outputs[request.id] = _Outputs()
         try:
@@ -198,7 +194,7 @@ class EngineLoop:
 
     def _cancel(self, request_id: str) -> None:
         if self._outputs.pop(request_id, None) is not None:
-            with suppress(EngineDied):  # then there is nothing left to cancel
+            with suppress(EngineDied):  # a dead engine has nothing to cancel
                 self._send(Cancel(request_id))
 
     def _send(self, order: Order) -> None:
@@ -210,7 +206,7 @@ class EngineLoop:
             raise EngineDied("the engine has stopped") from error
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have this event loop read the reports."""
+        """Make this event loop read the reports."""
         if loop is self._loop or self._is_closed:
             return
         assert not self._outputs, "requests run on another event loop"
@@ -238,7 +234,7 @@ class EngineLoop:
     def _deliver(self, output: StepOutput) -> None:
         outputs = self._outputs.get(output.request_id)
         if outputs is None:
-            return  # cancelled while the step ran
+            return  # the request was cancelled while the step ran
         if output.finish_reason is not None:
             del self._outputs[output.request_id]
         outputs.put_nowait(output)
@@ -253,7 +249,7 @@ class EngineLoop:
 
 
 def _raise_for(output: StepOutput, request: Request) -> None:
-    """Raise what an output that is not one says."""
+    """Raise the error that an output reports, if any."""
     if output.finish_reason is FinishReason.ERROR:
         raise RequestFailed(output.error)
     if output.finish_reason is FinishReason.REFUSED:

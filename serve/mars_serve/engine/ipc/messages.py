@@ -1,53 +1,56 @@
-"""What an engine's worker and its loop send each other."""
+"""Messages between an engine's worker and the event loop that uses it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mars_autoscale.policy.control import Plan
-from mars_serve.engine.request import EngineStatus, LiveDecoding, Request, StepOutput
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_platform.method.live import LiveDecoding
+from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.request import Request
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Asks an engine to drop a request."""
+    """An order to drop a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class SetLive:
-    """Asks an engine to decode otherwise from the next step on."""
+    """An order to change the live decoding from the next step on."""
 
     live: LiveDecoding
 
 
 Order = Request | Cancel | SetLive
-"""What an engine is sent; a request is one to run."""
+"""Any message to an engine; a `Request` is an order to run it."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine's first message."""
+    """The first message of an engine that has loaded its model."""
 
     max_requests: int
-    """That may wait or run at once."""
+    """Most requests that may wait or run at the same time."""
     live: LiveDecoding
     status: EngineStatus
-    plan: Plan | None
-    """Of its autoscaling, where it takes part in one."""
+    plan: AutoscalingBasis | None
+    """Figures by which the model is autoscaled; None if it is not."""
 
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The first message in its place, where the model cannot be served."""
+    """The first message of an engine that cannot serve its model."""
 
     reason: str
+    """Error message for the user."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What an engine sends after a step, and whenever its status has changed."""
+    """A report that an engine sends after a step and whenever its status has changed."""
 
     outputs: list[StepOutput]
     status: EngineStatus

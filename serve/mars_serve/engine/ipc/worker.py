@@ -1,4 +1,4 @@
-"""Steps an engine for whoever holds the other end of a channel. Knows no process and no asyncio."""
+"""Steps an engine on orders from a channel and reports the outputs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from mars_autoscale.policy.control import Plan
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import Cancel, Ready, SetLive, StepReport
-from mars_serve.engine.request import EngineStatus, FinishReason, Request, StepOutput
+from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.request import Request
 
 _NUM_COMPILERS = 4
-"""Grammars compiled at once: a large one takes seconds, and the small ones do not wait for it."""
+"""Grammars compiled in parallel; a large one takes seconds, and small ones need not wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,15 +32,15 @@ class EngineWorker:
         engine: Engine,
         channel: Channel,
         on_closed: Callable[[], None] | None = None,
-        plan: Plan | None = None,
+        plan: AutoscalingBasis | None = None,
     ) -> None:
-        """Prepare; see `run`.
+        """Prepare the worker; `run` does the work.
 
         Args:
-            engine: warm, and the worker's own from now on.
-            channel: where orders come from and reports go to.
-            on_closed: called, in another thread than that of `run`, when the other end is closed.
-            plan: told to the other end.
+            engine: a warmed-up engine; only the worker may use it from now on.
+            channel: the source of orders and the target of reports.
+            on_closed: called in a thread of its own when the other end is closed.
+            plan: sent to the other end.
         """
         self._engine = engine
         self._channel = channel
@@ -47,13 +49,13 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._inbox: deque[Request | Cancel] = deque()
         self._compiling: set[str] = set()
-        """Requests that come into the inbox once their grammar is known."""
+        """Ids of requests that enter the inbox once their grammar is compiled."""
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
         self._is_closed = False
         self._reported: EngineStatus = engine.status()
 
     def run(self) -> None:
-        """Step until the other end is closed; closes the channel however it ends."""
+        """Step until the other end is closed or the engine fails, then close the channel."""
         threading.Thread(target=self._read, name="engine-orders", daemon=True).start()
         try:
             engine = self._engine
@@ -73,14 +75,14 @@ class EngineWorker:
         engine, outputs = self._engine, list[StepOutput]()
         while self._take_inbox():
             step = engine.begin_step()
-            self._report(outputs)  # of the step before, while a GPU runs this one
+            self._report(outputs)  # the previous step's, while a GPU runs this one
             outputs = engine.finish_step(step)
             if not (engine.overlaps and engine.has_work):
                 self._report(outputs)
                 outputs = []
 
     def _take_inbox(self) -> bool:
-        """Apply what came in, waiting for work where there is none; False when closed."""
+        """Wait for work or orders and apply the orders; False once the other end is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._inbox or self._engine.has_work)
             orders = list(self._inbox)
@@ -98,7 +100,7 @@ class EngineWorker:
             self._channel.send(StepReport(outputs, status))
             self._reported = status
 
-    # In the thread that reads orders
+    # The methods below run in the thread that reads orders, or in one that compiles grammars.
 
     def _read(self) -> None:
         with suppress(ChannelClosed):
@@ -133,7 +135,7 @@ class EngineWorker:
             self._changed.notify()
 
     def _take_compiled(self, request: Request) -> None:
-        """In a thread of its own: the first request with a grammar waits until it is compiled."""
+        """Compile a request's grammar, then enqueue the request unless it was cancelled."""
         if request.id in self._compiling and self._accepts(request):
             with self._changed:
                 if request.id in self._compiling:
@@ -151,7 +153,7 @@ class EngineWorker:
         self._changed.notify()
 
     def _accepts(self, request: Request) -> bool:
-        """Whether a request can run; if not, its sender is told."""
+        """Return whether a request can run; if not, report the reason to its sender."""
         try:
             self._engine.check(request)
         except UserError as error:

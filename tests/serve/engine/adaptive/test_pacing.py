@@ -1,4 +1,4 @@
-"""The paced engine: steps that take a frontier's time, whatever they compute here."""
+"""Tests of the paced engine: its steps take a frontier's times, whatever they compute here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from engine_requests import PROMPT, make_request, make_row
 from frontiers import AR, Corners, frontier_of
 from local_loop import LocalLoop
 from mars_autoscale.model.frontier import Frontier, StepTable, write_frontier
@@ -24,29 +25,29 @@ from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
 from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_load, step_times
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Draft, Request, StepOutput
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.observability.telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import start_engine, wait_out
 from mars_serve.replica.loading import load_engine
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
-PROMPT = [5, 9, 12, 30, 7, 41, 22, 8]
 WINDOW = 4
 PREFILL = 10_000.0  # tokens a second
-SLOPED = ((0.01, 0.02), (0.02, 0.03))  # over (0, 100) positions and (0, 1000) stored tokens
+SLOPED = ((0.01, 0.02), (0.02, 0.03))  # over (0, 100) positions and (0, 1000) cached tokens
 
 
 def paced_by(seconds: float | Corners, *, weights: str = "any") -> Frontier:
-    """Plain AR decoding alone, in steps of so many seconds."""
+    """Build a frontier of plain AR decoding alone, with these step times."""
     return frontier_of(
         AR, weights=weights, seconds=seconds, window=WINDOW, prefill_tokens_per_s=PREFILL
     )
 
 
 class FakeTime:
-    """A clock that moves when told to, or by sleeping, ``late_s`` longer than asked."""
+    """A clock that only sleeping and tests move; each sleep lasts ``late_s`` too long."""
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.now = 50.0
@@ -64,30 +65,26 @@ class FakeTime:
         return Pacer(frontier, WINDOW, clock=self.clock, sleep=self.sleep)
 
 
-def decoding_row(num_cached: int = 97, num_uncached: int = 3, masks: int = WINDOW) -> Work:
-    options = DecodingOptions(20, Mode.THRESHOLD, 0.5)
-    request = Request("row", [1] * (num_cached + num_uncached), options)
-    request.num_cached = num_cached
-    return Work(request, num_uncached, (masks,), reads_logits=True)
+def decoding_row(num_cached: int = 97, num_uncached: int = 3, masks: int = WINDOW) -> ScheduledRow:
+    tokens = [1] * (num_cached + num_uncached)
+    return make_row(make_request("row", tokens, num_cached=num_cached), masks=(masks,))
 
 
-def prompt_chunk(num_prompt: int, num_cached: int, num_tokens: int, masks: int = 0) -> Work:
-    request = Request("prompt", [1] * num_prompt, DecodingOptions(20, Mode.THRESHOLD, 0.5))
-    request.num_cached = num_cached
+def prompt_chunk(num_prompt: int, num_cached: int, num_tokens: int, masks: int = 0) -> ScheduledRow:
+    chunk = make_request("prompt", [1] * num_prompt, num_cached=num_cached)
     ends = num_cached + num_tokens == num_prompt
-    return Work(request, num_tokens, (masks,), reads_logits=ends)
+    return make_row(chunk, num_tokens, (masks,), reads_logits=ends)
 
 
-def checking_row() -> Work:
-    request = Request("exact", [1] * 50, DecodingOptions(20, Mode.EXACT))
-    request.num_cached, request.drafts = 49, [Draft(7, 0.9), Draft(8, 0.8)]
-    return Work(request, 1, (1, 2, 4), reads_logits=True)
+def checking_row() -> ScheduledRow:
+    checking = make_request("exact", [1] * 50, mode=Mode.EXACT, num_cached=49)
+    checking.drafts = [Draft(7, 0.9), Draft(8, 0.8)]
+    return make_row(checking, masks=(1, 2, 4))
 
 
-def cut_row() -> Work:
-    """Of a decoding row, what a full step leaves it: a part of its tokens, without masks."""
-    row = decoding_row(num_cached=10, num_uncached=5)
-    return Work(row.request, 2, (0,), reads_logits=False)
+def cut_row() -> ScheduledRow:
+    """Build a decoding row of which a full step feeds only some tokens and no masks."""
+    return make_row(make_request(prompt=[1] * 15, num_cached=10), 2, reads_logits=False)
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
@@ -98,10 +95,6 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
         for output in engine.step():
             outputs[output.request_id].append(output)
     return outputs
-
-
-def request(name: str, mode: Mode = Mode.AR, max_tokens: int = 6, **options: object) -> Request:
-    return Request(name, list(PROMPT), DecodingOptions(max_tokens, mode, **options))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -115,42 +108,55 @@ def engine_of(
     return make
 
 
-# What a step takes
+# Step times
+
+
+def load_of(decodes: bool, positions: int, cached_tokens: int, prompt_tokens: int) -> StepLoad:
+    return StepLoad(
+        decodes=decodes,
+        positions=positions,
+        cached_tokens=cached_tokens,
+        prompt_tokens=prompt_tokens,
+    )
 
 
 @pytest.mark.parametrize(
-    ("works", "load", "seconds"),
+    ("rows", "load", "seconds"),
     [
-        ([decoding_row()], StepLoad(True, 7, 97, 0), 0.01 + 0.0007 + 0.00097),
-        ([decoding_row(), decoding_row(10, 1, 0)], StepLoad(True, 8, 107, 0), 0.01187),
-        ([checking_row()], StepLoad(True, 10, 49, 0), 0.01 + 0.0010 + 0.00049),
-        ([cut_row()], StepLoad(True, 2, 10, 0), 0.01 + 0.0002 + 0.0001),
-        ([prompt_chunk(300, 64, 100)], StepLoad(False, 0, 0, 100), 0.01),
-        ([prompt_chunk(40, 0, 40, 4)], StepLoad(True, 4, 0, 40), 0.01 + 0.0004 + 0.004),
+        ([decoding_row()], load_of(True, 7, 97, 0), 0.01 + 0.0007 + 0.00097),
+        ([decoding_row(), decoding_row(10, 1, 0)], load_of(True, 8, 107, 0), 0.01187),
+        ([checking_row()], load_of(True, 10, 49, 0), 0.01 + 0.0010 + 0.00049),
+        ([cut_row()], load_of(True, 2, 10, 0), 0.01 + 0.0002 + 0.0001),
+        ([prompt_chunk(300, 64, 100)], load_of(False, 0, 0, 100), 0.01),
+        ([prompt_chunk(40, 0, 40, 4)], load_of(True, 4, 0, 40), 0.01 + 0.0004 + 0.004),
         (
             [decoding_row(), prompt_chunk(300, 64, 100)],
-            StepLoad(True, 7, 97, 100),
+            load_of(True, 7, 97, 100),
             0.01 + 0.0007 + 0.00097 + 0.01,
         ),
     ],
 )
-def test_a_step_takes_what_its_rows_cost(works: list[Work], load: StepLoad, seconds: float) -> None:
+def test_a_step_is_charged_for_its_load(
+    rows: list[ScheduledRow], load: StepLoad, seconds: float
+) -> None:
     pacer = FakeTime().pacer(paced_by(SLOPED))
-    assert step_load(works, WINDOW) == pacer.load(works) == load
+    assert step_load(rows, WINDOW) == pacer.load(rows) == load
     assert pacer.seconds(load) == pytest.approx(seconds, rel=1e-12)
 
 
 @given(st.floats(0, 2000), st.floats(0, 9000))
-def test_times_are_the_tables_own_past_either_of_its_ends(positions: float, stored: float) -> None:
+def test_step_times_equal_the_tables_past_its_ends_too(
+    positions: float, cached_tokens: float
+) -> None:
     table = StepTable(
         positions=(1.0, 8.0, 64.0, 512.0),
         stored=(0.0, 64.0, 4096.0),
         seconds=((0.01, 0.011, 0.02), (0.009, 0.012, 0.03), (0.02, 0.025, 0.04), (0.1, 0.1, 0.2)),
     )
-    if positions > 512 and stored > 4096:
+    if positions > 512 and cached_tokens > 4096:
         positions = 512.0
-    expected = table.at_stored(stored).at(positions)
-    assert step_times(table).at(positions, stored) == pytest.approx(expected, rel=1e-9)
+    expected = table.at_stored(cached_tokens).at(positions)
+    assert step_times(table).at(positions, cached_tokens) == pytest.approx(expected, rel=1e-9)
 
 
 # Waiting
@@ -165,10 +171,10 @@ def test_steps_that_follow_each_other_are_not_slowed_by_late_wake_ups() -> None:
         assert fake.now - begin >= 0.02 * (i + 1) - 1e-9
     assert fake.now - begin == pytest.approx(0.2 + 0.004)
     assert len(fake.sleeps) == 10
-    assert pacer.compute_share == pytest.approx(9 * 0.004 / 0.2)  # lateness is no rehearsal
+    assert pacer.compute_share == pytest.approx(9 * 0.004 / 0.2)  # late wake-ups count as computing
 
 
-def test_a_step_that_computes_for_too_long_moves_the_next() -> None:
+def test_a_step_that_computes_too_long_delays_the_next() -> None:
     fake = FakeTime()
     pacer, begin = fake.pacer(paced_by(0.02)), fake.now
     pacer.begin(follows=False)
@@ -182,15 +188,15 @@ def test_a_step_that_computes_for_too_long_moves_the_next() -> None:
     assert fake.now - begin == pytest.approx(0.07)
 
 
-def test_an_engine_waits_in_each_step_and_not_for_idle_times(
+def test_an_engine_waits_in_each_step_but_not_for_idle_time(
     engine_of: Callable[..., Engine],
 ) -> None:
     fake = FakeTime()
     engine = engine_of(fake.pacer(paced_by(0.02)))
     for name in ("a", "b"):
         begin = fake.now
-        run(engine, request(name, max_tokens=6))
-        # of the second one's prompt, a page is found and no more is left than a row decodes
+        run(engine, make_request(name, max_tokens=6, mode=Mode.AR))
+        # The second request finds its first page in the cache; the rest is not prefill.
         prompt_s = len(PROMPT) / PREFILL if name == "a" else 0.0
         assert fake.now - begin == pytest.approx(6 * 0.02 + prompt_s)
         fake.now += 1000
@@ -198,7 +204,7 @@ def test_an_engine_waits_in_each_step_and_not_for_idle_times(
     assert engine.status().compute_share == 0.0
 
 
-# What is decoded
+# Output
 
 
 @pytest.mark.parametrize(
@@ -210,13 +216,13 @@ def test_an_engine_waits_in_each_step_and_not_for_idle_times(
     ],
     ids=["ar", "exact", "threshold"],
 )
-def test_tokens_are_those_of_an_engine_that_does_not_wait(
+def test_a_paced_engine_gives_the_same_tokens(
     engine_of: Callable[..., Engine], options: dict[str, object]
 ) -> None:
-    expected = run(engine_of(), request("a", **options))  # type: ignore[arg-type]
+    expected = run(engine_of(), make_request("a", max_tokens=6, **options))
     paced = engine_of(Pacer(paced_by(0.02), WINDOW))
     begin = time.perf_counter()
-    outputs = run(paced, request("a", **options))  # type: ignore[arg-type]
+    outputs = run(paced, make_request("a", max_tokens=6, **options))
     assert time.perf_counter() - begin >= 0.02 * len(outputs["a"])
     assert outputs == expected
     assert sum(len(output.tokens) for output in outputs["a"]) == 6
@@ -235,11 +241,11 @@ def test_windows_follow_the_paced_times(
 ) -> None:
     engine = engine_of(FakeTime().pacer(paced_by(seconds)))
     engine.warm_up()
-    (first, *_) = run(engine, request("a", Mode.THRESHOLD, 20, threshold=0.9))["a"]
+    (first, *_) = run(engine, make_request("a", max_tokens=20, threshold=0.9))["a"]
     assert first.num_masks == num_masks
 
 
-# Whether the machine is fast enough
+# The share of computing
 
 
 def take_steps(fake: FakeTime, pacer: Pacer, real_s: float, number: int) -> None:
@@ -249,7 +255,7 @@ def take_steps(fake: FakeTime, pacer: Pacer, real_s: float, number: int) -> None
         pacer.finish([decoding_row()])
 
 
-def test_the_share_is_that_of_the_last_minute() -> None:
+def test_the_compute_share_covers_the_last_minute() -> None:
     fake = FakeTime()
     pacer = fake.pacer(paced_by(1.0))
     assert pacer.compute_share is None
@@ -261,7 +267,7 @@ def test_the_share_is_that_of_the_last_minute() -> None:
     assert pacer.compute_share == pytest.approx(0.125)
 
 
-def test_too_slow_a_machine_is_warned_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_too_slow_machine_is_reported_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeTime()
     pacer = fake.pacer(paced_by(1.0))
     take_steps(fake, pacer, 0.5, 100)
@@ -277,7 +283,7 @@ def test_too_slow_a_machine_is_warned_of_once_a_minute(caplog: pytest.LogCapture
     assert "takes 75% of the paced time (59% since the start)" in caplog.records[-1].message
 
 
-def test_a_few_slow_steps_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_seconds_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeTime()
     pacer = fake.pacer(paced_by(1.0))
     take_steps(fake, pacer, 0.9, 4)
@@ -287,12 +293,12 @@ def test_a_few_slow_steps_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("is_paced", [True, False])
-async def test_the_share_is_a_metric_of_paced_replicas(
+async def test_only_paced_replicas_export_the_compute_share(
     engine_of: Callable[..., Engine], is_paced: bool
 ) -> None:
     loop = LocalLoop(engine_of(FakeTime().pacer(paced_by(0.02)) if is_paced else None))
     try:
-        _ = [output async for output in loop.stream(request("a"))]
+        _ = [output async for output in loop.stream(make_request("a", mode=Mode.AR))]
         text = ReplicaTelemetry("mars", "r1", loop).exposition()
     finally:
         loop.stop()
@@ -301,7 +307,7 @@ async def test_the_share_is_a_metric_of_paced_replicas(
     assert ("marsray_rehearsal" in text) is is_paced
 
 
-# From settings to an engine
+# Loading a paced engine
 
 
 def settings_of(path: Path, cold_start_s: float = 0.0) -> ModelSettings:
@@ -315,11 +321,11 @@ def settings_of(path: Path, cold_start_s: float = 0.0) -> ModelSettings:
 
 @pytest.fixture
 def model_dir(mars_dir: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint, to put a frontier into."""
+    """Copy a checkpoint for the test to add a frontier to."""
     return Path(shutil.copytree(mars_dir, tmp_path / "model"))
 
 
-def test_a_rehearsal_needs_a_frontier(model_dir: Path) -> None:
+def test_pacing_needs_a_frontier_of_the_same_weights(model_dir: Path) -> None:
     with pytest.raises(UserError, match=r"^rehearsal: .*frontier\.json: cannot be .*calibrate"):
         load_engine(settings_of(model_dir))
     write_frontier(model_dir, paced_by(0.02, weights="0" * 64))
@@ -327,14 +333,14 @@ def test_a_rehearsal_needs_a_frontier(model_dir: Path) -> None:
         load_engine(settings_of(model_dir))
 
 
-def test_a_draft_model_cannot_be_rehearsed_with() -> None:
+def test_pacing_excludes_a_draft_model() -> None:
     with pytest.raises(ValueError, match=r"rehearsal: .*leave draft or rehearsal out"):
         ModelSettings(
             name="mars", path="m", draft=DraftSettings(path="d"), rehearsal=RehearsalSettings()
         )
 
 
-def test_a_loaded_engine_is_paced_and_says_so(
+def test_a_loaded_engine_is_paced_and_logs_a_warning(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
@@ -343,14 +349,14 @@ def test_a_loaded_engine_is_paced_and_says_so(
     assert record.levelno == logging.WARNING
     assert f"slowed down to the times in {model_dir / 'frontier.json'}" in record.message
     begin = time.perf_counter()
-    outputs = run(engine, request("a", max_tokens=4))
+    outputs = run(engine, make_request("a", max_tokens=4, mode=Mode.AR))
     assert time.perf_counter() - begin >= 0.02 * len(outputs["a"])
     assert engine.status().compute_share is not None
     plain = settings_of(model_dir).model_copy(update={"rehearsal": None})
     assert load_engine(plain).status().compute_share is None
 
 
-def test_a_cold_start_waits_for_the_rest_of_its_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cold_start_waits_for_the_rest_of_its_duration(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeTime()
     started_s = fake.now
     fake.now += 20
@@ -361,13 +367,15 @@ def test_a_cold_start_waits_for_the_rest_of_its_time(caplog: pytest.LogCaptureFi
     assert fake.sleeps == [40]
 
 
-async def test_a_replicas_engine_is_ready_no_sooner_than_its_cold_start(model_dir: Path) -> None:
+async def test_a_replicas_engine_is_not_ready_before_its_cold_start_ends(model_dir: Path) -> None:
     write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
     begin = time.monotonic()
     loop = start_engine(settings_of(model_dir, cold_start_s=8), num_threads=1)
     try:
         assert time.monotonic() - begin >= 8
-        outputs = [output async for output in loop.stream(request("a", max_tokens=4))]
+        outputs = [
+            output async for output in loop.stream(make_request("a", max_tokens=4, mode=Mode.AR))
+        ]
         assert sum(len(output.tokens) for output in outputs) == 4
         assert loop.status().compute_share is not None
     finally:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_requests import make_request
+from mars_platform.method.mode import Mode
+from mars_serve.engine.adaptive.draft_groups import DraftChances, chosen_masks, mask_gains
+from mars_serve.engine.decoding_options import Outcomes, Sampling
+from mars_serve.engine.request import Draft, Request
+
+MAX_WINDOW = 4
+CHANCES = DraftChances.of([0.9, 0.6, 0.5, 0.5])
+
+
+def exact_row(
+    drafts: Sequence[float], *, num_left: int = 100, temperature: float = 0.0, **options: Any
+) -> Request:
+    """Build a row in mode exact with drafts of these confidences."""
+    sampling = Sampling(temperature)
+    row = make_request(max_tokens=num_left, mode=Mode.EXACT, sampling=sampling, **options)
+    row.drafts = [Draft(7, chance) for chance in drafts]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("drafts", "temperature", "window", "shares"),
+    [
+        ([0.8, 0.5], 0.0, 2, [0.2, 0.4, 0.4]),
+        # A mask's confidence in its draft does not say whether sampling draws it.
+        ([0.8, 0.5], 1.0, 2, [0.1, 0.36, 0.54]),
+        ([], 0.0, 3, [1.0]),
+    ],
+    ids=["greedy", "sampled", "without drafts"],
+)
+def test_a_masks_gain_is_its_outcomes_probability_times_that_of_its_depth(
+    drafts: list[float], temperature: float, window: int, shares: list[float]
+) -> None:
+    row = exact_row(drafts, temperature=temperature)
+    expected = [[share * gain for gain in (0.9, 0.54, 0.27)[:window]] for share in shares]
+    assert mask_gains(row, CHANCES, window) == [pytest.approx(gains) for gains in expected]
+
+
+@pytest.mark.parametrize(
+    ("least_gain", "masks"),
+    [
+        (1e-9, (4, 4, 4, 4)),
+        # The outcomes have 0.2, 0.4, 0.36 and 0.04; the third draft is right with 0.04.
+        (0.1, (2, 3, 3)),
+        (0.3, (0, 1, 1)),
+        (0.5, (0, 1)),  # the last outcome now has 0.8
+        (0.95, (0,)),
+        (float("inf"), (0,)),
+    ],
+)
+def test_masks_are_chosen_and_drafts_pruned_by_the_least_gain(
+    least_gain: float, masks: tuple[int, ...]
+) -> None:
+    assert chosen_masks(exact_row([0.8, 0.5, 0.1]), CHANCES, 4, least_gain) == masks
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), max_size=MAX_WINDOW),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 1.0]),
+    st.floats(1e-6, 1.5),
+)
+def test_no_mask_is_fed_past_the_last_token(
+    drafts: list[float], num_left: int, temperature: float, least_gain: float
+) -> None:
+    row = exact_row(drafts, num_left=num_left, temperature=temperature)
+    for masks in (chosen_masks(row, CHANCES, MAX_WINDOW, least_gain), row.masks(MAX_WINDOW)):
+        assert 1 <= len(masks) <= min(len(drafts), num_left - 1) + 1
+        for outcome, num_masks in enumerate(masks):
+            # The outcome gives outcome + 1 tokens, and the step after it one without drafts.
+            assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
+    shares = [gains[0] for gains in mask_gains(row, CHANCES, MAX_WINDOW) if gains]
+    assert sum(shares) <= CHANCES.each[0] + 1e-9
+    if num_left > MAX_WINDOW + 2:
+        assert sum(shares) == pytest.approx(CHANCES.each[0])  # exactly one outcome occurs
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "options", "masks"),
+    [
+        (4, {"outcomes": Outcomes.ALL}, (4, 4, 4, 4, 4)),
+        (4, {"outcomes": Outcomes.LAST}, (0, 0, 0, 0, 4)),
+        (2, {"outcomes": Outcomes.ALL, "window": 2}, (2, 2, 2)),
+        (2, {"window": 2}, (0, 0, 2)),
+        (0, {"outcomes": Outcomes.LAST, "window": 3}, (3,)),
+        (4, {"outcomes": Outcomes.ALL, "num_left": 4}, (2, 1, 0, 0)),
+        (4, {"outcomes": Outcomes.LAST, "num_left": 1}, (0,)),
+    ],
+)
+def test_pinned_outcomes_and_windows_are_fed_as_requested(
+    num_drafts: int, options: dict[str, Any], masks: tuple[int, ...]
+) -> None:
+    assert exact_row([0.9] * num_drafts, **options).masks(4) == masks

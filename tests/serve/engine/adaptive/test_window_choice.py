@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine_requests import make_request
+from mars_platform.method.mode import Mode
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.adaptive.window_choice import WindowChooser
+from mars_serve.engine.decoding_options import Outcomes, Sampling
+from mars_serve.engine.request import Draft, Request
+
+Floats = NDArray[np.float64]
+MAX_WINDOW = 4
+
+
+def step_times(seconds: dict[int, float], per_cached_token: float = 0.0) -> StepTimes:
+    """Build step times from seconds by positions."""
+    grid = (0, 65536)
+    lines = tuple(
+        tuple(value + per_cached_token * count for count in grid) for value in seconds.values()
+    )
+    return StepTimes(tuple(seconds), grid, lines)
+
+
+TABLES = {
+    "cpu": step_times({1: 0.012, 8: 0.013, 16: 0.016, 32: 0.022, 64: 0.035, 128: 0.060}),
+    "uneven": step_times({1: 0.010, 3: 0.0145, 4: 0.0125, 8: 0.0125, 32: 0.022, 128: 0.060}),
+    "gpu": step_times({1: 0.0080, 64: 0.0083, 128: 0.0090, 256: 0.0105, 512: 0.0165}, 1e-8),
+    "stairs": step_times(
+        {8: 0.010, 9: 0.011, 32: 0.011, 33: 0.013, 64: 0.013, 65: 0.02, 128: 0.02, 129: 0.036}
+    ),
+    "linear": step_times({1: 0.001, 2: 0.002, 64: 0.064}),
+    "affine": step_times({1: 0.0066, 65: 0.0962}),
+}
+CPU = TABLES["cpu"]
+PAPER = 0.452  # geometric acceptance: 1.79 tokens per forward pass with four masks
+ACCEPTANCE = {
+    "none": [0.0],
+    "low": [0.2],
+    "paper": [PAPER],
+    "high": [0.9],
+    "mixed": [0.9, 0.0, PAPER, 0.2],
+}
+
+
+def make_rows(count: int) -> list[Request]:
+    return [make_request(f"row {index}", [5], 10**9) for index in range(count)]
+
+
+def ar_rows(count: int) -> list[Request]:
+    return [make_request(f"ar {index}", [5], 99, mode=Mode.AR) for index in range(count)]
+
+
+def windows_of(
+    chooser: WindowChooser,
+    rows: list[Request],
+    *,
+    other_positions: int = 0,
+    cached_tokens: int | None = None,
+) -> list[int]:
+    """Choose for rows that have one outcome each."""
+    chosen = chooser.choose(rows, other_positions=other_positions, cached_tokens=cached_tokens)
+    assert all(len(masks) == 1 for masks in chosen)
+    return [masks[0] for masks in chosen]
+
+
+class Simulation:
+    """Accepted runs drawn in advance, so that policies are compared on the same luck."""
+
+    def __init__(self, acceptance: Floats, num_steps: int, *, seed: int = 0) -> None:
+        """``acceptance``: by step and row, ``[steps or 1, rows]``."""
+        self.num_rows = acceptance.shape[1]
+        size = (num_steps, self.num_rows, MAX_WINDOW)
+        hits = np.random.default_rng(seed).random(size) < acceptance[:, :, None]
+        self._runs = np.cumprod(hits, axis=2).sum(axis=2)  # [steps, rows]
+        self.cached_tokens = 600 * self.num_rows
+
+    def fixed(self, times: StepTimes, window: int) -> float:
+        """Return the tokens per second with the same window in each step."""
+        return self._rate(times, np.full_like(self._runs, window))
+
+    def chosen(self, times: StepTimes) -> tuple[float, NDArray[np.int64]]:
+        """Return the tokens per second with chosen windows, and the windows ``[steps, rows]``."""
+        chooser, rows, windows = WindowChooser(times, MAX_WINDOW), make_rows(self.num_rows), []
+        for runs in self._runs:
+            windows.append(windows_of(chooser, rows, cached_tokens=self.cached_tokens))
+            for row, num_masks, run in zip(rows, windows[-1], runs.tolist(), strict=True):
+                num_accepted = 1 + min(run, num_masks)
+                chooser.observe(row, num_masks, num_accepted)
+                row.num_cached = len(row.tokens)
+                row.tokens += [5] * num_accepted
+        return self._rate(times, np.array(windows)), np.array(windows)
+
+    def _rate(self, times: StepTimes, windows: NDArray[np.int64]) -> float:
+        accepted = 1 + np.minimum(self._runs, windows)
+        fed = np.vstack([np.ones((1, self.num_rows)), accepted[:-1]]) + windows
+        return float(accepted.sum() / times.at(fed.sum(axis=1), self.cached_tokens).sum())
+
+
+def settled_chooser(times: StepTimes, rows: list[Request], acceptance: float) -> WindowChooser:
+    """Build a chooser that has seen a long run of the rows' outcomes."""
+    chooser, source = WindowChooser(times, MAX_WINDOW), np.random.default_rng(0)
+    for _ in range(200):
+        windows_of(chooser, rows)
+        for row in rows:
+            if row.needs_masks:
+                run = int(np.cumprod(source.random(MAX_WINDOW) < acceptance).sum())
+                chooser.observe(row, MAX_WINDOW, run + 1)
+    return chooser
+
+
+@pytest.mark.parametrize("kind", ACCEPTANCE)
+@pytest.mark.parametrize("table", TABLES)
+def test_chosen_windows_are_as_fast_as_the_best_fixed_one_and_never_slower_than_none(
+    table: str, kind: str
+) -> None:
+    times = TABLES[table]
+    for num_rows in (1, 2, 4, 8, 16, 32, 64):
+        simulation = Simulation(np.resize(ACCEPTANCE[kind], (1, num_rows)), 800, seed=num_rows)
+        rate, _ = simulation.chosen(times)
+        fixed = [simulation.fixed(times, window) for window in range(MAX_WINDOW + 1)]
+        assert rate > 0.98 * fixed[0], f"{num_rows} rows are slowed down"
+        assert rate > 0.95 * max(fixed), f"{num_rows} rows want {np.argmax(fixed)} masks"
+
+
+def test_windows_shrink_as_the_batch_grows() -> None:
+    means = []
+    for num_rows in (1, 4, 16, 64):
+        _, windows = Simulation(np.full((1, num_rows), PAPER), 300).chosen(CPU)
+        means.append(windows[100:].mean())
+    assert means[0] > 3.5
+    assert means == sorted(means, reverse=True)
+    assert means[-1] == 0
+
+
+def test_masks_go_to_the_rows_that_use_them() -> None:
+    _, windows = Simulation(np.resize([0.9, 0.1], (1, 8)), 400).chosen(CPU)
+    assert windows[100:, ::2].mean() > 3
+    assert windows[100:, 1::2].mean() < 0.5
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_windows_follow_a_change_of_acceptance(before: float, after: float) -> None:
+    num_steps = 4000
+    acceptance = np.full((num_steps, 4), before)
+    acceptance[num_steps // 4 :] = after
+    _, windows = Simulation(acceptance, num_steps).chosen(CPU)
+    early, late = windows[200 : num_steps // 4].mean(), windows[-500:].mean()
+    small, large = sorted([early, late])
+    assert (early > late) == (before > after)
+    assert small < 0.3
+    assert large > 3
+
+
+def test_a_step_time_that_falls_after_a_rise_is_found() -> None:
+    times = step_times({1: 1.0, 3: 2.0, 5: 1.0, 9: 1.05, 64: 40.0})
+    chooser, (row,) = WindowChooser(times, MAX_WINDOW), make_rows(1)
+    for _ in range(40):
+        windows_of(chooser, [row])
+        chooser.observe(row, 4, 4)
+    assert windows_of(chooser, [row]) == [4]
+
+
+def test_prompt_chunks_make_masks_neither_free_nor_forbidden() -> None:
+    times = step_times({1: 0.008, 512: 0.008, 2560: 0.069})
+    many, one = make_rows(128), make_rows(1)
+    chooser = settled_chooser(times, many, PAPER)
+    assert sum(windows_of(chooser, many)) > 200
+    # A mask gains 0.46 tokens for 1.46 positions of 30 us each; a second costs 28,000 tokens.
+    assert sum(windows_of(chooser, many, other_positions=2048)) == 0
+    chooser = settled_chooser(times, one, PAPER)
+    assert windows_of(chooser, one, other_positions=2048) == [4]
+
+
+def test_neighbours_that_take_no_masks_are_not_slowed_down() -> None:
+    rows = make_rows(1)
+    chooser = settled_chooser(CPU, rows, PAPER)
+    assert windows_of(chooser, rows) == [4]
+    assert windows_of(chooser, rows + ar_rows(40)) == [0] * 41
+
+
+def test_pinned_windows_are_kept_and_counted() -> None:
+    rows = make_rows(6)
+    pinned = [make_request(f"pinned {index}", [5], 10**9, window=4) for index in range(2)]
+    chooser = settled_chooser(CPU, [*rows, *pinned], 0.6)
+    alone, beside = windows_of(chooser, rows), windows_of(chooser, [*pinned, *rows])
+    assert beside[:2] == [4, 4]
+    assert sum(beside[2:]) < sum(alone)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([Mode.AR, Mode.THRESHOLD]),
+            st.sampled_from([0.3, 0.95, 1.0]),
+            st.sampled_from([None, 0, 2, 9]),
+            st.integers(1, 7),
+        ),
+        max_size=12,
+    ),
+    st.integers(0, 300),
+)
+def test_no_row_gets_more_masks_than_it_can_use(
+    kinds: list[tuple[Mode, float, int | None, int]], other_positions: int
+) -> None:
+    chooser = WindowChooser(TABLES["gpu"], MAX_WINDOW)
+    rows = [
+        make_request(str(index), [5], max_tokens, mode=mode, threshold=threshold, window=window)
+        for index, (mode, threshold, window, max_tokens) in enumerate(kinds)
+    ]
+    chosen = windows_of(chooser, rows, other_positions=other_positions)
+    assert len(chosen) == len(rows)
+    for row, num_masks in zip(rows, chosen, strict=True):
+        limit = row.num_masks(MAX_WINDOW)
+        assert 0 <= num_masks <= limit
+        assert row.options.window is None or num_masks == limit
+
+
+def test_overhead_beyond_the_table_makes_masks_pay() -> None:
+    times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)  # 2 ms a position
+    chooser = settled_chooser(times, rows, PAPER)
+    assert windows_of(chooser, rows) == [0] * 8
+    for _ in range(100):
+        chooser.observe_step(8, 0, 0.024 + 0.040)
+        windows = windows_of(chooser, rows)
+    assert sum(windows) >= 4
+
+
+def test_pauses_and_prompt_steps_do_not_count_as_overhead() -> None:
+    times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)
+    chooser = settled_chooser(times, rows, PAPER)
+    chooser.observe_step(8, 0, 3600.0)
+    assert windows_of(chooser, rows) == [0] * 8
+    chooser.observe_step(5000, 0, 10.0)  # more positions than the table holds
+    assert windows_of(chooser, rows) == [0] * 8
+
+
+# Mode exact
+
+
+def exact_row(name: str, drafts: list[float], **options: object) -> Request:
+    row = make_request(name, [5], 100, mode=Mode.EXACT, **options)
+    row.drafts = [Draft(7, chance) for chance in drafts]
+    return row
+
+
+def mixed_rows() -> list[Request]:
+    return [
+        exact_row("greedy", [0.7, 0.6, 0.5, 0.4]),
+        exact_row("sampled", [0.7, 0.6], sampling=Sampling(0.8)),
+        exact_row("pinned", [0.9, 0.9], outcomes=Outcomes.LAST, window=2),
+        *make_rows(2),
+        *ar_rows(1),
+    ]
+
+
+def test_every_outcome_gets_masks_if_positions_are_free() -> None:
+    chooser = WindowChooser(step_times({1: 0.010, 4096: 0.010}), MAX_WINDOW)
+    greedy, sampled, pinned, *others = chooser.choose(mixed_rows())
+    # The least promising mask may be missing: it defines the least gain of a position.
+    assert len(greedy) == 5
+    assert sum(greedy) >= 5 * MAX_WINDOW - 1
+    assert sum(sampled) >= 3 * MAX_WINDOW - 1
+    assert pinned == (0, 0, 2)
+    assert others == [(MAX_WINDOW,), (MAX_WINDOW,), (0,)]
+
+
+def test_neither_masks_nor_drafts_are_fed_if_positions_are_expensive() -> None:
+    times = step_times({1: 0.010, 2: 0.020, 256: 2.56})
+    chooser, rows = WindowChooser(times, MAX_WINDOW), mixed_rows()
+    for _ in range(100):
+        chosen = chooser.choose(rows)
+        for row, masks in zip(rows, chosen, strict=True):
+            chooser.observe(row, len(masks) - 1 if row.checks_drafts else masks[0], 1)
+    assert chosen == [(0,), (0,), (0, 0, 2), (0,), (0,), (0,)]
+
+
+def test_likely_outcomes_get_the_masks_and_fewer_in_a_larger_batch() -> None:
+    totals = []
+    for num_others in (0, 20, 60):
+        chooser = WindowChooser(CPU, MAX_WINDOW)
+        sure, unsure = exact_row("sure", [0.97] * 4), exact_row("unsure", [0.1] * 4)
+        first, second, *rest = chooser.choose([sure, unsure, *ar_rows(num_others)])
+        assert rest == [(0,)] * num_others
+        if sum(first) and sum(second):
+            assert first[-1] == max(first), "the outcome that all drafts are right is likeliest"
+            assert second[0] == max(second), "the outcome that no draft is right is likeliest"
+        assert len(first) >= len(second)
+        totals.append(sum(first) + sum(second))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > totals[-1]
