@@ -23,6 +23,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
@@ -64,4 +66,4 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
