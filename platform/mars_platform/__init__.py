@@ -1,4 +1,4 @@
-"""Ground that the trainer, the server and the autoscaler share. Imports none of them."""
+"""Code that the trainer, the server and the autoscaler share; it imports none of them."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,6 +1,6 @@
-"""Reading configuration: one YAML file, validated by a pydantic model, with dotted overrides.
+"""Reads configuration: one YAML file, dotted overrides, and a pydantic model that validates both.
 
-Knows no setting of its own.
+Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 class Settings(BaseModel):
-    """Base of every configuration model: immutable, and an unknown key is an error."""
+    """Base of every configuration model, which is immutable and refuses unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
 
     renamed_keys: ClassVar[dict[str, str]] = {}
-    """Old names of keys and their new ones. An old name is still accepted, with one warning."""
+    """New name of each renamed key, by its old name, which is still accepted with one warning."""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,7 +48,7 @@ class Settings(BaseModel):
         return content
 
 
-@cache  # one warning for each key, however often a configuration is validated
+@cache  # one warning per key, however often a configuration is validated
 def _warn_renamed(old: str, new: str) -> None:
     _log.warning("config: the key %s is now called %s; rename it", old, new)
 
@@ -61,8 +61,8 @@ def load_settings(path: Path, model: type[SettingsT], overrides: Sequence[str] =
 
     Args:
         path: the file; its top level must be a mapping.
-        model: the model that validates it.
-        overrides: see `apply_overrides`.
+        model: the model that validates the content.
+        overrides: ``key.sub=value`` strings, see `apply_overrides`.
 
     Raises:
         UserError: the file is missing or malformed, or a value is invalid.
@@ -76,7 +76,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping.
 
     Raises:
-        UserError: the file is missing, malformed or something else than a mapping.
+        UserError: the file is missing or malformed, or its top level is not a mapping.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -90,20 +90,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply ``key.sub=value`` strings to a mapping; values are YAML, numbers index lists.
+    """Apply overrides to a mapping.
+
+    Args:
+        content: the mapping, which is changed.
+        overrides: ``key.sub=value`` strings; a value is YAML, and a number as a key indexes a list.
 
     Raises:
-        UserError: an override is malformed or points nowhere.
+        UserError: an override is malformed, or its key leads nowhere.
     """
     for override in overrides:
         _apply_override(content, override)
 
 
 def build_settings(content: dict[str, Any], model: type[SettingsT], source: str) -> SettingsT:
-    """Validate a mapping, turning pydantic's report into one clear line.
+    """Validate a mapping by a settings model.
+
+    Args:
+        content: the mapping.
+        model: the settings model.
+        source: name of the mapping's origin, such as a file, for the error.
 
     Raises:
-        UserError: naming ``source``, each offending field, and what it may be.
+        UserError: the mapping is invalid; one line names each offending field and the remedy.
     """
     try:
         return model.model_validate(content)
@@ -112,7 +121,7 @@ def build_settings(content: dict[str, Any], model: type[SettingsT], source: str)
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """All problems of a validation error on one line, each with its field's dotted path."""
+    """Return all problems of a validation error on one line, each with its field's dotted path."""
     return "; ".join(_describe_problem(item, model) for item in error.errors())
 
 
@@ -137,10 +146,13 @@ def _describe_problem(problem: ErrorDetails, model: type[BaseModel]) -> str:
 def _walk(
     model: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[list[str], list[type[BaseModel]]]:
-    """Follow an error's location: the path in the user's terms, and the models it leads to.
+    """Follow the location of an error.
 
-    Pydantic puts the tag of a discriminated union into the location; the user wrote no such key,
-    so that it only selects the model.
+    Pydantic puts the tag of a discriminated union into the location. The user wrote no such key: a
+    tag selects a model and is left out of the path.
+
+    Returns:
+        The path in the user's terms, and the models that it can lead to.
     """
     path: list[str] = []
     models = [model]

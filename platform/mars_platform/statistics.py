@@ -1,4 +1,7 @@
-"""95% intervals of what was measured on a sample of items. Knows no model and no text."""
+"""95% intervals of rates and ratios measured on a sample of items.
+
+Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,29 @@ class Estimate(NamedTuple):
 
 
 def proportion(num_successes: int, num_trials: int) -> Estimate:
-    """A success rate with Wilson's score interval (JASA 22(158), 1927).
+    """Return a success rate with Wilson's score interval (JASA 22(158), 1927).
 
-    The interval stays inside [0, 1] and has a width even where all trials, or none, succeed.
+    The interval lies in [0, 1] and has a width even if all trials, or none, succeed.
     """
     rate, weight = num_successes / num_trials, _Z95**2 / num_trials
     center = (rate + weight / 2) / (1 + weight)
     half = math.sqrt(weight * (rate * (1 - rate) + weight / 4)) / (1 + weight)
-    # the ends pass the rate by rounding alone, where it is 0 or 1
+    # min and max undo rounding, which could put an end past a rate of 0 or 1
     return Estimate(rate, max(min(center - half, rate), 0.0), min(max(center + half, rate), 1.0))
 
 
 def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
-    """Difference of two success rates over the same items.
+    """Return the difference of two success rates over the same items.
 
     The interval is Bonett and Price's adjusted Wald interval (Journal of Educational and
-    Behavioral Statistics 37(4), 2012), which stays sensible where few items, or none, differ.
+    Behavioral Statistics 37(4), 2012), which stays sensible if few items, or none, differ.
 
     Args:
         ours: success of each item.
         theirs: success of the same items, in the same order.
 
     Returns:
-        Rate of ``ours`` minus rate of ``theirs``.
+        The rate of ``ours`` minus the rate of ``theirs``.
     """
     num = len(ours)
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
@@ -51,15 +54,15 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
 
 
 def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Total of the numerators over total of the denominators, as a property of the items' source.
+    """Return the total of the numerators over the total of the denominators.
 
-    The interval is the ratio estimator's (Cochran, Sampling Techniques, section 6.4): the items
-    are the sample, and what varies is each one's numerator about the ratio times its denominator.
-    One item tells nothing of that, so that its interval is infinite.
+    The interval is the ratio estimator's (Cochran, Sampling Techniques, section 6.4). The items are
+    the sample, and the spread is that of ``numerator - ratio * denominator`` over the items; one
+    item has no spread to measure, so that its interval is infinite.
 
     Args:
-        numerators: of each item.
-        denominators: of the same items, in the same order; their total is positive.
+        numerators: numerator of each item, such as its output tokens.
+        denominators: denominators of the same items, in the same order; their total is positive.
     """
     num, total = len(numerators), math.fsum(denominators)
     ratio = math.fsum(numerators) / total

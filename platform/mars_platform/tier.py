@@ -1,4 +1,7 @@
-"""Tiers of requests: who is served first, and who pays with quality first."""
+"""Tiers of requests: which are served first, and which give up quality first.
+
+Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """The tier that a request is served in."""
+    """The service tier of a request."""
 
     PRIORITY = "priority"
-    """Served first, and decoded without loss."""
+    """Served first, and decoded without loss of quality."""
     DEFAULT = "default"
+    """Decoded with the threshold that the autoscaler sets."""
     FLEX = "flex"
-    """Served last, and decoded with the lowest threshold."""
+    """Served last, with lower thresholds than the default tier under load."""
 
     @property
     def rank(self) -> int:
-        """The tier's place in the order of service; requests of a higher rank go first."""
+        """Priority of the tier; requests of a higher rank are served first."""
         return _RANKS[self]
 
 

@@ -1,13 +1,17 @@
-"""Calibration: one temperature per depth, after which a confidence of .95 is right 95% of the time.
+"""Fits one temperature per depth, so that a confidence of .95 is right 95% of the time.
 
-Holds the file ``calibration.json`` of a checkpoint and the maths on probabilities of proposed
-tokens. Knows no model and no data: `mars_serve.measure.calibration.collect` collects what is
-fitted here.
+This module also reads and writes a checkpoint's ``calibration.json``.
+`mars_serve.measure.calibration.collect` collects the proposed tokens that temperatures are fitted
+on.
 
-A depth's temperature T minimises the negative log-likelihood of the event that the proposed token
-is right, given the probability p_T = softmax(logits / T)[token]. That is temperature scaling (Guo
-et al., arXiv 1706.04599) with the event "right" in place of the class: the token that was proposed
-is the only one whose probability is ever compared with a threshold.
+The proposed token x of a depth is right with probability ``p_T = softmax(logits / T)[x]``. The
+depth's temperature T minimises the mean negative log-likelihood of being right or wrong::
+
+    loss(T) = mean of  -ln p_T  where x is right,  -ln(1 - p_T)  where x is wrong
+
+This is temperature scaling (Guo et al., arXiv 1706.04599) with the event "right" in place of the
+class, because only the probability of the proposed token is ever compared with a threshold. Imports
+no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -28,30 +32,30 @@ from mars_platform.errors import UserError
 
 CALIBRATION_FILE = "calibration.json"
 NUM_BINS = 15
-"""Bins of equal size of the expected calibration error, the number of Guo et al."""
+"""Number of bins of the expected calibration error, as in Guo et al."""
 
 _REMEDY = "delete it or run marsray calibrate again"
 _OCTAVES = 3  # temperatures from 1/8 to 8
-_STEPS = 8  # of each octave
-_FINE_STEPS = 32  # within one step
-_LARGEST_LOG = -1e-7  # a float32 log-probability may round to 0, of which the loss is infinite
+_STEPS = 8  # grid points per octave
+_FINE_STEPS = 32  # search points per step of the grid
+_LARGEST_LOG = -1e-7  # a float32 log-probability may round to 0, where the loss is infinite
 _DIGITS = 6
 
 GRID = tuple(2.0 ** (step / _STEPS) for step in range(-_OCTAVES * _STEPS, _OCTAVES * _STEPS + 1))
-"""Temperatures at which `log_probability_curves` are taken, and the range that is searched."""
+"""Temperatures at which `log_probability_curves` are computed; their range is searched."""
 
 
 class DepthCalibration(Settings):
-    """What calibration found at one depth; figures are over the half that was not fitted on."""
+    """Calibration of one depth, measured on the half of the data that was not fitted on."""
 
     temperature: float = Field(gt=0, allow_inf_nan=False)
-    """Divides the logits; 1 where nothing was fitted."""
+    """Divisor of the logits; 1 if nothing was fitted."""
     num_fitted: int = Field(ge=0)
-    """Proposed tokens that the temperature was fitted on."""
+    """Number of proposed tokens that the temperature was fitted on."""
     num_checked: int = Field(ge=0)
-    """Proposed tokens that the figures below come from; None each where there are none."""
+    """Number of proposed tokens behind the figures below, which are None if it is 0."""
     accuracy: float | None = None
-    """Share of proposed tokens that are right."""
+    """Share of the proposed tokens that are right."""
     ece_before: float | None = None
     """Expected calibration error at temperature 1."""
     ece_after: float | None = None
@@ -66,48 +70,48 @@ class Calibration(Settings):
     """Content of ``calibration.json``."""
 
     format_version: Literal[1] = 1
-    """Version of this file's layout."""
+    """Version of the file's layout."""
     weights: str
-    """`weights_fingerprint` of the model that it was measured on."""
+    """`weights_fingerprint` of the calibrated model."""
     num_items: int = Field(ge=1)
-    """Conversations that it was measured on, both halves together."""
+    """Number of conversations that were used, both halves together."""
     depths: tuple[DepthCalibration, ...]
-    """Of depths 0 to the block size. Depth 0 always has temperature 1."""
+    """Calibration of each depth from 0 to the block size; depth 0 always has temperature 1."""
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """Of depths 0 to the block size."""
+        """Temperature of each depth from 0 to the block size."""
         return tuple(depth.temperature for depth in self.depths)
 
 
 class Observed(NamedTuple):
-    """Tokens that were proposed at one depth."""
+    """The tokens proposed at one depth."""
 
     curves: Tensor
-    """float32 [tokens, temperatures], by `log_probability_curves`."""
+    """float32 [tokens, temperatures], from `log_probability_curves`."""
     correct: Tensor
-    """bool [tokens], whether each is right."""
+    """bool [tokens], whether each token is right."""
 
 
 class Bin(NamedTuple):
     """One bin of a reliability diagram."""
 
     confidence: float
-    """Mean probability."""
+    """Mean probability of the tokens."""
     accuracy: float
-    """Share of tokens that are right."""
+    """Share of the tokens that are right."""
     num_tokens: int
 
 
 def read_calibration(path: Path, block_size: int) -> Calibration | None:
-    """``calibration.json`` of a checkpoint directory, or None where there is none.
+    """Read ``calibration.json`` of a checkpoint directory; None if there is none.
 
     Args:
         path: the directory.
-        block_size: of the model.
+        block_size: the model's block size.
 
     Raises:
-        UserError: the file is damaged, or another model's.
+        UserError: the file is damaged, or was made for other weights.
     """
     file = path / CALIBRATION_FILE
     if not file.is_file():
@@ -133,10 +137,10 @@ def read_calibration(path: Path, block_size: int) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> Path:
-    """Write ``calibration.json`` into a directory, whole or not at all; one there is replaced.
+    """Write ``calibration.json`` into a directory, replacing an existing one whole.
 
     Returns:
-        The file.
+        The file's path.
 
     Raises:
         UserError: the file cannot be written.
@@ -145,13 +149,13 @@ def write_calibration(path: Path, calibration: Calibration) -> Path:
 
 
 def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of each token over the temperatures of `GRID`.
+    """Return the log-probability of each token at the temperatures of `GRID`.
 
-    A few dozen numbers a token replace the whole vocabulary's, so that all of a data set's tokens
-    fit into memory while temperatures are tried out.
+    These few dozen numbers a token replace the logits of the whole vocabulary, so that the search
+    for a temperature can keep all tokens of a data set in memory.
 
     Args:
-        logits: float [tokens, vocabulary], raw; those of never-emitted tokens count.
+        logits: float [tokens, vocabulary], raw, including those of never-emitted tokens.
         tokens: int64 [tokens].
 
     Returns:
@@ -159,50 +163,54 @@ def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     logits = logits.float()
     chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)  # [tokens]
-    columns = [chosen / heat - (logits / heat).logsumexp(-1) for heat in GRID]
+    columns = [chosen / temperature - (logits / temperature).logsumexp(-1) for temperature in GRID]
     return torch.stack(columns, dim=-1).clamp(max=0.0)
 
 
 def log_probabilities_at(curves: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities at one temperature, linear in its logarithm between those of `GRID`.
+    """Return log-probabilities at one temperature, interpolated over its logarithm.
+
+    They are exact at the temperatures of `GRID`; between them probabilities are off by less than
+    .003.
 
     Args:
-        curves: float32 [tokens, temperatures].
-        temperature: within `GRID`'s range; exact at its own, else within .003 of the probability.
+        curves: float32 [tokens, temperatures], from `log_probability_curves`.
+        temperature: within the range of `GRID`.
 
     Returns:
         float32 [tokens].
     """
-    place = (math.log2(temperature) + _OCTAVES) * _STEPS
-    below = min(int(place), len(GRID) - 2)
-    return curves[:, below].lerp(curves[:, below + 1], place - below)
+    index = (math.log2(temperature) + _OCTAVES) * _STEPS  # in GRID, with a fraction
+    below = min(int(index), len(GRID) - 2)
+    return curves[:, below].lerp(curves[:, below + 1], index - below)
 
 
 def fit_temperature(observed: Observed) -> float:
-    """The temperature of `GRID`'s range under which what is right and wrong is likeliest.
+    """Return the temperature, within the range of `GRID`, that minimises the loss.
 
-    Where all tokens are right, or all wrong, or there are none, it is 1: the likeliest one would
-    lie at an end of the range, however few tokens there are.
+    It is 1 if all tokens are right, all are wrong, or there are none: the minimum would then lie at
+    an end of the range, however few tokens there are.
     """
     num_correct = int(observed.correct.sum())
     if num_correct in (0, len(observed.correct)):
         return 1.0
-    coarse = min(GRID, key=lambda heat: _loss(observed, heat))
+    coarse = min(GRID, key=lambda temperature: _loss(observed, temperature))
     steps = range(-_FINE_STEPS, _FINE_STEPS + 1)
     near: list[float] = [coarse * 2.0 ** (n / (_STEPS * _FINE_STEPS)) for n in steps]
-    within = [heat for heat in near if GRID[0] <= heat <= GRID[-1]]
-    return min(within, key=lambda heat: _loss(observed, heat))
+    within = [each for each in near if GRID[0] <= each <= GRID[-1]]
+    return min(within, key=lambda temperature: _loss(observed, temperature))
 
 
 def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthCalibration:
     """Fit a depth's temperature on one half of the data and measure it on the other.
 
     Args:
-        depth: 0 keeps temperature 1: it is the AR prediction itself, which no threshold stops.
-        fitting: tokens to fit on; none is fine.
-        checking: tokens to measure on; none is fine.
+        depth: the depth; 0 keeps temperature 1, because it is the AR prediction itself, which no
+            threshold stops.
+        fitting: tokens to fit on; may be empty.
+        checking: tokens to measure on; may be empty.
     """
-    # rounded first, so that the figures are those of the temperature in the file
+    # rounded before the figures are computed, which must be those of the temperature in the file
     temperature = round(fit_temperature(fitting), _DIGITS) if depth > 0 else 1.0
     num_checked = len(checking.correct)
     found = DepthCalibration(
@@ -211,7 +219,7 @@ def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthC
     if num_checked == 0:
         return found
     before, after = (
-        log_probabilities_at(checking.curves, heat).exp() for heat in (1.0, temperature)
+        log_probabilities_at(checking.curves, each).exp() for each in (1.0, temperature)
     )
     figures = {
         "accuracy": checking.correct.double().mean().item(),
@@ -224,12 +232,12 @@ def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthC
 
 
 def reliability(probabilities: Tensor, correct: Tensor, num_bins: int = NUM_BINS) -> list[Bin]:
-    """Sort tokens by probability into bins of equal size, up to one; empty ones are left out.
+    """Sort tokens by probability and split them into bins of equal size, give or take one token.
 
     Args:
         probabilities: float [tokens].
         correct: bool [tokens].
-        num_bins: at least 1.
+        num_bins: number of bins, at least 1; with fewer tokens than bins, each has one token.
     """
     order = probabilities.argsort(stable=True)
     sure = probabilities[order].double().tensor_split(num_bins)
@@ -242,10 +250,12 @@ def reliability(probabilities: Tensor, correct: Tensor, num_bins: int = NUM_BINS
 
 
 def calibration_error(probabilities: Tensor, correct: Tensor, num_bins: int = NUM_BINS) -> float:
-    """Expected calibration error: the bins' mean gap of probability and accuracy, weighted by size.
+    """Return the expected calibration error.
 
-    Chance alone makes it positive: with n tokens about .4 * sqrt(bins / n) for a perfect model
-    whose probabilities lie around one half, less towards 0 and 1.
+        sum over bins of  size / tokens * |mean probability - accuracy|
+
+    Chance alone makes it positive: about .4 * sqrt(bins / n) with n tokens of a perfect model whose
+    probabilities lie around one half, less towards 0 and 1.
 
     Args:
         probabilities: float [tokens], at least one.
@@ -258,7 +268,7 @@ def calibration_error(probabilities: Tensor, correct: Tensor, num_bins: int = NU
 
 
 def brier_score(probabilities: Tensor, correct: Tensor) -> float:
-    """Mean squared distance of probability and outcome: lower is better, 0 is certain and right.
+    """Return the mean squared distance of probability and outcome; 0 is certain and right.
 
     Args:
         probabilities: float [tokens], at least one.
@@ -268,7 +278,7 @@ def brier_score(probabilities: Tensor, correct: Tensor) -> float:
 
 
 def _loss(observed: Observed, temperature: float) -> float:
-    """Mean negative log-likelihood of right and wrong, in nats a token."""
+    """Return the loss of the module's docstring, in nats a token."""
     right = log_probabilities_at(observed.curves, temperature).double().clamp(max=_LARGEST_LOG)
     wrong = (-torch.expm1(right)).log()
     return float(-torch.where(observed.correct, right, wrong).mean())

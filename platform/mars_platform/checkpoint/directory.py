@@ -1,7 +1,7 @@
 """Checkpoints: an ordinary Hugging Face directory plus ``mars.json`` and ``calibration.json``.
 
-Reads, writes and checks them; knows no training loop and no engine. Weights are safetensors only
-and no code of a checkpoint is ever executed.
+Weights are read from safetensors only, and no code in a checkpoint is ever executed. Imports no Ray
+or HTTP library.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from mars_platform.checkpoint.calibration import Calibration, read_calibration
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 
-if TYPE_CHECKING:  # it takes seconds to import, and servers' ingresses load no model
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
 METADATA_FILE = "mars.json"
-MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of a vocabulary, no secret
+MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class MarsMetadata(Settings):
-    """Content of ``mars.json``: what decoding needs beyond the Hugging Face files."""
+    """Content of ``mars.json``: data that decoding needs beyond the Hugging Face files."""
 
     format_version: Literal[1] = 1
     """Version of this file's layout."""
     block_size: int = Field(ge=1)
-    """B that the model was trained with, in tokens: how many masks a step may feed."""
+    """Block size B of the training, in tokens; also the most masks that a step may feed."""
     mask_token_id: int = Field(ge=0)
     """Id of the ``<|mask|>`` token."""
     provenance: dict[str, Any] = Field(default_factory=dict)
@@ -58,46 +58,49 @@ class MarsMetadata(Settings):
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids with a meaning to decoding."""
+    """Token ids that decoding treats specially."""
 
     eos: frozenset[int]
-    """Any of these ends a sequence at once."""
+    """Ids that end a sequence at once."""
     never_emitted: frozenset[int]
-    """Mask and padding: never chosen as output."""
+    """Ids that are never chosen as output: mask and padding."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory that was found and read, without its weights."""
+    """The content of a checkpoint directory without its weights."""
 
     path: Path
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     metadata: MarsMetadata | None
-    """None for a plain AR checkpoint."""
+    """Content of ``mars.json``; None for a plain AR checkpoint."""
     special: SpecialTokens
     calibration: Calibration | None = None
-    """None where the directory has none."""
+    """Content of ``calibration.json``; None if there is none or it was not to be read."""
 
     @property
     def max_length(self) -> int:
-        """Longest sequence, prompt and output together, in tokens."""
+        """Length of the longest sequence, prompt and output together, in tokens."""
         return int(self.config.max_position_embeddings)
 
     def with_metadata(self, metadata: MarsMetadata) -> Checkpoint:
-        """The same checkpoint as a MARS one to be trained, thus without a calibration.
+        """Return this AR checkpoint as a MARS checkpoint that is yet to be trained.
 
-        Its tokenizer has got the mask token already.
+        It has no calibration. The tokenizer must already have the mask token.
         """
         special = _special_tokens(self.path, self.tokenizer, metadata)
         return replace(self, metadata=metadata, special=special, calibration=None)
 
 
 def locate_model(model: str) -> Path:
-    """Directory of a model given as a directory or a Hugging Face hub id.
+    """Return the directory of a model, downloading a Hugging Face hub model that is not cached.
+
+    Args:
+        model: directory or hub id.
 
     Raises:
-        UserError: it is neither, or the hub cannot be reached and it is not in the local cache.
+        UserError: there is no such model, or the hub cannot be reached and the model is not cached.
     """
     path = Path(model)
     if (path / "config.json").is_file():
@@ -116,15 +119,15 @@ def locate_model(model: str) -> Path:
 
 
 def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Checkpoint:
-    """Read everything but the weights.
+    """Read a checkpoint without its weights.
 
     Args:
         model: directory or hub id.
-        with_calibration: else ``calibration.json`` is left alone, as where it is to be replaced.
-            A plain AR checkpoint's is never read.
+        with_calibration: whether to read ``calibration.json``, which is never read for a plain AR
+            checkpoint; a new calibration must not fail on the file that it replaces.
 
     Raises:
-        UserError: a part is missing, malformed or does not fit the others.
+        UserError: a file is missing, malformed or does not fit the others.
     """
     path = locate_model(str(model))
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -150,10 +153,10 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
 
 
 def read_metadata(path: Path) -> MarsMetadata | None:
-    """``mars.json`` of a checkpoint directory, or None where there is none.
+    """Read ``mars.json`` of a checkpoint directory; None if there is none.
 
     Raises:
-        UserError: the file is there but not valid.
+        UserError: the file is invalid.
     """
     file = path / METADATA_FILE
     if not file.is_file():
@@ -164,10 +167,15 @@ def read_metadata(path: Path) -> MarsMetadata | None:
 def load_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """Load the weights of a checkpoint directory, in evaluation mode, on the CPU.
+    """Load the weights of a checkpoint directory on the CPU, in evaluation mode.
+
+    Args:
+        path: the directory.
+        dtype: type that the weights are converted to.
+        attention: transformers' name of the attention implementation.
 
     Raises:
-        UserError: the weights are missing, incomplete, damaged, or are not safetensors.
+        UserError: the weights are missing, incomplete, damaged, or not safetensors.
     """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -196,7 +204,7 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     metadata: MarsMetadata | None,
 ) -> None:
-    """Write a directory that plain transformers loads as the AR model."""
+    """Write a checkpoint directory, which plain transformers can load as the AR model."""
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     if metadata is not None:
@@ -205,13 +213,14 @@ def save_checkpoint(
 
 
 def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:
-    """Give tokenizer and model a ``<|mask|>`` token, if they have none yet.
+    """Add the ``<|mask|>`` token to tokenizer and model, unless they have it.
 
-    It takes a spare row of a padded embedding where there is one. The row starts as the mean of
-    the rows in use: spare rows of published models are untrained and can be far off any token.
+    The token takes a spare row of a padded embedding; without a spare row the embedding grows by
+    one. The row starts as the mean of the rows in use, because the spare rows of published models
+    are untrained and can be far from any token.
 
     Returns:
-        The token's id, and whether the embedding had to be grown for it.
+        The token's id, and whether the embedding has grown.
     """
     present = _token_id(tokenizer, MASK_TOKEN)
     if present is not None:
@@ -234,10 +243,10 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
-    """Refuse families whose forward pass is not what training and decoding assume.
+    """Refuse model families whose forward pass training and decoding do not support.
 
     Raises:
-        UserError: naming the family and the trait.
+        UserError: the family is not supported; the message names it and its unsupported trait.
     """
     windowed = getattr(config, "sliding_window", None) and getattr(
         config, "use_sliding_window", True
@@ -262,11 +271,11 @@ def _special_tokens(
     eos = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    hidden = {tokenizer.pad_token_id} if tokenizer.pad_token_id is not None else set()
+    banned = {tokenizer.pad_token_id} if tokenizer.pad_token_id is not None else set()
     if metadata is not None:
-        hidden.add(metadata.mask_token_id)
-    # Several families pad with one of their end tokens, which must remain possible to emit.
-    return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(hidden - eos))
+        banned.add(metadata.mask_token_id)
+    # Several families pad with one of their end tokens, which must stay possible to emit.
+    return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

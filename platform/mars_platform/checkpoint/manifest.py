@@ -1,7 +1,7 @@
-"""Manifests: the files of a directory by size and SHA-256 sum, in a file among them.
+"""Manifests: a file in a directory that lists the others by size and SHA-256 sum.
 
-What is stored is compared with its manifest before it is used. Directories are on local disk or
-any fsspec file system. Knows nothing of models, but for the names of what measuring one writes.
+A stored directory is compared with its manifest before it is used. It lies on local disk or on any
+fsspec file system. Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mars_platform.config import Settings
 
 MANIFEST = "manifest.json"
 MEASURED = frozenset({"calibration.json", "frontier.json", ".calibrate.json"})
-"""What ``marsray calibrate`` writes beside the weights, each time anew; it says whose it is."""
+"""Files that each ``marsray calibrate`` rewrites; they name the weights that they belong to."""
 _CHUNK_BYTES = 2**22
 
 
 class FileEntry(Settings):
-    """What the manifest says of one file."""
+    """Size and checksum of one file."""
 
     num_bytes: int = Field(ge=0)
     """Size, in bytes."""
@@ -33,36 +33,36 @@ class Manifest(Settings):
     """Content of ``manifest.json``."""
 
     files: dict[str, FileEntry]
-    """Every other file of the directory, by its path in it."""
+    """Entry of every other file, by its path relative to the directory."""
 
     @property
     def text(self) -> str:
-        """What the file holds."""
+        """The manifest as JSON, the content of its file."""
         return self.model_dump_json(indent=1)
 
 
 class Damaged(Exception):
-    """A stored directory is not what its manifest says."""
+    """A stored directory does not match its manifest."""
 
 
 def describe(path: Path) -> FileEntry:
-    """What a manifest says of a local file."""
+    """Return the manifest entry of a local file."""
     with path.open("rb") as handle:
         return FileEntry(num_bytes=path.stat().st_size, sha256=_sha256(handle))
 
 
 def describe_all(directory: Path) -> Manifest:
-    """The manifest of a local directory as it is now; one that is there is not read."""
+    """Return the manifest of a local directory as it is now, without reading an existing one."""
     own = directory / MANIFEST
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != own)
     return Manifest(files={str(path.relative_to(directory)): describe(path) for path in files})
 
 
 def read_manifest(file_system: Any, directory: str) -> Manifest:
-    """The manifest of a directory on an fsspec file system.
+    """Read the manifest of a directory on an fsspec file system.
 
     Raises:
-        Damaged: it is missing, or no manifest.
+        Damaged: the manifest is missing or malformed.
     """
     try:
         return Manifest.model_validate_json(file_system.cat_file(f"{directory}/{MANIFEST}"))
@@ -71,13 +71,13 @@ def read_manifest(file_system: Any, directory: str) -> Manifest:
 
 
 def verify(file_system: Any, directory: str) -> None:
-    """Compare a directory on an fsspec file system with its manifest, reading all of its files.
+    """Compare every file of a directory on an fsspec file system with its manifest.
 
-    `MEASURED` ones may have been there when it was stored, and are no damage if they have been
-    written anew or deleted since: readers find out by themselves whose they are.
+    Files in `MEASURED` are skipped, since they may be rewritten or deleted after the directory was
+    stored; their readers check which weights they belong to.
 
     Raises:
-        Damaged: naming the file and what is wrong with it.
+        Damaged: a file differs or is missing; the message names it.
     """
     for file, entry in read_manifest(file_system, directory).files.items():
         if file in MEASURED:

@@ -17,10 +17,12 @@ from mars_platform import __version__
 from mars_platform.errors import Stopped, UserError
 
 _SPIN_COUNT = "20000"
-"""Turns that a CPU thread without work waits before it sleeps. Waking it costs more than a small
-model's operation, and with OpenMP's default of 300,000 a step can take ten times as long once other
-processes want its cores (both measured)."""
-_INTERRUPTED, _TERMINATED = 130, 143  # the shell's status for SIGINT and SIGTERM
+"""Turns that an idle CPU thread of OpenMP spins before it sleeps.
+
+Waking a thread costs more than an operation of a small model. With the default of 300,000 turns, a
+step can take ten times as long while other processes compete for its cores (both measured).
+"""
+_INTERRUPTED, _TERMINATED = 130, 143  # the shell's statuses for SIGINT and SIGTERM
 
 
 def _show_version(value: bool) -> None:
@@ -43,14 +45,14 @@ def _root(
 
 
 def show_help_without_command(context: typer.Context) -> None:
-    """Callback of a group of commands: alone, it shows its help."""
+    """Show the help of a group of commands that is called without a command; its callback."""
     if context.invoked_subcommand is None:
         Console().print(context.get_help(), markup=False, highlight=False)
         raise typer.Exit
 
 
 def build_cli() -> typer.Typer:
-    """The command line with every installed command."""
+    """Build the command line with every installed command."""
     cli = typer.Typer(add_completion=False, rich_markup_mode=None)
     cli.callback(invoke_without_command=True)(_root)
     for entry in sorted(entry_points(group="marsray.commands"), key=lambda item: item.name):
@@ -64,18 +66,19 @@ def build_cli() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the ``marsray`` script."""
-    if not sys.stderr.isatty():  # Hugging Face's bars are for terminals
+    if not sys.stderr.isatty():  # progress bars belong on terminals only
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # OpenMP reads this when it is loaded, here and in Ray's workers; see the constant.
+    # OpenMP reads this variable when it is loaded, in this process and in Ray's workers.
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit status.
+    """Run one command line.
 
-    The user's mistakes give 2, other errors 1, an interrupt 130, an order to terminate 143; each
-    is one line on stderr.
+    Returns:
+        The exit status: 0 on success, 2 for the user's mistakes, 1 for other errors, 130 after an
+        interrupt and 143 after SIGTERM; all but success print one line on stderr.
     """
     debug = "--debug" in arguments[:1]
     command = typer.main.get_command(build_cli())
@@ -94,7 +97,7 @@ def run(arguments: list[str]) -> int:
             raise
         first_line = (str(error).strip().splitlines() or [""])[0]
         return _fail(f"{type(error).__name__}: {first_line} (--debug shows the traceback)", 1)
-    if status == _INTERRUPTED:  # typer turns an interrupt into an exit without a word
+    if status == _INTERRUPTED:  # typer turns an interrupt into a silent exit
         return _fail("interrupted", _INTERRUPTED)
     return status if isinstance(status, int) else 0
 

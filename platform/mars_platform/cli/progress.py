@@ -1,4 +1,4 @@
-"""Live progress on a terminal, and plain lines where the output is no terminal."""
+"""Shows progress as live bars on a terminal and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINE_INTERVAL_S = 10.0
 
 
 class ProgressDisplay:
-    """Shows how far one task is; made by `progress_display`."""
+    """Display of the progress of tasks, made by `progress_display`."""
 
     def __init__(self, console: Console, bar: Progress | None) -> None:
         self._console = console
@@ -30,7 +30,7 @@ class ProgressDisplay:
         self._last_line: dict[str, tuple[float, int]] = {}
 
     def update(self, title: str, done: int, total: int, detail: str = "") -> None:
-        """Move the task ``title`` to ``done`` of ``total``; the first call starts it."""
+        """Show that ``done`` of ``total`` parts of a task are done; the first call starts it."""
         if self._bar is None:
             self._print_line(title, done, total, detail)
             return
@@ -48,7 +48,7 @@ class ProgressDisplay:
 
 @contextmanager
 def progress_display(console: Console) -> Iterator[ProgressDisplay]:
-    """A live bar for the length of the block, or lines every ten seconds off a terminal."""
+    """Show live bars for the length of the block, or a line every ten seconds off a terminal."""
     if not console.is_terminal:
         yield ProgressDisplay(console, None)
         return

@@ -1,4 +1,4 @@
-"""Shows which tokens of an output came together, one shade a forward pass."""
+"""Shows which tokens of an output came from the same forward pass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ _SHADES = ("black on light_sky_blue1", "black on light_goldenrod1")
 
 
 def print_shaded(console: Console, passes: Sequence[str]) -> None:
-    """Print an output given as the text of each forward pass.
+    """Print an output, shaded by forward pass.
 
-    On a terminal neighbouring passes alternate in shade; elsewhere bars stand between them.
+    Args:
+        console: console to print on; the text of neighbouring passes alternates in shade on a
+            terminal and is separated by bars elsewhere.
+        passes: text that each forward pass added.
     """
     if not console.is_terminal:
         console.print("|".join(passes), markup=False, highlight=False, soft_wrap=True)

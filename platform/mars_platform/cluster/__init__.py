@@ -1,1 +1,1 @@
-"""Connections to Ray, jobs on a remote cluster, and child processes."""
+"""Connections to Ray clusters, jobs on remote ones, and child processes."""

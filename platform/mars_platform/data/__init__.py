@@ -1,1 +1,1 @@
-"""Chat data: conversations and answers that can be checked."""
+"""Chat data: conversations, and answers that can be checked."""

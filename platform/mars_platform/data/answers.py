@@ -1,4 +1,7 @@
-"""Checkable answers: a response states its answer behind a mark, at its end."""
+"""Scores responses that state their answer behind a mark, at their end.
+
+Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?")
 
 
 def is_correct(response: str, answer: str) -> bool:
-    """Whether a response ends with a mark and this answer, and nothing but it.
+    """Return whether a response ends with a mark followed by exactly this answer.
 
     The marks are ``Answer:`` and GSM8K's ``####``; the last one counts. White space around the
     answer does not matter, and numbers are compared by value: 1,234 is 1234 and 72.0 is 72.
     Everything else is compared exactly.
 
     Args:
-        response: what the model wrote.
+        response: text that the model wrote.
         answer: the expected answer, alone or at the end of a worked solution behind a mark.
     """
     given = _behind_mark(response)
@@ -26,7 +29,7 @@ def is_correct(response: str, answer: str) -> bool:
 
 
 def _behind_mark(text: str) -> str:
-    """What follows the last mark; nothing where there is no mark."""
+    """Return the text behind the last mark; the empty text if there is no mark."""
     return _MARKS.split(text)[-1].strip() if _MARKS.search(text) else ""
 
 

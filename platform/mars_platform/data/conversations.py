@@ -1,6 +1,6 @@
-"""The chat data format: one conversation a row, rendered by the model's own chat template.
+"""Parses chat data, one conversation a row, and renders it with the model's own chat template.
 
-Knows no tokenisation and no cluster.
+Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MISTRAL_CALLS = "[TOOL_CALLS]"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
-class Message(BaseModel):
+class Turn(BaseModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -31,18 +31,18 @@ class Message(BaseModel):
 
 
 class Conversation(BaseModel):
-    """A row of training or evaluation data; other columns are carried along untouched."""
+    """One row of training or evaluation data; its other columns are kept as extra fields."""
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[Message]
+    messages: list[Turn]
 
 
 def parse_conversation(text: str) -> Conversation:
     """Parse one JSONL line into a conversation that ends with an assistant turn.
 
     Raises:
-        UserError: what is wrong with the line; the caller adds file and line number.
+        UserError: the line is malformed; the caller adds file and line number.
     """
     if not text.strip():
         raise UserError("empty line")
@@ -50,13 +50,17 @@ def parse_conversation(text: str) -> Conversation:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # numbers and nesting have limits, too
+    except (ValueError, RecursionError) as error:  # too long a number, or nested too deeply
         raise UserError(f"not valid JSON ({error})") from error
     return validate_conversation(row)
 
 
 def validate_conversation(row: Any) -> Conversation:
-    """Check one decoded row; see `parse_conversation`."""
+    """Turn one decoded row into a conversation that ends with an assistant turn.
+
+    Raises:
+        UserError: the row is not such a conversation.
+    """
     if not isinstance(row, dict):
         raise UserError('a row must be an object with "messages"')
     try:
@@ -71,10 +75,10 @@ def validate_conversation(row: Any) -> Conversation:
 
 
 def read_answer(conversation: Conversation) -> str | None:
-    """The answer that a row expects, in its column ``answer``; None where there is none.
+    """Return the expected answer from the column ``answer``; None if the row has none.
 
     Raises:
-        UserError: it is neither a text nor a number, or empty.
+        UserError: the answer is empty, or neither a text nor a number.
     """
     answer = (conversation.model_extra or {}).get("answer")
     if answer is None:
@@ -94,18 +98,19 @@ def render_prompt(
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Text that asks the model for the next assistant turn.
+    """Render the prompt that asks the model for the next assistant turn.
 
     Args:
-        tokenizer: with its chat template, which transformers runs in jinja's sandbox.
-        messages: turns as Hugging Face's chat templates read them.
-        tools: what the model may call: objects with ``type`` and ``function``.
-        template_kwargs: further variables of the template, from whoever sent the request.
-        add_generation_prompt: else the text ends with the last turn.
+        tokenizer: tokenizer with a chat template, which transformers runs in jinja's sandbox.
+        messages: turns in the form that Hugging Face's chat templates read.
+        tools: functions that the model may call: objects with ``type`` and ``function``.
+        template_kwargs: further variables of the template, set by the sender of a request.
+        add_generation_prompt: whether the text ends with the header of an assistant turn.
 
     Raises:
-        UserError: the tokenizer has no chat template, the template refuses the messages or knows
-            no tools, or a variable has a name that is taken; begins with the argument's name.
+        UserError: the tokenizer has no chat template, the template refuses the messages or does not
+            support tools, or a variable has a reserved name; the message starts with the name of
+            the argument at fault.
     """
     if tools and "tools" not in _template_of(tokenizer, tools):
         raise UserError(
@@ -123,7 +128,7 @@ def render_prompt(
 
 
 def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Variables of a template that only the server sets."""
+    """Return the template variables that only the server may set."""
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     return {*parameters, *tokenizer.special_tokens_map, "messages", "conversations"}
 
@@ -131,16 +136,22 @@ def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, loss_on: Literal["last", "all"]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a whole conversation and find the assistant turns that the loss is taken on.
+    """Render a whole conversation and find the supervised assistant turns.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        conversation: the conversation.
+        loss_on: whether the last assistant turn is supervised or all of them, except for one that
+            opens the conversation.
 
     Returns:
         The text, and the ``[start, end)`` character spans of the supervised turns. A span starts
-        after the generation prompt and ends with the turn's end marker; white space that the
-        template puts between turns is not part of it.
+        after the generation prompt and ends with the turn's end marker, without the white space
+        that the template puts between turns.
 
     Raises:
-        UserError: the template cannot render the data, or renders a turn differently once
-            others follow, so that its span cannot be told.
+        UserError: the template cannot render the data, or renders a turn differently when other
+            turns follow, which leaves its span unknown.
     """
     messages = [message.model_dump() for message in conversation.messages]
     text = _render(tokenizer, messages, False)
@@ -176,7 +187,7 @@ def _render(
             add_generation_prompt=add_generation_prompt,
             **kwargs,
         )
-    except Exception as error:  # jinja templates raise whatever they like
+    except Exception as error:  # a template can raise any exception
         reason = " ".join(str(error).split())
         raise UserError(f"messages: the chat template cannot render them ({reason})") from error
     assert isinstance(text, str)
@@ -186,7 +197,7 @@ def _render(
 def _template_of(
     tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """The template's text; of several, the one for tools where there are any."""
+    """Return the text of the chat template; of several, the one for tools if tools are given."""
     if tokenizer.chat_template is None:
         raise UserError(
             "messages: the tokenizer has no chat template; add one as chat_template.jinja"
@@ -200,10 +211,10 @@ def _template_of(
 
 
 def _adapted(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The turns in the terms that a template knows.
+    """Return the turns with roles and ids that a template supports.
 
-    Few know the role developer, and some that do not leave such a turn out without a word; its
-    older name is system. Mistral's demand call ids of nine characters.
+    Few templates support the role developer, and some drop such a turn silently: it becomes system,
+    the role's older name. Mistral's templates demand ids of nine characters for tool calls.
     """
     if "developer" not in template:
         messages = [

@@ -1,1 +1,1 @@
-"""``marsray demo``: drives the public commands and the REST endpoints as a user would."""
+"""The demo, which uses the public commands and the REST endpoints as a user would."""

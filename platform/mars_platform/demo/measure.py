@@ -1,4 +1,4 @@
-"""Asks a running server the held-out questions in several modes and compares the answers."""
+"""Asks a running server held-out questions in several modes and scores the answers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One way of asking: a model, a mode and a threshold."""
+class DemoSetting:
+    """One way to ask the server: a model, a mode and a threshold."""
 
     model: str
     mode: Mode
@@ -40,83 +40,87 @@ class Setting:
 
 
 @dataclass
-class Row:
-    """What one setting gave; lists run over the items, or over the rounds."""
+class DemoResult:
+    """The answers given in one setting."""
 
-    setting: Setting
+    setting: DemoSetting
     correct: list[bool] = field(default_factory=list)
+    """Whether the answer is right, for each item."""
     num_tokens: int = 0
+    """Output tokens of all answers."""
     num_passes: int = 0
+    """Forward passes of all answers."""
     round_tokens_per_s: list[float] = field(default_factory=list)
+    """Output tokens a second of all clients together, for each round."""
 
     @property
     def accuracy(self) -> float:
-        """Share of the items answered correctly."""
+        """Share of the items that were answered correctly."""
         return sum(self.correct) / len(self.correct)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Output tokens a forward pass, over all items."""
+        """Mean number of output tokens of a forward pass."""
         return self.num_tokens / self.num_passes
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second with all clients together; median of the rounds."""
+        """Output tokens a second of all clients together, the median of the rounds."""
         return statistics.median(self.round_tokens_per_s)
 
 
 def read_items(path: Path, count: int) -> list[Item]:
-    """The first ``count`` items of an evaluation file."""
+    """Read the first ``count`` items of an evaluation file."""
     lines = path.read_text(encoding="utf-8").splitlines()[:count]
     rows = [json.loads(line) for line in lines]
     return [Item(row["messages"][0]["content"], row["answer"]) for row in rows]
 
 
 def measure(
-    base_url: str, settings: list[Setting], items: list[Item], display: ProgressDisplay
-) -> list[Row]:
+    base_url: str, settings: list[DemoSetting], items: list[Item], display: ProgressDisplay
+) -> list[DemoResult]:
     """Ask every item in every setting.
 
-    The items are split into rounds, and the settings alternate within each round, so that a
-    machine whose speed drifts slows all of them alike.
+    The items are split into rounds, and each round runs all settings: a machine whose speed drifts
+    then slows all of them alike.
     """
     return asyncio.run(_measure(base_url, settings, items, display))
 
 
 async def _measure(
-    base_url: str, settings: list[Setting], items: list[Item], display: ProgressDisplay
-) -> list[Row]:
-    rows = [Row(setting) for setting in settings]
-    total, done = len(rows) * len(items), 0
+    base_url: str, settings: list[DemoSetting], items: list[Item], display: ProgressDisplay
+) -> list[DemoResult]:
+    results = [DemoResult(setting) for setting in settings]
+    total, done = len(results) * len(items), 0
     size = -(-len(items) // _ROUNDS)
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         for setting in settings:
-            await _ask_all(client, Row(setting), items[:_WARM_UP_ITEMS])
+            await _ask_all(client, DemoResult(setting), items[:_WARM_UP_ITEMS])
         for start in range(0, len(items), size):
-            for row in rows:
+            for result in results:
                 part = items[start : start + size]
-                await _ask_all(client, row, part)
+                await _ask_all(client, result, part)
                 done += len(part)
-                display.update("asking over REST", done, total, _describe(row.setting))
-    return rows
+                display.update("asking over REST", done, total, _describe(result.setting))
+    return results
 
 
-def _describe(setting: Setting) -> str:
+def _describe(setting: DemoSetting) -> str:
     return f"{setting.model} {setting.mode} {setting.threshold:g}"
 
 
-async def _ask_all(client: AsyncOpenAI, row: Row, items: list[Item]) -> None:
+async def _ask_all(client: AsyncOpenAI, result: DemoResult, items: list[Item]) -> None:
     limit = asyncio.Semaphore(_CONCURRENCY)
 
     async def ask(item: Item) -> Any:
         async with limit:
             return await client.chat.completions.create(
-                model=row.setting.model,
+                model=result.setting.model,
                 messages=[{"role": "user", "content": item.question}],
                 max_tokens=_MAX_TOKENS,
                 extra_body={
-                    "mode": row.setting.mode,
-                    "confidence_threshold": row.setting.threshold,
+                    "mode": result.setting.mode,
+                    "confidence_threshold": result.setting.threshold,
                 },
             )
 
@@ -124,17 +128,19 @@ async def _ask_all(client: AsyncOpenAI, row: Row, items: list[Item]) -> None:
     responses = await asyncio.gather(*(ask(item) for item in items))
     seconds = time.monotonic() - started
     num_tokens = sum(response.usage.completion_tokens for response in responses)
-    row.round_tokens_per_s.append(num_tokens / seconds)
-    row.num_tokens += num_tokens
-    row.num_passes += sum(response.model_extra["mars"]["forward_passes"] for response in responses)
-    row.correct += [
+    result.round_tokens_per_s.append(num_tokens / seconds)
+    result.num_tokens += num_tokens
+    result.num_passes += sum(
+        response.model_extra["mars"]["forward_passes"] for response in responses
+    )
+    result.correct += [
         is_correct(response.choices[0].message.content, item.answer)
         for item, response in zip(items, responses, strict=True)
     ]
 
 
-def stream_passes(base_url: str, setting: Setting, item: Item) -> list[str]:
-    """Text of each forward pass of one streamed answer."""
+def stream_passes(base_url: str, setting: DemoSetting, item: Item) -> list[str]:
+    """Stream one answer and return the text that each forward pass added."""
     with OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         chunks = client.chat.completions.create(
             model=setting.model,

@@ -1,4 +1,4 @@
-"""Runs marsray's own commands as child processes, and ends them."""
+"""Runs marsray's own commands as child processes and ends them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _START_TIMEOUT_S = 120.0
 
 
 def run_command(arguments: list[str], environment: dict[str, str]) -> None:
-    """Run one marsray command to its end, its output going to the terminal.
+    """Run one marsray command, with its output on the terminal, until it ends.
 
     Raises:
-        CommandFailed: its exit status is not 0.
+        CommandFailed: the exit status is not 0.
     """
     process = _start(arguments, environment)
     try:
@@ -34,10 +34,10 @@ def run_command(arguments: list[str], environment: dict[str, str]) -> None:
 def running_server(
     models: dict[str, Path], port: int, environment: dict[str, str]
 ) -> Iterator[str]:
-    """``marsray serve`` for the length of the block; yields the API's base URL.
+    """Run ``marsray serve`` for the length of the block and yield the API's base URL.
 
     Raises:
-        CommandFailed: it ended, or was not ready in time.
+        CommandFailed: the server ended, or was not ready in time.
     """
     arguments = ["serve", "--port", str(port)]
     for name, path in models.items():
@@ -55,7 +55,7 @@ def running_server(
 
 def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mars_platform", *arguments]
-    # A session of its own: an interrupt on the terminal reaches it once, through `end_process`.
+    # In a new session, an interrupt on the terminal reaches the command only through `end_process`.
     return subprocess.Popen(  # noqa: S603 - our own command, no shell
         command, env={**os.environ, **environment}, start_new_session=True
     )
