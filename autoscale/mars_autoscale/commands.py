@@ -33,7 +33,7 @@ def simulate(
         Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
     ] = None,
 ) -> None:
-    """Replay a request trace against autoscaling policies, and compare them."""
+    """Replay a request trace against autoscaling policies."""
     from functools import partial
 
     from rich.console import Console

@@ -17,7 +17,7 @@ def demo(
     ] = None,
     items: Annotated[int, typer.Option(min=10, help="Held-out questions to ask.")] = 600,
 ) -> None:
-    """Train a tiny model, serve it, and show how the threshold trades accuracy for speed."""
+    """Train a tiny model, serve it, and compare thresholds."""
     from rich.console import Console
 
     from mars_platform.demo.show import run_demo

@@ -1,1 +1,4 @@
-"""The REST protocol without HTTP: bodies, errors, text and access rules."""
+"""The REST protocol: request and response bodies, errors, text, tools, keys and their limits.
+
+Imports no HTTP library.
+"""

@@ -1,4 +1,4 @@
-"""Who a request comes from, by the key that it gives. Knows no HTTP."""
+"""API keys in force, and the caller that each of them identifies."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _Stamp = tuple[int, int, int]  # modification time in ns, size in bytes, inode
 
 @dataclass(frozen=True)
 class Caller:
-    """Who a request comes from, and what it may do."""
+    """The sender of a request and its permissions."""
 
     name: str
-    """As logs call it; empty on a server without keys."""
+    """Name for logs and metrics; empty on a server without keys."""
     tenant: str = ""
-    """Callers of one tenant share stored prefixes."""
+    """Group of callers that share cached prompt prefixes."""
     tiers: frozenset[str] = frozenset({"default", "flex", "priority"})
-    """Values of ``service_tier`` that it may ask for."""
+    """Values of ``service_tier`` that the caller may use."""
     min_threshold: float = 0.0
-    """Lowest τ of its requests, in [0, 1]."""
+    """Lowest τ of the caller's requests, in [0, 1]."""
     is_admin: bool = False
     max_concurrent: int | None = None
-    """Requests at once; None without a limit, as those below."""
+    """Number of requests that may run at once; None means no limit, here and below."""
     tokens_per_minute: int | None = None
-    """Prompt and output tokens."""
+    """Number of prompt and output tokens allowed per minute."""
     requests_per_minute: int | None = None
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything of it has to be counted."""
+        """Whether any of the caller's limits is set."""
         limits = (self.max_concurrent, self.tokens_per_minute, self.requests_per_minute)
         return any(limit is not None for limit in limits)
 
     @classmethod
     def of(cls, entry: KeyEntry) -> Caller:
-        """The holder of a key."""
+        """Return the caller that a key entry describes."""
         return cls(
             name=entry.name,
-            # The prefix keeps a tenant that is written down apart from a key's own.
+            # The prefix keeps a configured tenant apart from a key of the same name.
             tenant=f"key:{entry.name}" if entry.tenant is None else f"tenant:{entry.tenant}",
             tiers=frozenset(entry.tiers),
             min_threshold=entry.min_confidence_threshold,
@@ -60,7 +60,7 @@ class Caller:
 
 
 class KeyRing:
-    """The keys in force."""
+    """The keys in force, read again when their file changes."""
 
     def __init__(
         self, settings: KeySettings, *, clock: Callable[[], float] = time.monotonic
@@ -80,11 +80,11 @@ class KeyRing:
             self._stamp = _stamp_of(settings.file)
             entries = _read(settings.file)
         self.is_open = entries is None
-        """Whether requests need no key."""
+        """Whether the server has no keys, so that requests need none."""
         self._callers = _by_digest(entries or [])
 
     def find(self, key: bytes) -> Caller | None:
-        """Who holds a key, or None for a key that is not in force.
+        """Return the caller that a key belongs to, or None if the key is not in force.
 
         Compares with every key in constant time, so that the time tells nothing of a hash.
         """
@@ -96,11 +96,11 @@ class KeyRing:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed; cheap between two looks.
+        """Read the key file again if it has changed.
 
-        Called on the way of a request: a look is one ``stat``, it needs no task of its own, and
-        a server without requests needs no new keys. A file that cannot be used leaves the keys in
-        force and is reported once.
+        Each request calls this, so that no background task is needed. The file is checked at most
+        every ``reload_s`` seconds, with one ``stat``. If the file cannot be used, the keys in force
+        stay and the problem is logged once.
         """
         now_s = self._clock()
         path = self._settings.file
@@ -123,7 +123,7 @@ def _by_digest(entries: list[KeyEntry]) -> list[tuple[bytes, Caller]]:
 
 
 def _stamp_of(path: Path) -> _Stamp | None:
-    """Changes with the file's content; None where there is no file."""
+    """Return a value that changes with the file's content, or None if there is no file."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,10 +1,9 @@
-"""How much a key may ask for at once and in a minute. Knows no HTTP and no model.
+"""Rate limits per key: concurrent requests, requests per minute and tokens per minute.
 
-Tokens are charged once they are known: a prompt's with the request, an output's as they come. A key
-is refused while its account is empty. So no guess at an output's length is needed, and none is
-paid for that is not generated; an account may be overdrawn by what already runs, which the
-key has to wait for, so that its rate holds over time. Charges are made when somebody asks what is
-left, not with every token.
+Prompt tokens are charged when the request arrives and output tokens once they are generated, so
+that no output length has to be guessed. A key is refused while its account is empty. Running
+requests may overdraw an account; the key then waits until it has refilled, so the rate holds over
+time. Charges are booked when the remaining amount is needed, not with every token.
 """
 
 from __future__ import annotations
@@ -19,63 +18,63 @@ from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
 
 _MINUTE_S = 60
-_ROUNDING = 1e-6  # of sums of what has come in
+_ROUNDING = 1e-6  # tolerance for rounding errors in sums of refills
 _BUSY_S = 1
-"""Seconds after which a key with too many requests at once may try again: nobody knows when one of
-them ends."""
+"""Value of Retry-After for a key with too many concurrent requests, in seconds. When one of them
+will end is unknown."""
 
 
 class Account:
-    """A token bucket: an allowance that refills evenly, up to what a minute gives."""
+    """A token bucket: an allowance that refills evenly and holds at most one minute's worth."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.capacity = per_minute
-        """What a minute gives, and the most that it holds."""
+        """Size of the bucket, which is also its refill per minute."""
         self._level = float(per_minute)
         self._counted_s = now_s
 
     def update(self, per_minute: int, now_s: float) -> None:
-        """Count in what has come since; the allowance may have been changed."""
+        """Add what has been refilled since the last update; ``per_minute`` may have changed."""
         gained = (now_s - self._counted_s) * per_minute / _MINUTE_S
         self.capacity, self._counted_s = per_minute, now_s
         self._level = min(self._level + gained, per_minute)
 
     def take(self, amount: int) -> None:
-        """Spend; the account may be overdrawn."""
+        """Spend an amount, even if that overdraws the account."""
         self._level -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much is there; 0 where it is."""
+        """Return the seconds until ``amount`` is available, 0 if it already is."""
         missing = amount - self._level
         return missing * _MINUTE_S / self.capacity if missing > _ROUNDING else 0.0
 
     @property
     def remaining(self) -> int:
-        """What may still be spent now."""
+        """Whole units that can be spent now."""
         return max(0, math.floor(self._level + _ROUNDING))
 
     @property
     def full_s(self) -> float:
-        """Seconds until it is full again."""
+        """Seconds until the bucket is full."""
         return self.wait_s(self.capacity)
 
 
 @dataclass
 class _Usage:
-    """What one key has in use."""
+    """The running requests and accounts of one key."""
 
     running: set[Admission] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
-    """By what they count: requests or tokens; only those that are limited."""
+    """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""
 
     def settle(self) -> None:
-        """Charge what the running requests have used."""
+        """Charge the tokens that running requests have used since the last call."""
         if tokens := self.accounts.get("tokens"):
             tokens.take(sum(admission.newly_used() for admission in self.running))
 
 
 class KeyLimits:
-    """What every key has used, in one of ``num_shares`` processes that share its limits evenly."""
+    """Usage of every key in one of ``num_shares`` processes that divide each limit evenly."""
 
     def __init__(self, *, num_shares: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_shares = num_shares
@@ -83,14 +82,14 @@ class KeyLimits:
         self._usage: dict[str, _Usage] = {}
 
     def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Admission:
-        """Let a request in, until the context that it returns is left.
+        """Admit a request; it counts as running while the returned context is open.
 
         Args:
-            caller: whose limits count.
-            num_tokens: tells the tokens of the request's prompt and output so far.
+            caller: The key's holder, with its limits.
+            num_tokens: Returns the request's prompt and output tokens so far.
 
         Raises:
-            ApiError: 429, with the seconds to wait, if one of the key's limits is reached.
+            ApiError: status 429 with the seconds to wait: one of the key's limits is reached.
         """
         usage = self._usage_of(caller)
         limit = self._share(caller.max_concurrent)
@@ -106,7 +105,7 @@ class KeyLimits:
 
     def _usage_of(self, caller: Caller) -> _Usage:
         usage = self._usage.setdefault(caller.name, _Usage())
-        usage.settle()  # before what has come in since is cut to what the account holds
+        usage.settle()  # charge first: update() caps the level at what the account holds
         now_s = self._clock()
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}
         for kind, limit in limits.items():
@@ -124,7 +123,7 @@ class KeyLimits:
 
 
 class Admission:
-    """One request that was let in; a context manager."""
+    """An admitted request, as a context manager that lasts as long as the request runs."""
 
     def __init__(self, usage: _Usage, num_tokens: Callable[[], int]) -> None:
         self._usage = usage
@@ -132,12 +131,12 @@ class Admission:
         self._num_charged = 0
 
     def newly_used(self) -> int:
-        """Tokens since the last time that this was asked."""
+        """Return the number of tokens used since the last call."""
         before, self._num_charged = self._num_charged, self._num_tokens()
         return self._num_charged - before
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's headers of what is left to the key."""
+        """Return OpenAI's rate limit headers for the key."""
         self._usage.settle()
         return _headers(self._usage)
 

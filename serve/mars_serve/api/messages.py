@@ -1,6 +1,6 @@
-"""Turns of a conversation, and the tools that it offers, as requests give them.
+"""Conversations and tools in request bodies, and their translation for chat templates.
 
-Checks shapes and sizes; what a chat template makes of them is not known here.
+Shapes and sizes are checked here; the template itself checks the order of roles.
 
 Source: OpenAI API reference, "Chat": message roles, content parts, tools and tool calls.
 """
@@ -15,15 +15,15 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-"""Parts of one message's content."""
+"""Largest number of content parts in a message."""
 MAX_TEXT_LENGTH = 4 * 2**20
-"""Characters of one message's text, or of one part of it."""
+"""Longest text of a message or content part, in characters."""
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
-"""Calls of one turn."""
+"""Largest number of tool calls in one assistant message."""
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-"""Schema of a function that takes none, as when its definition has no schema."""
+"""JSON schema of a function that takes no parameters; used if a definition gives no schema."""
 
 Flag = Annotated[bool, Field(strict=True)]
 Integer = Annotated[int, Field(strict=True)]
@@ -34,7 +34,7 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class TextPart(BaseModel):
-    """A piece of a message's text; there are no parts of other types here."""
+    """A piece of a message's text; the server takes no images, audio or files."""
 
     type: Literal["text"]
     text: Text
@@ -52,7 +52,7 @@ def _kind_of_content(value: Any) -> str:
 
 
 AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-# The tags lead errors to the branch that was meant.
+# The tag makes an error name the branch that the client meant.
 Content = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS), Tag("parts")],
@@ -66,15 +66,15 @@ AnswerContent = Annotated[
 
 
 class CalledFunction(BaseModel):
-    """What an assistant called."""
+    """The function of a tool call, with its arguments."""
 
     name: Identifier
     arguments: Text
-    """JSON text of an object; models do not always write it well."""
+    """JSON text of an object. Models may write invalid JSON, so it is not checked."""
 
 
-class ToolCall(BaseModel):
-    """One call of an assistant's turn."""
+class PastToolCall(BaseModel):
+    """A tool call in an earlier assistant message."""
 
     id: Identifier
     type: Literal["function"]
@@ -82,7 +82,7 @@ class ToolCall(BaseModel):
 
 
 class InstructionMessage(BaseModel):
-    """Instructions; ``developer`` is the newer name of ``system``."""
+    """Instructions for the model; ``developer`` is the newer name of the role ``system``."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -90,28 +90,28 @@ class InstructionMessage(BaseModel):
 
 
 class UserMessage(BaseModel):
-    """A turn of the user's."""
+    """A message from the user."""
 
     role: Literal["user"]
     content: Content
     name: Identifier | None = None
 
 
-class AssistantMessage(BaseModel):
-    """An earlier turn of the model's."""
+class PastAssistantMessage(BaseModel):
+    """An earlier message from the model."""
 
     role: Literal["assistant"]
     content: AnswerContent | None = None
     refusal: Text | None = None
     name: Identifier | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     audio: None = None
     function_call: None = None
-    """The old name of ``tool_calls``, which is not taken."""
+    """Superseded by ``tool_calls``; only null is accepted."""
 
 
 class ToolMessage(BaseModel):
-    """What a called function returned."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -120,9 +120,10 @@ class ToolMessage(BaseModel):
 
 
 ChatMessage = Annotated[
-    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    InstructionMessage | UserMessage | PastAssistantMessage | ToolMessage,
+    Field(discriminator="role"),
 ]
-"""One turn of a conversation."""
+"""A message of a conversation, told apart by its role."""
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -134,11 +135,11 @@ class FunctionDefinition(BaseModel):
     parameters: dict[str, Any] | None = None
     """JSON schema of an object; without one, the function takes no parameters."""
     strict: Flag | None = None
-    """Whether every call satisfies the schema, also where the model is free not to call."""
+    """Guarantee that every call satisfies the schema, even if ``tool_choice`` is auto."""
 
 
 class Tool(BaseModel):
-    """A tool that the model may use: a function."""
+    """A tool that the model may use; the only type is a function."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -148,27 +149,27 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(BaseModel):
-    """A function by its name."""
+    """The name of a function."""
 
     name: FunctionName
 
 
 class NamedTool(BaseModel):
-    """The tool that has to be used."""
+    """The one tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class ToolSelection(BaseModel):
-    """Some of the tools, and whether one of them has to be used."""
+    """A subset of the tools, and whether the model must call one of them."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(BaseModel):
-    """The tools that may be used, of all that the request describes."""
+    """Restricts the model to some of the tools in the request."""
 
     type: Literal["allowed_tools"]
     allowed_tools: ToolSelection
@@ -187,7 +188,7 @@ ToolChoice = Annotated[
     | Annotated[AllowedTools, Tag("allowed")],
     Discriminator(_kind_of_choice),
 ]
-"""Whether tools are used, and which; ``auto``, the default, leaves it to the model."""
+"""Whether the model calls tools, and which; ``auto``, the default, lets the model decide."""
 
 TemplateKwargs = Annotated[
     dict[
@@ -196,21 +197,21 @@ TemplateKwargs = Annotated[
     ],
     Field(max_length=32),
 ]
-"""Variables for the chat template (vLLM's ``chat_template_kwargs``), such as enable_thinking."""
+"""Variables for the chat template, such as enable_thinking (vLLM's ``chat_template_kwargs``)."""
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The turns as Hugging Face's chat templates read them.
+    """Return messages in the form that Hugging Face chat templates read.
 
-    Parts of a text are joined by line breaks, arguments become objects where they are the JSON of
-    one, and a result names the function that it comes from.
+    Parts of a text are joined by line breaks. Tool arguments become objects if they are valid JSON
+    objects. A tool result gets the name of the function that was called.
 
-    Source: transformers, "Tool use"; how vLLM joins parts.
+    Source: transformers, "Tool use"; vLLM for joining parts.
     """
     names: dict[str, str] = {}
     turns = []
     for message in messages:
-        if isinstance(message, AssistantMessage):
+        if isinstance(message, PastAssistantMessage):
             turn = _answer(message)
             names.update({call.id: call.function.name for call in message.tool_calls or ()})
         else:
@@ -225,8 +226,8 @@ def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any
     return turns
 
 
-def _answer(message: AssistantMessage) -> dict[str, Any]:
-    """Keys that do not apply are left out: templates ask whether they are there."""
+def _answer(message: PastAssistantMessage) -> dict[str, Any]:
+    """Translate an assistant message, leaving out absent keys because templates test for them."""
     content = "" if message.content is None else _text_of(message.content)
     turn: dict[str, Any] = {"role": "assistant", "content": content or message.refusal or ""}
     if message.tool_calls:
@@ -234,7 +235,7 @@ def _answer(message: AssistantMessage) -> dict[str, Any]:
     return turn
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: PastToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -244,7 +245,10 @@ def _arguments(text: str) -> dict[str, Any] | str:
         return {}
     try:
         arguments = json.loads(text)
-    except (ValueError, RecursionError):  # as a model wrote it; its next turn may set it right
+    except (
+        ValueError,
+        RecursionError,
+    ):  # a model wrote it; the template shows it
         return text
     return arguments if isinstance(arguments, dict) else text
 

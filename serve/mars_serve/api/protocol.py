@@ -1,9 +1,11 @@
-"""The REST protocol: OpenAI's request bodies with marsray's fields beside them.
+"""Request bodies of the generating endpoints: OpenAI's fields with marsray's beside them.
+
+Unknown fields are ignored. Known fields that this server does not implement are refused unless
+their value has no effect. Ranges that do not depend on the model are checked here, all others in
+`mars_serve.api.incoming`.
 
 Source: OpenAI API reference, "Completions" and "Chat"; vLLM's OpenAI-compatible server for the
-fields beyond, which stand at the top level as there. Unknown fields are ignored, known ones that do
-nothing here are refused. Ranges that need no model are checked here, all others in `options` and
-`prompts`; response bodies are in `schema`.
+additional fields, which stand at the top level as they do there.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.errors import invalid_value, unsupported_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
 
 MAX_GRAMMAR_LENGTH = 65_536
-"""Characters of a schema, a regular expression or a grammar."""
+"""Longest JSON schema, regular expression or grammar, in characters."""
 
 _MAX_INT32 = 2**31 - 1
-_SEEDS = 2**63  # the bounds are exact in JSON, whose numbers many read as floats
+_SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers as floats
 _MAX_PROMPTS = 2048
 
 
 class ServiceTier(StrEnum):
-    """What a request is served with; ``auto`` is ``default`` where the key may use that."""
+    """The quality and priority of a request; ``auto`` is ``default`` if the key may use that."""
 
     AUTO = "auto"
     DEFAULT = "default"
@@ -43,12 +45,12 @@ class ServiceTier(StrEnum):
 
 @dataclass(frozen=True)
 class Neutral:
-    """Marks a field that is known but does nothing: any value but these is refused."""
+    """Marks a field that is not implemented: only null and ``values`` are accepted."""
 
     values: tuple[Any, ...]
 
     def has(self, value: Any) -> bool:
-        """Whether a value asks for nothing; true and 1 are not the same here."""
+        """Return whether a value changes nothing; true and 1 are different values here."""
         return value is None or any(
             value == each and isinstance(value, bool) == isinstance(each, bool)
             for each in self.values
@@ -57,7 +59,7 @@ class Neutral:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: Callable[[CoreSchema], JsonSchemaValue]
     ) -> JsonSchemaValue:
-        """What the OpenAPI document says of the field."""
+        """Describe the accepted values in the OpenAPI document."""
         return {"enum": [None, *self.values]}
 
 
@@ -70,7 +72,7 @@ Threshold = Annotated[float, Field(gt=0, le=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-"""A token id as a key of an object."""
+"""Token id as the key of a JSON object."""
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 _StopList = Annotated[list[StopString], Field(max_length=16)]
@@ -81,32 +83,32 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 Alternative = Annotated[str, Field(min_length=1, max_length=1024)]
 Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024)]
 JsonSchema = dict[str, Any] | GrammarText
-"""A schema, or the text of one."""
+"""JSON schema as an object or as text."""
 
 
 class StreamOptions(BaseModel):
     """Options of a streamed response."""
 
     include_usage: Flag | None = None
-    """Whether a last event counts the tokens of the whole stream."""
+    """Send a last event with the token counts of the whole stream."""
     continuous_usage_stats: Flag | None = None
-    """Whether each event counts those so far, too."""
+    """Put the token counts so far into each event, too."""
 
 
 class NamedSchema(BaseModel):
-    """OpenAI's wrapping of a schema; its other fields do not change what is allowed."""
+    """OpenAI's wrapper around a schema; its other fields are ignored."""
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class PlainFormat(BaseModel):
-    """OpenAI's way to ask for text, or for any JSON object."""
+    """OpenAI's response format for free text or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(BaseModel):
-    """OpenAI's way to ask for JSON that satisfies a schema."""
+    """OpenAI's response format for JSON that satisfies a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -116,26 +118,26 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's way to ask for structure: exactly one of these fields."""
+    """vLLM's structured outputs; exactly one field must be given."""
 
     model_config = ConfigDict(
         extra="forbid", protected_namespaces=(), json_schema_extra={"minProperties": 1}
     )
 
     json_: JsonSchema | None = Field(default=None, alias="json")
-    """A JSON schema that the output satisfies."""
+    """JSON schema that the output satisfies."""
     json_object: Flag | None = None
-    """Whether the output is any one JSON object."""
+    """Make the output one JSON object of any shape."""
     regex: GrammarText | None = None
-    """A regular expression that matches all of the output."""
+    """Regular expression that the whole output matches."""
     grammar: GrammarText | None = None
-    """A grammar in Lark's notation."""
+    """Grammar of the output, in Lark's notation."""
     choice: Alternatives | None = None
-    """The outputs to choose from."""
+    """Texts of which the output is one."""
 
 
 class GenerationRequest(BaseModel):
-    """Fields that both endpoints share."""
+    """Fields that both generating endpoints share."""
 
     model_config = ConfigDict(protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -145,31 +147,33 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None
     user: str | None = None
-    """Taken and not used, as are `store`, `metadata` and the like."""
+    """Accepted and ignored, like `store`, `metadata` and similar fields."""
 
     mode: Mode | None = None
-    """How to decode; the model's setting unless given."""
+    """Decoding mode; by default the model's setting."""
     confidence_threshold: Threshold | None = None
-    """Pins τ; without it the request follows the server's, which may change while it runs."""
+    """Fixed τ for this request. By default it follows the server's live τ, which may change while
+    the request runs."""
     min_confidence_threshold: Threshold | None = None
-    """τ is never below this."""
+    """Lowest τ that this request is decoded with."""
     confidence: Confidence | None = None
-    """What is compared with the threshold; probability unless given."""
+    """Confidence measure that is compared with the threshold; probability by default."""
     calibrated: Flag | None = None
-    """Whether the confidence is first corrected by the checkpoint's calibration."""
+    """Correct the confidence with the checkpoint's calibration before it is compared."""
 
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
-    """Outputs of each prompt, 1 unless given; number i is drawn with the seed + i."""
+    """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
-    """0, greedy, unless given: unlike OpenAI's default of 1, so that answers can be repeated."""
+    """Sampling temperature. The default is 0 (greedy), unlike OpenAI's 1, so that answers can be
+    reproduced."""
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
-    """Of the draw, modulo 2**63; a random one is taken where a temperature above 0 has none."""
+    """Seed for sampling, modulo 2**63; by default a random one."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-    """Draw from the likeliest tokens that have this probability together."""
+    """Sample from the likeliest tokens whose probabilities add up to this."""
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32, strict=True)] | None = None
-    """Likeliest tokens to choose from; -1 and 0 are all."""
+    """Number of likeliest tokens to sample from; -1 and 0 mean all."""
     min_p: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
-    """Least probability of a token, as a share of the likeliest one's."""
+    """Lowest probability of a sampled token, as a fraction of the likeliest token's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100, strict=True)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -180,15 +184,15 @@ class GenerationRequest(BaseModel):
         ]
         | None
     ) = None
-    """Added to the logits of tokens, by token id."""
+    """Values added to the logits of tokens, by token id."""
     min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """Output tokens before anything but the limit may end the output."""
+    """Number of output tokens before an end token or stop string may end the output."""
     stop: StopStrings | None = None
-    """The output ends before the first of these strings."""
+    """Strings; the output ends before the first one that occurs."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    """The output ends before the first of these tokens."""
+    """Token ids; the output ends before the first one that occurs."""
     include_stop_str_in_output: Flag | None = None
-    """Whether the text has the string or token that ended it, too."""
+    """Keep the stop string or token that ended the output in its text."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -210,35 +214,33 @@ class GenerationRequest(BaseModel):
     @property
     @abstractmethod
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the output."""
+        """Name and value of the field that limits the output tokens."""
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each output token; None reports no probabilities."""
+        """Number of likely tokens to report beside each output token; None for no
+        log-probabilities.
+        """
 
     def refuse_unsupported(self) -> None:
-        """Refuse what would otherwise be silently ignored.
+        """Refuse fields that would otherwise be silently ignored.
 
         Raises:
-            ApiError: status 400, naming the field and the value it may have.
+            ApiError: status 400: the message names the field and the values it may have.
         """
         for name, neutral in _neutral_fields(type(self)):
             value = getattr(self, name)
             if not neutral.has(value):
                 allowed = "".join(f" or set it to {item!r}" for item in neutral.values)
-                raise ApiError(
-                    400,
-                    f"{name}: {value!r:.80} is not supported; leave it out{allowed}",
-                    param=name,
-                    code="unsupported_value",
-                )
+                reason = f"{value!r:.80} is not supported; leave it out{allowed}"
+                raise unsupported_value(name, reason)
         if self.stream_options is not None and not self.stream:
             raise invalid_value("stream_options", "it needs a stream; leave it out or set stream")
 
 
 def _neutral_fields(body: type[BaseModel]) -> list[tuple[str, Neutral]]:
-    """The fields of a body that do nothing here."""
+    """Return the names and neutral values of a body's fields that are not implemented."""
     return [
         (name, each)
         for name, field in body.model_fields.items()
@@ -248,7 +250,7 @@ def _neutral_fields(body: type[BaseModel]) -> list[tuple[str, Neutral]]:
 
 
 def _kind_of_prompt(value: Any) -> str | None:
-    """Which of the four kinds a prompt is; its first item tells."""
+    """Return the tag of a prompt's type, which its first item decides."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -282,30 +284,32 @@ class CompletionRequest(GenerationRequest):
 
     prompt: AnyPrompt
     max_tokens: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """Output tokens at the most, 16 unless given; 0, with echo, scores the prompt."""
+    """Largest number of output tokens, 16 by default; 0 with echo only scores the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
-    """Report each token's log-probability and those of so many likeliest tokens."""
+    """Report the log-probabilities of each token and of this many likely alternatives."""
     echo: Flag | None = None
-    """Whether the text and the log-probabilities begin with the prompt's."""
+    """Begin the text and the log-probabilities with the prompt's."""
     best_of: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
-    """Taken where it is n."""
+    """Accepted only if equal to n."""
     suffix: Annotated[Any, Neutral(("",))] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the output."""
+        """Name and value of the field that limits the output tokens."""
         return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each output token; None reports no probabilities."""
+        """Number of likely tokens to report beside each output token; None for no
+        log-probabilities.
+        """
         return self.logprobs
 
     def refuse_unsupported(self) -> None:
-        """Refuse what would otherwise be silently ignored.
+        """Refuse fields that would otherwise be silently ignored, and contradictory ones.
 
         Raises:
-            ApiError: status 400, naming the field and the value it may have.
+            ApiError: status 400: the message names the field and the values it may have.
         """
         super().refuse_unsupported()
         if self.best_of not in (None, self.n or 1):
@@ -322,15 +326,15 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
-    """Whether one turn may have several calls, as it may unless told."""
+    """Allow several tool calls in one message; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    """Output tokens at the most, by default what the model has room for."""
+    """Largest number of output tokens; by default what fits into the model's context."""
     logprobs: Flag | None = None
-    """Report each output token's log-probability."""
+    """Report the log-probability of each output token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
-    """Report those of so many likeliest tokens, too."""
+    """Report the log-probabilities of this many likely alternatives, too."""
     functions: Annotated[Any, Neutral(([],))] = None
     function_call: Annotated[Any, Neutral(("none", "auto"))] = None
     modalities: Annotated[Any, Neutral((["text"],))] = None
@@ -341,21 +345,23 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the output; OpenAI's newer name wins."""
+        """Name and value of the field that limits the output tokens; OpenAI's newer name wins."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each output token; None reports no probabilities."""
+        """Number of likely tokens to report beside each output token; None for no
+        log-probabilities.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refuse_unsupported(self) -> None:
-        """Refuse what would otherwise be silently ignored.
+        """Refuse fields that would otherwise be silently ignored, and contradictory ones.
 
         Raises:
-            ApiError: status 400, naming the field and the value it may have.
+            ApiError: status 400: the message names the field and the values it may have.
         """
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:

@@ -1,7 +1,9 @@
-"""Shapes of the responses, as the OpenAPI document describes them.
+"""Models that describe response bodies in the OpenAPI document.
 
-Responses are made as plain dictionaries, in `responses`; these models only describe them, and tests
-hold the two together. Source: OpenAI API reference, "Completions" and "Chat".
+Responses are built as plain dictionaries in `mars_serve.api.outgoing.responses`; tests check them
+against these models.
+
+Source: OpenAI API reference, "Completions" and "Chat".
 """
 
 from __future__ import annotations
@@ -18,94 +20,94 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(BaseModel):
-    """What a response has, and nothing else."""
+    """Base of all response models; it allows no further fields."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ErrorDetail(Shape):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
     param: str | None
-    """Field of the request that it is about."""
+    """Field of the request that caused the error."""
     code: str | None
 
 
 class ErrorResponse(Shape):
-    """Every error has this shape."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(Shape):
-    """Of the prompt tokens."""
+    """Breakdown of the prompt tokens."""
 
     cached_tokens: Count
-    """Found stored instead of being computed."""
+    """Number of prompt tokens found in the KV cache instead of being computed."""
 
 
 class Usage(Shape):
     """Token counts; an end token counts as a completion token."""
 
     prompt_tokens: Count
-    """Each prompt counts once, however many outputs share it."""
+    """Number of prompt tokens; each prompt counts once, however many outputs share it."""
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
 
 
 class MarsBlock(Shape):
-    """What was done to serve a request."""
+    """How a request was decoded."""
 
     mode: Mode
     confidence_threshold: Annotated[float, Field(gt=0, le=1)]
     """Mean τ of the forward passes."""
     min_confidence_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Lowest τ of them; only where it moved."""
+    """Lowest τ of the forward passes; present only if τ moved."""
     forward_passes: Count
     tokens_per_forward: Annotated[float, Field(ge=0)]
 
 
-class Body(Shape):
-    """What all responses share."""
+class GenerationResponse(Shape):
+    """Fields of all responses with generated text."""
 
     id: str
     created: int
-    """Unix time, in seconds."""
+    """Unix time in seconds."""
     model: str
     system_fingerprint: str
-    """Of the model and the server's version."""
+    """Fingerprint of the model and the server's version."""
     service_tier: Literal["default", "flex", "priority"] | None = None
-    """The tier used, where the request gave one."""
+    """Tier that served the request, if the request named one."""
     usage: Usage
     mars: MarsBlock
 
 
 class CompletionLogprobs(Shape):
-    """Lists side by side, one item a token."""
+    """Log-probabilities as parallel lists with an item per token."""
 
     tokens: list[str]
     token_logprobs: list[Logprob | None]
-    """None of the first token of an echoed prompt."""
+    """Log-probabilities; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, Logprob] | None]
     text_offset: list[Count]
     from_mask: list[bool]
-    """Whether a mask gave the token; else the value is the exact AR one."""
+    """Whether a mask's logits gave the token; otherwise the value is the exact AR one."""
 
 
 class CompletionChoice(Shape):
     """One output of a completion."""
 
     index: Count
-    """Place of the prompt times n, and the output's place among those of the prompt."""
+    """Index of the prompt times n, plus the index among that prompt's outputs."""
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
 
 
-class CompletionResponse(Body):
+class CompletionResponse(GenerationResponse):
     """Response of ``POST /v1/completions``."""
 
     object: Literal["text_completion"]
@@ -121,29 +123,29 @@ class TokenLogprobShape(Shape):
 
 
 class ChatTokenLogprob(TokenLogprobShape):
-    """Log-probability of an output token and of the likeliest ones in its place."""
+    """Log-probabilities of an output token and of its likely alternatives."""
 
     top_logprobs: list[TokenLogprobShape]
     from_mask: bool
 
 
 class ChatLogprobs(Shape):
-    """Log-probabilities of an output."""
+    """Log-probabilities of an output's tokens."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class FunctionCall(Shape):
-    """What the model calls."""
+    """The called function and its arguments."""
 
     name: str
     arguments: str
-    """JSON text."""
+    """Arguments as JSON text."""
 
 
 class ToolCall(Shape):
-    """A call of a tool."""
+    """A tool call by the model."""
 
     id: str
     type: Literal["function"]
@@ -151,7 +153,7 @@ class ToolCall(Shape):
 
 
 class AssistantMessage(Shape):
-    """The model's turn."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -168,7 +170,7 @@ class ChatChoice(Shape):
     finish_reason: FinishReason
 
 
-class ChatCompletionResponse(Body):
+class ChatCompletionResponse(GenerationResponse):
     """Response of ``POST /v1/chat/completions``."""
 
     object: Literal["chat.completion"]
@@ -190,16 +192,16 @@ _ERRORS = {
 
 
 def errors_described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Some errors, as FastAPI's ``responses`` takes them; without arguments, all of them."""
+    """Describe some error statuses for FastAPI's ``responses``; all of them by default."""
     return {
         status: {"model": ErrorResponse, "description": _ERRORS[status]}
         for status in statuses or _ERRORS
     }
 
 
-def generation_described(model: type[Body]) -> dict[int | str, dict[str, Any]]:
-    """Everything that an endpoint that generates may answer."""
-    # no type: some readers take the schema for that of the body, others for that of an event
+def generation_described(model: type[GenerationResponse]) -> dict[int | str, dict[str, Any]]:
+    """Describe all responses of an endpoint that generates text."""
+    # Without a type, as readers disagree on whether it describes the stream or an event.
     stream = {"schema": {"description": "Server-sent events, one a pass."}}
     success = {
         "model": model,

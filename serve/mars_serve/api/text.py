@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in, incremental text out. Knows no HTTP."""
+"""Conversion between text and tokens: encodes prompts and decodes outputs incrementally."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import accumulate
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+_REPLACEMENT = "\ufffd"  # decoded from bytes that form no character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
-    """Turns accepted tokens into text as they come; never splits a UTF-8 character.
+    """Decodes accepted tokens incrementally without splitting a UTF-8 character.
 
-    The parts joined equal the decoded whole, whatever the split into passes. ``hidden`` tokens have
-    no text; by default those are the special ones.
+    The joined parts equal the decoded whole, however the tokens are divided into passes. Tokens in
+    ``hidden`` add no text; by default these are the special tokens.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TextStream:
         self._length = 0
 
     def push(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Text that these tokens complete; with ``last``, also what is left of the output."""
+        """Return the text that these tokens complete; if ``last``, also all remaining text."""
         if self._hidden is not None:
             tokens = [token for token in tokens if token not in self._hidden]
         self._tokens += tokens
@@ -48,36 +48,37 @@ class TextStream:
 
 @dataclass(frozen=True)
 class StopRules:
-    """What ends an output's text beside the model's own end tokens."""
+    """Conditions that end an output beside the model's end tokens."""
 
     strings: tuple[str, ...] = ()
-    """None of them empty."""
+    """Stop strings, none of them empty."""
     tokens: frozenset[int] = frozenset()
-    """Tokens at which the engine ends the output."""
+    """Token ids at which the engine ends the output."""
     in_output: bool = False
-    """Whether the text has what ended it."""
+    """Whether the text includes the string or token that ended it."""
     min_tokens: int = 0
-    """A string that these first tokens complete does not end the output."""
+    """Number of leading tokens in which a stop string does not end the output."""
 
 
 @dataclass(frozen=True)
 class OutputPart:
-    """What one forward pass gave of an output."""
+    """The text and tokens that one forward pass adds to an output."""
 
     text: str
     num_tokens: int
-    """Of the pass's tokens, those up to the one that completed a stop string."""
+    """Number of the pass's tokens up to the one that completed a stop string."""
     offsets: list[int]
-    """Of each of those tokens: characters of the output before it, held ones included. Bytes count
-    once it is known which character they make, or that they make none."""
+    """For each of those tokens, the number of characters of the output before it, held ones
+    included. Bytes count as soon as it is known which character they form, or that they form none.
+    """
     is_stopped: bool
-    """Whether a stop string was found; the output ends here."""
+    """Whether a stop string was found, which ends the output."""
 
 
 class OutputText:
-    """The text of an output up to a stop string, found wherever tokens and passes part it.
+    """The text of an output up to a stop string, which may span tokens and passes.
 
-    Text that may be the beginning of a stop string is held back until it is known not to be one.
+    Text that may begin a stop string is held back until it is known whether it does.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class OutputText:
         self._rules = rules
         self._held = ""
         self._length = 0
-        """Characters released."""
+        """Number of characters released."""
         self._num_tokens = 0
 
     def push(self, tokens: Sequence[int], *, last: bool) -> OutputPart:
-        """Text that one pass's tokens release; with ``last``, also what was held back.
+        """Return the text that one pass's tokens release; if ``last``, also all held text.
 
-        The split into passes does not change where the output stops: tokens are looked at one by
-        one, and of several strings that one token completes the one that begins first counts.
+        Tokens are examined one by one, so the end does not depend on how tokens are divided into
+        passes. If one token completes several strings, the one that begins first counts.
         """
         parts, offsets, end = list[str](), list[int](), len(tokens) - 1
         for index, token in enumerate(tokens):
@@ -111,7 +112,7 @@ class OutputText:
         return OutputPart("".join(parts), len(tokens), offsets, is_stopped=False)
 
     def _push_one(self, token: int, *, last: bool) -> tuple[str, bool]:
-        """Text that a token releases, and whether it completed a stop string."""
+        """Return the text that a token releases, and whether it completed a stop string."""
         self._num_tokens += 1
         is_hidden = token in self._rules.tokens and not self._rules.in_output
         new = self._stream.push([] if is_hidden else [token], last=last)
@@ -127,7 +128,7 @@ class OutputText:
 
 
 def _stop_end(text: str, num_old: int, rules: StopRules) -> int | None:
-    """Where the output ends if a stop string ends behind the first ``num_old`` characters."""
+    """Return where the output ends if a stop string ends after the first ``num_old`` characters."""
     found = []
     for string in rules.strings:
         start = text.find(string, max(0, num_old - len(string) + 1))
@@ -140,7 +141,7 @@ def _stop_end(text: str, num_old: int, rules: StopRules) -> int | None:
 
 
 def _num_held(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` with which a stop string may begin."""
+    """Return the length of the longest suffix of ``text`` that may begin a stop string."""
     longest = max((len(string) for string in strings), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]
@@ -151,19 +152,21 @@ def _num_held(text: str, strings: Sequence[str]) -> int:
 
 @dataclass
 class TokenBytes:
-    """The bytes of single tokens, as log-probabilities report them; special tokens by name."""
+    """The bytes of single tokens for log-probabilities; special tokens are spelled by name."""
 
     tokenizer: PreTrainedTokenizerBase
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def bytes_of(self, token: int) -> bytes:
-        """Bytes that a token adds to an output."""
+        """Return the bytes that a token adds to an output."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def name_of(self, token: int) -> str:
-        r"""Text of a token; one that is no whole text is ``bytes:\xf0\x9f``, as with OpenAI."""
+        r"""Return a token's text, or OpenAI's notation ``bytes:\xf0\x9f`` if it is not valid
+        UTF-8.
+        """
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -173,7 +176,7 @@ class TokenBytes:
     def _find(self, token: int) -> bytes:
         once, twice = self._decode([token]), self._decode([token, token])
         if _REPLACEMENT not in once:
-            return twice[len(once) :].encode()  # the first of an output may lose its space
+            return twice[len(once) :].encode()  # an output's first token may lose its leading space
         name = self.tokenizer.convert_ids_to_tokens(token)
         fallback = _BYTE_FALLBACK.fullmatch(name)
         if fallback:
@@ -191,9 +194,9 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2's tokenizer).
+    """Map each character of a byte-level token to its byte (GPT-2's tokenizer).
 
-    Bytes that are printable in Latin-1 stand for themselves, the others follow from U+0100 on.
+    Bytes that are printable in Latin-1 map to themselves, all others follow from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -205,7 +208,7 @@ _BYTE_OF = _byte_level_alphabet()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tokens that are no text."""
+    """Return the ids of the special tokens, which have no text."""
     known = tokenizer.added_tokens_decoder
     return frozenset(token for token, entry in known.items() if entry.special)
 
@@ -213,7 +216,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def decode(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """Text of some output tokens, without special tokens unless told."""
+    """Decode output tokens, by default without special tokens."""
     text = tokenizer.decode(
         tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
@@ -222,22 +225,22 @@ def decode(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a prompt; rendered chat templates bring their own special tokens."""
+    """Tokenize a prompt; rendered chat templates already contain their special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt as a response repeats it."""
+    """A prompt as the response repeats it."""
 
     text: str
     offsets: list[int]
-    """Of each token: characters of the text before it."""
+    """For each token, the number of characters of the text before it."""
 
 
 def echo_text(tokenizer: PreTrainedTokenizerBase, text: str) -> EchoedPrompt:
-    """A prompt given as text; special tokens that the tokenizer adds take no room in it."""
+    """Return the echo of a prompt given as text; special tokens that are added have no text."""
     spans: list[tuple[int, int]] = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     ends = list(accumulate((end for _, end in spans), max, initial=0))
     pairs = zip(spans, ends, strict=False)
@@ -246,7 +249,7 @@ def echo_text(tokenizer: PreTrainedTokenizerBase, text: str) -> EchoedPrompt:
 
 
 def echo_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> EchoedPrompt:
-    """A prompt given as token ids; special tokens are spelled out."""
+    """Return the echo of a prompt given as token ids; special tokens are spelled by name."""
     stream = TextStream(tokenizer, hidden=frozenset())
     parts, offsets = list[str](), list[int]()
     length = 0

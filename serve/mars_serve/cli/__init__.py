@@ -1,1 +1,1 @@
-"""The server's commands, as `marsray` loads them."""
+"""The server's commands for the `marsray` command line."""

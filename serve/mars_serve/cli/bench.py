@@ -1,4 +1,4 @@
-"""The command ``marsray bench``, a group: ``marsray bench decode`` and ``marsray bench load``."""
+"""The commands ``marsray bench decode`` and ``marsray bench load``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from mars_platform.cli.main import show_help_without_command
 
-_FILE_WIDTH = 120  # of tables that go to a file or pipe, where rich assumes 80
+_FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
 _INTERRUPTED = 130  # the shell's status for SIGINT
 
@@ -18,103 +18,109 @@ bench = typer.Typer(rich_markup_mode=None)
 
 @bench.callback(invoke_without_command=True)
 def _bench(context: typer.Context) -> None:
-    """Benchmarks: of decoding side by side, and of a server under load."""
+    """Benchmark decoding, or a server under load."""
     show_help_without_command(context)
 
 
 @bench.command()
 def decode(
     model: Annotated[
-        str | None, typer.Argument(help="Checkpoint directory or hub id; or give --untrained.")
+        str | None,
+        typer.Argument(help="Checkpoint directory or hub id; leave it out with --untrained."),
     ] = None,
     untrained: Annotated[
         str | None,
         typer.Option(
-            help="Random weights instead: a config.json, or qwen2-100m, qwen2.5-0.5b, qwen2.5-7b.",
+            help="Use random weights of this size: a config.json, qwen2-100m, qwen2.5-0.5b or "
+            "qwen2.5-7b.",
             show_default=False,
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Conversations, JSONL or Parquet; else random prompts are generated."),
+        typer.Option(help="Conversations in JSONL or Parquet; by default random prompts."),
     ] = None,
     contender: Annotated[
         list[str] | None,
         typer.Option(
-            help="ar, threshold, exact, exact-all, exact-last, hf-generate, hf-generate+packed, "
-            "hf-continuous, hf-continuous+packed or block-sync; may be repeated. Else all."
+            help="Decoder to measure: ar, threshold, exact, exact-all, exact-last, hf-generate, "
+            "hf-generate+packed, hf-continuous, hf-continuous+packed or block-sync. May be "
+            "repeated; by default all."
         ),
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="Batch size; may be repeated. Else 1, 4, 8, 16, 32."),
+        typer.Option(help="Batch size. May be repeated; by default 1, 4, 8, 16 and 32."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each contender is timed.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of times that each contender is timed.")
+    ] = 5,
     num_requests: Annotated[
-        int, typer.Option(min=1, help="Requests a run at the most, where two batches are not more.")
+        int, typer.Option(min=1, help="Requests per run, but at least two batches.")
     ] = 48,
     prompt_tokens: Annotated[
-        tuple[int, int], typer.Option(help="Length of a generated prompt, least and most.")
+        tuple[int, int], typer.Option(help="Shortest and longest generated prompt, in tokens.")
     ] = (16, 256),
     output_tokens: Annotated[
-        tuple[int, int], typer.Option(help="Length of its output, least and most.")
+        tuple[int, int], typer.Option(help="Shortest and longest output of a generated prompt.")
     ] = (16, 256),
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Output tokens for a conversation at the most.")
+        int, typer.Option(min=1, help="Largest number of output tokens for a conversation.")
     ] = 256,
     threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
     acceptance: Annotated[
         str | None,
         typer.Option(
-            help="Draw the lengths of accepted runs from this JSON file, or paper-gsm8k-0.95, "
-            "which is the default for untrained weights.",
+            help="Draw the number of tokens accepted per pass from this JSON file or from "
+            "paper-gsm8k-0.95, the default for untrained weights.",
         ),
     ] = None,
     agreement: Annotated[
         float | None,
         typer.Option(
-            help="In mode exact, draw each draft right with this probability, if all before it "
-            "are, in place of --acceptance."
+            help="In mode exact, accept each draft with this probability if all before it were "
+            "accepted; replaces --acceptance."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths, draws and weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths, draws and weights.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; else torch's choice.")
+        int | None, typer.Option(min=1, help="Number of CPU threads; by default torch's choice.")
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")] = "cpu",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of the weights; else float32 on the CPU, bfloat16 on CUDA."),
+        typer.Option(help="Type of the weights; by default float32 on the CPU, bfloat16 on CUDA."),
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the engine's model (engine.compile).")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw tokens a second over batch size into this file.")
+        Path | None, typer.Option(help="Plot tokens per second over batch size into this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Decode the same prompts with marsray's engine and with others, in turn.
+    """Compare the speed of decoders on the same prompts.
 
-    Generated prompts ignore end tokens: every output has its given length. With --acceptance the
-    number of tokens that a pass gives is drawn instead of decided by the model, for measuring what
-    steps cost where no trained weights are at hand. Its file holds {"tokens_per_forward": {"1":
-    0.6, "2": 0.4}}: how often a pass gives so many tokens. With --agreement, lengths outside mode
-    exact are drawn too. The contender exact leaves it to the engine which outcomes of a check get
-    masks; exact-all and exact-last give them to all outcomes, or to that of all drafts being right.
+    marsray's engine and the others take turns. Outputs of generated prompts ignore end tokens, so
+    that each has its drawn length. With --acceptance, the number of tokens accepted per pass is
+    drawn instead of decided by the model; so step times can be measured without trained weights.
+    Its file holds the relative frequency of each number, such as {"tokens_per_forward": {"1": 0.6,
+    "2": 0.4}}. With --agreement, numbers of tokens outside mode exact are drawn, too. Contender
+    exact lets the engine choose which outcomes get masks; exact-all gives masks to all outcomes,
+    and exact-last only to the one where all drafts are right.
     """
     import torch
     from rich.console import Console
 
-    from mars_platform.cli.output_files import check_plot_file
+    from mars_platform.cli.report import check_output_files, output_console
+    from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions
     from mars_serve.bench.decode.report import plot_comparison, print_comparison
-    from mars_serve.bench.decode.run import CONTENDERS, DecodeOptions, compare
+    from mars_serve.bench.decode.run import compare
     from mars_serve.bench.decode.workload import RaggedShape
 
     if threads is not None:
         torch.set_num_threads(threads)
-    if plot is not None:
-        check_plot_file(plot)
+    check_output_files({"--plot": plot})
     options = DecodeOptions(
         model=model,
         untrained=untrained,
@@ -134,9 +140,7 @@ def decode(
         compiled=compiled,
     )
     comparison = compare(options, Console(stderr=True))
-    output = Console()
-    if not output.is_terminal:
-        output.width = _FILE_WIDTH
+    output = output_console(_FILE_WIDTH)
     print_comparison(comparison, output, as_json=as_json)
     if plot is not None:
         plot_comparison(comparison, plot)
@@ -144,40 +148,44 @@ def decode(
 
 @bench.command()
 def load(
-    trace: Annotated[Path, typer.Option(help="Requests to replay; may end in .gz.")],
+    trace: Annotated[Path, typer.Option(help="File of requests to replay; may end in .gz.")],
     model: Annotated[str, typer.Option(help="Name of the served model.")],
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     speedup: Annotated[
-        float, typer.Option(help="Times that the trace is played faster than it was.")
+        float, typer.Option(help="Factor by which the trace is replayed faster.")
     ] = 1.0,
     trace_format: Annotated[
-        str | None, typer.Option(help="azure, mooncake or csv; else guessed from the file.")
+        str | None, typer.Option(help="azure, mooncake or csv; by default guessed from the file.")
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Conversations to ask, JSONL; each request takes the next one. Else prompts of "
-            "the trace's lengths are made up."
+            help="Conversations in JSONL; each request sends the next one. By default, random "
+            "prompts of the trace's lengths are sent."
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Output tokens for a conversation at the most; else the trace's."),
+        typer.Option(
+            help="Largest number of output tokens for a conversation; by default as in the trace."
+        ),
     ] = None,
     classes: Annotated[
         str | None,
         typer.Option(
-            help="Draw each request's tier: priority=.1,default=.6,flex=.3. Else the trace's own."
+            help="Shares of tiers to draw from, such as priority=.1,default=.6,flex=.3; by "
+            "default as in the trace."
         ),
     ] = None,
     objective_ttft_s: Annotated[
-        float, typer.Option(help="Seconds in which the first token should come.")
+        float, typer.Option(help="Objective for the time to first token, in seconds.")
     ] = 1.0,
     duration: Annotated[
-        float | None, typer.Option(help="Seconds of sending at the most; else the whole trace.")
+        float | None,
+        typer.Option(help="Seconds after which no more requests are sent; by default never."),
     ] = None,
     max_requests: Annotated[
-        int, typer.Option(help="Requests at the most, the first ones.")
+        int, typer.Option(help="Largest number of requests; the first ones are sent.")
     ] = 100_000,
     timeout_s: Annotated[
         float, typer.Option(help="Seconds after which a request is given up.")
@@ -185,15 +193,15 @@ def load(
     seed: Annotated[
         int,
         typer.Option(
-            help="Of classes and made-up prompts. A server that has seen prompts has them stored: "
-            "take another one for a second test."
+            help="Seed of drawn tiers and prompts. A server caches the prompts that it has seen, "
+            "so use another seed for a second test."
         ),
     ] = 0,
     key_env: Annotated[
         str | None, typer.Option(help="Environment variable that holds the server's key.")
     ] = None,
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="The server may be another machine.")
+        bool, typer.Option("--allow-remote", help="Allow a server on another machine.")
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the figures to.")
@@ -202,20 +210,22 @@ def load(
         Path | None, typer.Option("--csv", help="File to write a row for each request to.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
+        Path | None, typer.Option(help="Image file to plot to; its suffix sets the format.")
     ] = None,
 ) -> None:
-    """Replay a request trace against a running server, and report what its clients saw.
+    """Replay a request trace against a running server.
 
-    Each request is sent at its time, whatever became of others. A request that was rejected or
-    failed never met the objective, and its times are infinite. Ctrl-C ends the test with what there
-    is. Rows of --data with an "answer" are checked, as marsray eval does it.
+    Prints the latencies and rejections that clients saw. Each request is sent at its time in the
+    trace, without waiting for others. A rejected or failed request misses the objective and has
+    infinite latencies. Ctrl-C ends the test and reports the requests so far. Rows of --data with an
+    "answer" are checked in the same way as by marsray eval.
     """
     from functools import partial
 
     from rich.console import Console
 
     from mars_platform.cli.progress import progress_display
+    from mars_platform.cli.report import output_console
     from mars_platform.config import build_settings
     from mars_serve.bench.load.report import print_load, write_files
     from mars_serve.bench.load.run import LoadOptions, run_load
@@ -243,9 +253,7 @@ def load(
     options = build_settings(given, LoadOptions, source="options")
     with progress_display(Console(stderr=True)) as display:
         test = run_load(options, partial(display.update, "bench load"))
-    output = Console()
-    if not output.is_terminal:
-        output.width = _LOAD_WIDTH
+    output = output_console(_LOAD_WIDTH)
     print_load(test, output)
     write_files(test)
     if test.replayed.was_interrupted:

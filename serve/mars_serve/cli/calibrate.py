@@ -8,65 +8,72 @@ from typing import Annotated, Literal
 
 import typer
 
-_FILE_WIDTH = 120  # of tables that go to a file or pipe, where rich assumes 80
+_FILE_WIDTH = 120  # columns of a table in a file or pipe
 
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id, with mars.json.")],
     data: Annotated[
-        list[Path], typer.Option(help="Conversations, JSONL or Parquet; may be repeated.")
+        list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
     ],
     threshold: Annotated[
         list[float] | None,
         typer.Option(
-            help="Confidence threshold in (0, 1] to measure; may be repeated. Else .95, .9, .8, "
-            ".7, .6, .5."
+            help="Confidence threshold in (0, 1] to measure. May be repeated; by default .95, .9, "
+            ".8, .7, .6 and .5."
         ),
     ] = None,
     max_items: Annotated[
-        int | None, typer.Option(min=1, help="Conversations at the most, the first ones.")
+        int | None,
+        typer.Option(min=1, help="Largest number of conversations; the first ones are used."),
     ] = None,
     max_cursors: Annotated[
-        int, typer.Option(min=2, help="Places at the most at which tokens are proposed.")
+        int, typer.Option(min=2, help="Largest number of positions at which proposals are scored.")
     ] = 4000,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Output tokens at the most, within what the context leaves.")
+        int, typer.Option(min=1, help="Largest number of output tokens, if the context has room.")
     ] = 256,
     batch: Annotated[
-        int, typer.Option(min=1, help="Conversations that run at once, as on a replica.")
+        int,
+        typer.Option(min=1, help="Conversations that run at once; set it to a replica's batch."),
     ] = 32,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Less exact: 100 conversations, thresholds down to .7."),
+        typer.Option(
+            "--quick", help="Measure less precisely: 100 conversations, thresholds down to .7."
+        ),
     ] = False,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Auto is cuda where there is one.")
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Device to run on; auto is cuda if available."),
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bf16"] | None,
-        typer.Option(help="Of the weights; else float32 on the CPU, bf16 on CUDA."),
+        typer.Option(help="Type of the weights; by default float32 on the CPU, bf16 on CUDA."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw reliability and frontier, as .png or .svg.")
+        Path | None, typer.Option(help="Plot reliability and frontier into this .png or .svg file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure on held-out conversations what a checkpoint's confidence and thresholds are worth.
+    """Measure a checkpoint's confidence, quality and speed.
 
-    Fits a temperature for each depth, so that of the proposed tokens with confidence .95 as many
-    are right as that says: mode ar gives the same token there. Half of the conversations are
-    fitted on, the figures come from the other half. Writes calibration.json into the checkpoint.
+    First fits a temperature for each depth, so that 95 % of the tokens proposed with confidence .95
+    are right, which means that mode ar gives the same token. Temperatures are fitted on one half of
+    the held-out conversations and evaluated on the other. They are written to calibration.json in
+    the checkpoint.
 
-    Then measures quality and tokens a forward pass in each mode and at each threshold, and what
-    steps take on this machine, and writes frontier.json for the autoscaler. A run that was
-    stopped goes on where it was when it is started again.
+    Then measures quality and tokens per forward pass in each mode and at each threshold, and step
+    times on this machine, and writes frontier.json for the autoscaler. A stopped run continues when
+    it is started again.
     """
-    # Spinning threads make a run many times slower once another process wants a core. The kernels
-    # read this when they are loaded.
+    # Threads that spin while idle slow a run down many times if other processes need their cores.
+    # The kernels read the variable when they are loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     from rich.console import Console
 
+    from mars_platform.cli.report import output_console
     from mars_serve.measure.calibration.report import print_calibration
     from mars_serve.measure.calibration.run import CalibrateOptions, calibrate_model
 
@@ -84,7 +91,5 @@ def calibrate(
         quick=quick,
     )
     run = calibrate_model(options, Console(stderr=True))
-    output = Console()
-    if not output.is_terminal:
-        output.width = _FILE_WIDTH
+    output = output_console(_FILE_WIDTH)
     print_calibration(run, output, as_json=as_json)

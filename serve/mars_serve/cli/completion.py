@@ -1,4 +1,4 @@
-"""One completion without a server: the engine, run to the end on a single request."""
+"""Completes one prompt with the engine, without a server."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from mars_platform.data.conversations import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import OutputText, StopRules, encode
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import (
+from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,
     GrammarKind,
     GrammarSpec,
-    Request,
     Sampling,
 )
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 _DEFAULT_TOKENS = 256
 _GREEDY = Sampling()
-_MAX_TEMPERATURE = 2.0  # that of requests, too
+_MAX_TEMPERATURE = 2.0  # same as in REST requests
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A completed output."""
+class LocalCompletion:
+    """The output for one prompt, with figures of how it was decoded."""
 
     passes: list[str]
-    """Text that each forward pass gave."""
+    """Text that each forward pass added."""
     num_tokens: int
     finish_reason: str
     mode: Mode
@@ -48,7 +48,7 @@ class Generation:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Output tokens a forward pass."""
+        """Mean number of output tokens per forward pass."""
         return self.num_tokens / len(self.passes)
 
 
@@ -63,8 +63,8 @@ def generate_once(
     sampling: Sampling = _GREEDY,
     stop: Sequence[str] = (),
     grammar: GrammarSpec | None = None,
-) -> Generation:
-    """Load a model and complete one prompt; the output ends before the first string of ``stop``.
+) -> LocalCompletion:
+    """Load a model and complete one prompt; the output ends before the first stop string.
 
     Raises:
         UserError: the model or an option is unusable.
@@ -89,7 +89,7 @@ def generate_once(
 
 
 def read_json_schema(file: Path) -> GrammarSpec:
-    """The grammar of a JSON schema in a file.
+    """Return the grammar for a JSON schema in a file.
 
     Raises:
         UserError: the file cannot be read, or holds no JSON.
@@ -116,7 +116,7 @@ def _check_ranges(threshold: float, sampling: Sampling, stop: Sequence[str]) -> 
         raise UserError("--stop: an empty string is everywhere; leave it out")
 
 
-def _run(engine: Engine, request: Request, text: OutputText) -> Generation:
+def _run(engine: Engine, request: Request, text: OutputText) -> LocalCompletion:
     options = request.options
     started, passes, num_tokens, reason = time.monotonic(), list[str](), 0, None
     while engine.has_work and reason is None:
@@ -128,10 +128,10 @@ def _run(engine: Engine, request: Request, text: OutputText) -> Generation:
             if part.is_stopped:
                 reason = FinishReason.STOP
     assert reason is not None
-    return Generation(
-        passes,
-        num_tokens,
-        reason,
+    return LocalCompletion(
+        passes=passes,
+        num_tokens=num_tokens,
+        finish_reason=reason,
         mode=options.mode,
         confidence_threshold=request.threshold,
         temperature=options.sampling.temperature,
@@ -140,20 +140,20 @@ def _run(engine: Engine, request: Request, text: OutputText) -> Generation:
     )
 
 
-def print_generation(generation: Generation, console: Console, *, as_json: bool) -> None:
-    """Print the output shaded by forward pass and a line of figures, or all of it as JSON."""
+def print_completion(completion: LocalCompletion, console: Console, *, as_json: bool) -> None:
+    """Print the output, shaded by forward pass, and a line of figures; or both as JSON."""
     if as_json:
-        figures = asdict(generation)
-        figures |= {"text": "".join(generation.passes)}
-        figures |= {"tokens_per_forward": generation.tokens_per_forward}
+        figures = asdict(completion)
+        figures |= {"text": "".join(completion.passes)}
+        figures |= {"tokens_per_forward": completion.tokens_per_forward}
         console.print_json(json.dumps(figures))
         return
-    print_shaded(console, generation.passes)
-    seed = f", seed {generation.seed}" if generation.temperature > 0 else ""
+    print_shaded(console, completion.passes)
+    seed = f", seed {completion.seed}" if completion.temperature > 0 else ""
     console.print(
-        f"{generation.num_tokens} tokens in {len(generation.passes)} forward passes "
-        f"({generation.tokens_per_forward:.2f} a pass), mode {generation.mode}, "
-        f"threshold {generation.confidence_threshold:g}{seed}, {generation.seconds:.2f} s",
+        f"{completion.num_tokens} tokens in {len(completion.passes)} forward passes "
+        f"({completion.tokens_per_forward:.2f} a pass), mode {completion.mode}, "
+        f"threshold {completion.confidence_threshold:g}{seed}, {completion.seconds:.2f} s",
         style="dim",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""``marsray key``: a new key for a server, and the entry of its file that lets it in."""
+"""The command ``marsray key``."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ import typer
 
 
 def key(
-    name: Annotated[str, typer.Argument(help="Who it is for, as logs will call it.")],
+    name: Annotated[str, typer.Argument(help="Owner of the key, as logs name it.")],
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            help="Allowed service_tier: default, flex or priority; may be repeated. Else default "
-            "and flex."
+            help="Allowed service_tier: default, flex or priority. May be repeated; by default "
+            "default and flex."
         ),
     ] = None,
     min_confidence_threshold: Annotated[
-        float | None, typer.Option(help="Lowest threshold of its requests, in [0, 1].")
+        float | None, typer.Option(help="Lowest threshold of the key's requests, in [0, 1].")
     ] = None,
-    max_concurrent: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(help="Largest number of concurrent requests.")
+    ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Prompt and output tokens together.")
+        int | None, typer.Option(help="Limit of prompt and output tokens together.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Requests.")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Limit of generating requests.")
+    ] = None,
     tenant: Annotated[
-        str | None, typer.Option(help="Shares stored prefixes with keys of the same tenant.")
+        str | None, typer.Option(help="Share cached prefixes with keys of the same tenant.")
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="May use the paths below /admin.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="Allow the paths below /admin.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a key. It is shown this once; the server's file of keys holds only its hash."""
+    """Make an API key for a server.
+
+    Prints the key and its entry for the key file. The entry contains only the key's hash, so the
+    key cannot be shown again.
+    """
     import json
 
     import yaml

@@ -9,26 +9,30 @@ import typer
 
 
 def promote(
-    candidate: Annotated[Path, typer.Argument(help="Checkpoint directory, with frontier.json.")],
+    candidate: Annotated[Path, typer.Argument(help="Checkpoint directory with frontier.json.")],
     service: Annotated[
-        Path, typer.Option(help="Symbolic link to the checkpoint in service; may not exist yet.")
+        Path,
+        typer.Option(help="Symbolic link to the checkpoint in service; it is created if missing."),
     ],
     max_loss: Annotated[
-        float, typer.Option(min=0, help="Points of quality that it may be worse by.")
+        float, typer.Option(min=0, help="Largest loss of quality, in percentage points.")
     ] = 1.0,
     max_slower: Annotated[
-        float, typer.Option(min=0, help="Share of tokens a pass that it may give fewer.")
+        float, typer.Option(min=0, help="Largest relative loss of tokens per pass.")
     ] = 0.05,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Do not compare it with the one that is there; to go back."),
+        typer.Option(
+            "--force", help="Do not compare the checkpoints, for going back to an older one."
+        ),
     ] = False,
 ) -> None:
-    """Put a checkpoint in service, unless it is worse than the one that is there.
+    """Put a checkpoint in service unless it is worse.
 
-    Both must have been calibrated on the same conversations, with an answer to check in each row.
-    All files of the new one are compared with its manifest, which is written if there is none. The
-    link changes in one step; servers that are to serve the new checkpoint are deployed again.
+    Compares the candidate with the checkpoint that is in service. Both must have been calibrated on
+    the same conversations, with an answer in each row. The candidate's files are checked against
+    its manifest, which is written if it is missing. The link changes atomically; deploy servers
+    again to serve the new checkpoint.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Settings of ``marsray serve`` from its config file and its command-line options."""
+"""Builds the settings of ``marsray serve`` from its config file and command-line options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def serve_settings(
     insecure: bool,
     overrides: list[str],
 ) -> ServeSettings:
-    """Merge the sources: options win over the file, ``--set`` wins over both.
+    """Merge the sources: options override the file, ``--set`` overrides both.
 
     Raises:
         UserError: neither a file nor a model is given, or a value is invalid.
@@ -41,7 +41,7 @@ def serve_settings(
 
 
 def _model_entry(text: str) -> dict[str, Any]:
-    """``NAME=DIR``, or a directory or hub id, whose last part becomes the name."""
+    """Parse ``NAME=DIR``, or a directory or hub id whose last part becomes the name."""
     name, separator, path = text.partition("=")
     if not separator:
         name, path = Path(text).resolve().name if Path(text).exists() else text, text

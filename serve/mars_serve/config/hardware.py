@@ -1,4 +1,4 @@
-"""What this process computes on, in words."""
+"""Names of the hardware that this process runs on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def hardware_name(device: str) -> str:
-    """The device, as ``frontier.json`` has it.
+    """Return a device's name as ``frontier.json`` records it.
 
     Args:
-        device: ``cpu``, whose threads are named, too, or ``cuda``.
+        device: ``cpu``, whose name includes the number of threads, or ``cuda``.
     """
     if device == "cuda":
         return torch.cuda.get_device_name()
@@ -20,7 +20,7 @@ def hardware_name(device: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor: its model where the system says it, else its architecture."""
+    """Return the processor's model if the system reports it, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():

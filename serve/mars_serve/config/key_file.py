@@ -1,7 +1,4 @@
-"""Keys of the server as they are written down: by hash, with what each may do.
-
-Knows neither where the text comes from nor how a request gives its key.
-"""
+"""The format of the server's key file: API keys by hash, with their permissions and limits."""
 
 from __future__ import annotations
 
@@ -18,37 +15,37 @@ from mars_platform.tier import Tier
 
 _PREFIX = "mars-"
 _NUM_RANDOM_BYTES = 32
-_MAX_SHOWN = 32  # characters of an unknown field's name
+_MAX_SHOWN = 32  # longest field name that an error message quotes
 
 
 class KeyEntry(Settings):
-    """One key, and what requests that give it may do."""
+    """A key and its permissions and limits."""
 
     name: str = Field(min_length=1, max_length=64)
-    """Who it belongs to, as logs and metrics call it."""
+    """Owner of the key, as logs and metrics name it."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the key, in lower-case hexadecimal; ``marsray key`` makes both."""
+    """SHA-256 of the key in lower-case hexadecimal; ``marsray key`` prints both."""
     tiers: list[Tier] = Field(default=[Tier.DEFAULT, Tier.FLEX], min_length=1)
-    """Values of ``service_tier`` that its requests may have."""
+    """Values of ``service_tier`` that requests with this key may use."""
     min_confidence_threshold: float = Field(default=0, ge=0, le=1)
-    """Lowest τ that any of its requests is decoded with."""
+    """Lowest τ of requests with this key."""
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Requests that it may have running or waiting at once; by default any number."""
+    """Largest number of requests running or waiting at once; by default unlimited."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Prompt and output tokens together; by default any number."""
+    """Prompt and output tokens allowed per minute; by default unlimited."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Requests that generate text; by default any number."""
+    """Generating requests allowed per minute; by default unlimited."""
     tenant: str | None = Field(default=None, max_length=128)
-    """Keys of one tenant share stored prefixes of prompts; by default a key shares with none."""
+    """Keys with the same tenant share cached prompt prefixes; by default a key shares with none."""
     admin: bool = False
-    """Whether it may use the paths below /admin."""
+    """Allow the paths below /admin."""
 
 
 class KeyFile(Settings):
-    """What a file or variable of keys holds."""
+    """Content of a key file or of the environment variable."""
 
     keys: list[KeyEntry]
-    """No two with the same name or hash. An empty list keeps everybody out."""
+    """Keys with distinct names and hashes; an empty list lets nobody in."""
 
     @model_validator(mode="after")
     def _consistent(self) -> KeyFile:
@@ -57,7 +54,7 @@ class KeyFile(Settings):
 
 
 def refuse_duplicates(entries: list[KeyEntry]) -> None:
-    """Check that no two keys share a name or a hash.
+    """Refuse keys that share a name or a hash.
 
     Raises:
         ValueError: two do; the message names them.
@@ -74,14 +71,14 @@ def refuse_duplicates(entries: list[KeyEntry]) -> None:
 
 
 def parse_keys(text: str, source: str) -> list[KeyEntry]:
-    """Keys from YAML or JSON.
+    """Parse keys from YAML or JSON.
 
     Raises:
-        UserError: naming ``source`` and the field, but no value: somebody may have written a key
-            where its hash belongs, and messages end up in logs.
+        UserError: the message names ``source`` and the field but no value: a key may stand where
+            its hash belongs, and messages are logged.
     """
     try:
-        content = yaml.load(text, Loader=yaml.CSafeLoader)  # the safe one's fast twin
+        content = yaml.load(text, Loader=yaml.CSafeLoader)  # SafeLoader's fast equivalent
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
@@ -107,19 +104,19 @@ def _describe(error: ValidationError) -> str:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether it reads like a field's name, and not like a key."""
+    """Return whether a text looks like a field's name rather than a key."""
     return isinstance(name, str) and name.isidentifier() and len(name) <= _MAX_SHOWN
 
 
 def new_key() -> str:
-    """A random key; only its hash is ever stored."""
+    """Draw a random key, of which only the hash is ever stored."""
     return _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
 
 
 def hash_key(key: bytes) -> str:
-    """SHA-256 of a key, in hexadecimal.
+    """Return the SHA-256 of a key in hexadecimal.
 
-    A slow hash as for passwords would gain nothing: a key is 256 random bits, which nobody can
-    guess however fast he tries, and it would cost every request.
+    A slow password hash would cost every request and gain nothing: a key has 256 random bits, which
+    cannot be guessed at any speed.
     """
     return hashlib.sha256(key).hexdigest()

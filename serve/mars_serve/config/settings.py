@@ -1,4 +1,4 @@
-"""Settings of a server, as ``marsray serve CONFIG.yaml`` reads them."""
+"""Settings of a server, read by ``marsray serve CONFIG.yaml``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from mars_autoscale.policy.decide import OuterSettings
-from mars_autoscale.policy.inner_loop import LocalSettings
+from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
@@ -19,95 +18,96 @@ from mars_serve.engine.settings import EngineSettings
 
 
 def _absolute(path: Path) -> Path:
-    """Against the directory of who wrote it: Ray's processes may run in another."""
+    """Resolve a path against the current directory, because Ray's processes may run in another."""
     return path.expanduser().absolute()
 
 
 class DraftSettings(Settings):
-    """A second, smaller model that proposes tokens for a served one to check."""
+    """A smaller model that drafts tokens which the served model verifies."""
 
     path: str
     """Checkpoint directory or hub id, MARS or plain AR, with the served model's tokenizer."""
     num_tokens: int = Field(default=4, ge=1, le=64)
-    """Tokens that it proposes for a request and step."""
+    """Number of tokens drafted per request and step."""
     confidence_threshold: float = Field(default=0.8, gt=0, le=1)
-    """τ of its own decoding, where it is a MARS checkpoint."""
+    """τ of the draft model's own decoding, if it is a MARS checkpoint."""
 
 
 class RehearsalSettings(Settings):
-    """Slows a model's steps down to the times in its checkpoint's ``frontier.json``, so that
-    scaling can be rehearsed on a machine too small for it. What is decoded stays the same.
+    """Paces a model's steps to the times in its checkpoint's ``frontier.json``.
+
+    Scaling can then be rehearsed on a machine that is too small for it. Outputs stay the same.
     """
 
     cold_start_s: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Seconds that a replica's start takes at the least."""
+    """Shortest start of a replica, in seconds."""
 
 
 class TierSettings(Settings):
-    """What each ``service_tier`` may be served with.
+    """Floors of τ for each ``service_tier``.
 
-    Requests of tier ``priority`` are decoded without loss and go first, those of ``flex`` go last.
+    Tier ``priority`` is decoded without loss and served first; tier ``flex`` is served last.
     """
 
     default_min_threshold: float = Field(default=0.9, gt=0, le=1)
-    """Lowest τ to which a request of tier ``default`` may be moved while it gives none itself."""
+    """Lowest τ for requests of tier ``default`` that set none."""
     flex_min_threshold: float = Field(default=0.7, gt=0, le=1)
-    """The same for tier ``flex``."""
+    """Lowest τ for requests of tier ``flex`` that set none."""
 
 
 class AutoscalingSettings(OuterSettings):
-    """Number of replicas and live τ, moved together by load; see `OuterSettings` for most of it.
+    """Scaling of replicas and live τ with the load; `OuterSettings` has most of the fields.
 
-    The floors of ``tiers`` hold, too.
+    The floors in ``tiers`` apply as well.
     """
 
     max_replicas: int = Field(ge=1)
-    """Replicas at the most."""
+    """Largest number of replicas."""
     policy: Literal["joint", "ongoing_requests"] = "joint"
-    """``joint`` moves τ and replicas; ``ongoing_requests`` leaves τ alone and has Ray Serve's own
-    policy choose the replicas."""
+    """``joint`` moves τ and replicas together; ``ongoing_requests`` keeps τ fixed and lets Ray
+    Serve's own policy choose the number of replicas."""
     target_threshold: float = Field(default=1.0, gt=0, le=1)
-    """τ while there is no need to hurry; replicas are sized by its speed. It has to be one that
-    frontier.json has, and no lower than the floors of class default."""
+    """τ under normal load; its speed determines the number of replicas. It must be one of
+    frontier.json's thresholds and no lower than the floors of tier default."""
     objective_ttft_s: float = Field(default=1.0, gt=0)
-    """Seconds to the first token that are promised. Once nothing is left to give, requests that
-    would wait longer are refused, those of tier flex first."""
-    inner: LocalSettings = LocalSettings()
-    """Constants of a replica's own part."""
+    """Objective for the time to first token, in seconds. Once neither τ nor replicas can help
+    further, requests that would wait longer are refused, those of tier flex first."""
+    inner: InnerSettings = InnerSettings()
+    """Constants of the inner loop, which runs in each replica."""
     target_ongoing_requests: float = Field(default=8, gt=0)
-    """Of a replica, for policy ``ongoing_requests``."""
+    """Number of requests per replica that policy ``ongoing_requests`` aims at."""
 
 
 class ModelSettings(Settings):
-    """One served model."""
+    """A served model."""
 
     name: str = Field(min_length=1, max_length=128)
     """Name that requests give as ``model``."""
     path: str
     """Checkpoint directory or Hugging Face hub id."""
     mode: Mode = Mode.THRESHOLD
-    """Mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
+    """Decoding mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
     confidence_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of requests that name none, until it is changed on the running server. Where autoscaling
-    moves τ, it is ``autoscaling.target_threshold`` that says so."""
+    """τ of requests that set none, until it is changed on the running server. If autoscaling moves
+    τ, set ``autoscaling.target_threshold`` instead."""
     tiers: TierSettings = TierSettings()
     num_replicas: int = Field(default=1, ge=1)
-    """Replicas, each with an engine of its own."""
+    """Number of replicas, each with its own engine."""
     autoscaling: AutoscalingSettings | None = None
-    """Where given, there are as many replicas as the load needs."""
+    """Scales the number of replicas with the load; by default the number is fixed."""
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for a replica."""
     num_gpus: float = Field(default=0, ge=0, le=1)
     """GPUs of a replica; 0 runs it on the CPU."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of the CPU kernels; by default the machine's cores, shared by the replicas."""
+    """Number of CPU threads of a replica; by default an equal share of the machine's cores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of weights, keys and values."""
+    """Number type of weights, keys and values."""
     engine: EngineSettings = EngineSettings()
     draft: DraftSettings | None = None
-    """Used for requests in modes exact and threshold."""
+    """Draft model for requests in modes exact and threshold."""
     rehearsal: RehearsalSettings | None = None
-    """Where given, the model's speed is that of the hardware its frontier was measured on."""
+    """Runs the model at the speed of the hardware that its frontier was measured on."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:
@@ -151,53 +151,53 @@ class ModelSettings(Settings):
 
     @property
     def initial_threshold(self) -> float:
-        """τ of requests that name none, while neither the load nor anybody has changed it."""
+        """τ of requests that set none, before load or an administrator has changed it."""
         if self.autoscaling is not None and self.is_governed:
             return self.autoscaling.target_threshold
         return self.confidence_threshold
 
     @property
     def most_replicas(self) -> int:
-        """Replicas that there may be at once."""
+        """Largest number of replicas at once."""
         return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
 
     @property
     def is_governed(self) -> bool:
-        """Whether replicas choose τ themselves, within what the governor allows."""
+        """Whether replicas choose τ themselves, within the governor's range."""
         return self.autoscaling is not None and self.autoscaling.policy == "joint"
 
 
 class LimitSettings(Settings):
-    """What one request may ask for; more is refused before it reaches a model."""
+    """Limits on a single request; a request beyond them is refused before it reaches a model."""
 
     body_bytes: int = Field(default=8 * 2**20, ge=1024)
-    """Bytes of a request's body."""
+    """Largest request body, in bytes."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of each prompt; by default what the model takes."""
+    """Largest number of tokens per prompt; by default the model's limit."""
     output_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of each output; by default what the model takes."""
+    """Largest number of tokens per output; by default the model's limit."""
     choices: int = Field(default=128, ge=1)
-    """Outputs of one request, ``n`` times its prompts."""
+    """Largest number of outputs per request: ``n`` times its prompts."""
     stop_strings: int = Field(default=16, ge=0)
     stop_characters: int = Field(default=256, ge=1)
-    """Characters of each stop string."""
+    """Longest stop string, in characters."""
     queue_wait_s: float | None = Field(default=None, gt=0)
-    """Seconds after which a request that has not begun to run is given up; by default never."""
+    """Seconds in the queue after which a request is given up; by default it waits forever."""
 
 
 class KeySettings(Settings):
-    """Who may use the server. Without any key, it is open, and listens on loopback only."""
+    """API keys of the server. Without any key it is open to all, and listens on loopback only."""
 
     file: Annotated[Path, AfterValidator(_absolute)] | None = None
-    """Keys, by hash, with what each may do; read again when the file changes. Every replica of the
-    ingress reads it, wherever it runs."""
+    """File with key entries; changes take effect while the server runs. Every replica of the
+    ingress reads it on its own machine."""
     environment: str = Field(default="MARSRAY_API_KEYS", min_length=1)
-    """Variable that holds the same, where no file is given. A replica of the ingress that does not
-    have it uses what ``marsray serve`` found in its own environment."""
+    """Environment variable with key entries, used if no file is set. An ingress replica without the
+    variable uses the entries that ``marsray serve`` found in its own environment."""
     entries: list[KeyEntry] | None = None
-    """The same, given here; used where there is neither file nor variable."""
+    """Key entries, used if neither file nor variable is set."""
     reload_s: float = Field(default=2, gt=0)
-    """Seconds between two looks at the file."""
+    """Seconds between two checks of the file for changes."""
 
     @field_validator("entries")
     @classmethod
@@ -211,7 +211,7 @@ class KeySettings(Settings):
         return self.file is not None or self.current_entries() is not None
 
     def current_entries(self) -> list[KeyEntry] | None:
-        """Keys that are not in a file, of this process' environment first; None without any.
+        """Return the keys from the environment, else from ``entries``; None if there are neither.
 
         Raises:
             UserError: the variable cannot be read; the message names it.
@@ -220,28 +220,31 @@ class KeySettings(Settings):
         return self.entries if text is None else parse_keys(text, self.environment)
 
     def captured(self) -> KeySettings:
-        """These with what the environment holds now, hashes only, for a process elsewhere."""
+        """Return these settings with the keys (as hashes) of this process's environment as entries,
+        for a process on another machine.
+        """
         return self.model_copy(update={"entries": self.current_entries()})
 
 
 class ProxySettings(Settings):
-    """How Ray Serve takes HTTP requests in."""
+    """How Ray Serve receives HTTP requests."""
 
     kind: Literal["auto", "haproxy", "python"] = "auto"
-    """Serve's proxies: ``auto`` is haproxy where its package is installed, which is on Linux. On a
-    cluster that runs already, it is the cluster's environment that decides."""
+    """Kind of proxy; ``auto`` is haproxy if its package is installed (Linux only), else python. On
+    a running cluster the cluster's environment decides."""
     num_replicas: int = Field(default=1, ge=1)
-    """Replicas of the ingress, which checks, tokenises and streams. Limits by key are shared out
-    evenly among them."""
+    """Number of ingress replicas, which check requests, tokenize and stream. Rate limits of keys
+    are divided evenly among them."""
 
 
 class TelemetrySettings(Settings):
-    """What the server tells about itself."""
+    """Logs and traces of requests."""
 
     log_requests: bool = True
-    """Write one line of JSON for each request, without its text."""
+    """Log each request as a line of JSON, without its text."""
     tracing: bool = False
-    """Send OpenTelemetry spans, where the standard OTEL_ variables say; needs marsray[tracing]."""
+    """Send OpenTelemetry spans to the destination in the standard OTEL_ variables; needs
+    marsray[tracing]."""
 
 
 class ServeSettings(Settings):
@@ -253,17 +256,17 @@ class ServeSettings(Settings):
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to listen on."""
     insecure: bool = False
-    """Allow an address other than loopback without keys."""
+    """Allow other addresses than loopback without keys."""
     keys: KeySettings = KeySettings()
     limits: LimitSettings = LimitSettings()
     proxy: ProxySettings = ProxySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     drain_s: float = Field(default=600, gt=0)
-    """Seconds that running requests get to end in when a replica is taken down; choose more than
-    the longest generation takes."""
+    """Seconds in which a stopping replica may finish its requests; set it longer than the longest
+    generation."""
     surge_percent: int = Field(default=25, ge=0, le=100)
-    """Percent of a deployment's replicas, rounded up, that an update starts before it ends old
-    ones; 0 ends old ones first, for clusters without room for one more."""
+    """Share of a deployment's replicas, in percent and rounded up, that an update starts before it
+    stops old ones; 0 stops old ones first, for clusters without spare capacity."""
     cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")
@@ -286,7 +289,7 @@ class ServeSettings(Settings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by name or address, is this machine and reachable from nowhere else."""
+    """Return whether a host name or address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,1 +1,1 @@
-"""Puts the server on Ray Serve: deployments, routing, proxies, start and stop."""
+"""Deploys the server on Ray Serve: deployments, routing, proxies, start and shutdown."""

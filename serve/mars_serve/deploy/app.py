@@ -1,7 +1,7 @@
-"""The Ray Serve application: one ingress deployment, one deployment of replicas per model.
+"""The Ray Serve application: one ingress deployment, and one deployment of replicas per model.
 
-`application` is a builder for ``serve run`` and for Serve's config files
-(``import_path: mars_serve.app:application``), `build_application` the same from settings.
+`application` is the builder for ``serve run`` and for Serve's config files (``import_path:
+mars_serve.app:application``); `build_application` takes settings instead.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.deploy.backend import HandleBackend
 from mars_serve.http.app import create_app
-from mars_serve.http.middleware.records import write_records_to_stderr
+from mars_serve.http.middleware.recording import write_records_to_stderr
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.replica.replica import ModelReplica
 
 _MAX_ONGOING = 100_000
-"""Far above any batch: requests queue in the engine, the only place that knows its load."""
+"""Concurrency limit of a replica in Ray Serve, never reached: requests queue in the engine, which
+alone knows its load."""
 _UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - nothing is bound to it: it is what is assumed
 _DRAIN_POLL_S = 0.2
-"""Seconds between two looks at what a replica that is to end still has running."""
+"""Seconds between two checks whether a replica that shuts down still runs requests."""
 
 
 class Ingress:
-    """Serves the REST application over the models' handles."""
+    """The ingress deployment, which serves the REST application over the models' handles."""
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
         created, context = int(time.time()), serve.get_replica_context()
@@ -53,7 +54,7 @@ class Ingress:
         }
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Ray Serve once the replica is constructed."""
+        """Create the application; Ray Serve calls this once the replica is constructed."""
         write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry).start()
@@ -61,18 +62,20 @@ class Ingress:
 
 
 def _own_handle(handle: DeploymentHandle, application: str) -> DeploymentHandle:
-    """The same, made anew: one that was passed in talks to replicas in the way that the environment
-    of the process that deployed says, which may not be the cluster's.
+    """Return a new handle of the same deployment.
+
+    A handle that was passed in takes its transport from the environment of the process that
+    deployed it, which may differ from the cluster's.
     """
     return serve.get_deployment_handle(handle.deployment_name, application)
 
 
 def application(args: dict[str, Any]) -> Application:
-    """The application, from the settings as a config file of ``marsray serve`` has them.
+    """Build the application from the content of a config file of ``marsray serve``.
 
-    The cluster is not this function's to start: ``port``, ``cluster`` and ``proxy.kind`` have no
-    effect, Serve's own ``http_options`` and environment have. ``host`` is taken to be open to the
-    network, so there have to be keys, unless it is said to be loopback.
+    The cluster is already running, so ``port``, ``cluster`` and ``proxy.kind`` have no effect;
+    Serve's own ``http_options`` and environment apply. Without ``host`` the server is assumed to be
+    reachable from the network, so it needs keys.
 
     Raises:
         UserError: a setting is unknown or invalid, or there are no keys.
@@ -82,7 +85,7 @@ def application(args: dict[str, Any]) -> Application:
 
 
 def build_application(settings: ServeSettings) -> Application:
-    """The application graph that ``serve.run`` deploys, with the keys of this environment."""
+    """Build the application graph for ``serve.run``, with keys from the environment."""
     settings = settings.model_copy(update={"keys": settings.keys.captured()})
     threads = _default_threads(settings.models)
     handles = [
@@ -100,7 +103,7 @@ def build_application(settings: ServeSettings) -> Application:
 
 
 def _default_threads(models: list[ModelSettings]) -> int:
-    """A replica's share of the machine's cores, of which one is left to what speaks HTTP."""
+    """Return a replica's share of the machine's cores, of which the proxy and ingress keep one."""
     num_replicas = sum(model.most_replicas for model in models)
     return max(1, ((os.cpu_count() or 1) - 1) // num_replicas)
 
@@ -120,13 +123,16 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
 
 
 def _deployment_name(models: list[ModelSettings], index: int) -> str:
-    """The same whatever other models come or go: an update ends at once what has lost its name."""
+    """Return a name that does not depend on other models.
+
+    An update would end replicas at once whose deployment has been renamed.
+    """
     names = [re.sub(r"[^A-Za-z0-9._-]", "-", model.name) for model in models]
     return f"model-{names[:index].count(names[index])}-{names[index]}"
 
 
 def _replicas(model: ModelSettings) -> dict[str, Any]:
-    """How many replicas there are, or who says so."""
+    """Return the options for a fixed number of replicas or for autoscaling."""
     autoscaling = model.autoscaling
     if autoscaling is None:
         return {"num_replicas": model.num_replicas}
@@ -138,7 +144,7 @@ def _replicas(model: ModelSettings) -> dict[str, Any]:
         limits["target_ongoing_requests"] = autoscaling.target_ongoing_requests
         return {"autoscaling_config": limits}
     policy = AutoscalingPolicy(policy_function=JointPolicy, policy_kwargs={"model": model.name})
-    # what is decided has waited long enough already
+    # the policy has already waited before it decides
     no_delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
     return {"autoscaling_config": AutoscalingConfig(**limits, **no_delays, policy=policy)}
 
@@ -153,7 +159,7 @@ def _common_options(settings: ServeSettings) -> dict[str, Any]:
 
 
 def _router_config(model: ModelSettings) -> RequestRouterConfig:
-    # Rows up to a fraction of the batch cost little; a computed prefix is worth that much.
+    # A few more requests in a batch cost little, and a cached prefix saves more than that.
     page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
     return RequestRouterConfig(
         request_router_class="mars_serve.deploy.router.PrefixRouter",

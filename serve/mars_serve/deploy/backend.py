@@ -1,4 +1,4 @@
-"""A model's replicas behind a Ray Serve handle."""
+"""Access to a model's replicas through a Ray Serve handle."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from mars_serve.config.served import Explanation, LiveThreshold, ReplicaReport
+from mars_serve.config.served import Explanation, PublishedThreshold, ReplicaReport
 from mars_serve.config.settings import ModelSettings
-from mars_serve.control.governor import GovernorClient
+from mars_serve.control.governor_actor import GovernorClient
 from mars_serve.engine.ipc.loop import EngineDied, QueueTimeout
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 
 _SILENT_S = 15.0
-"""A replica that has a request and shows nothing of it for so long is given up. When a host loses
-its power nobody closes its connections, and Ray itself takes a minute to notice."""
+"""Seconds without any message after which the replica of a request counts as lost. If its host
+loses power, no connection is closed, and Ray takes a minute to notice."""
 _ASK_S = 2.0
-"""Longest that replicas are waited for when they are asked about themselves."""
+"""Longest wait in seconds for replicas to report about themselves."""
 _GOVERN_S = 10.0
-"""Longest that the governor is waited for, which may have to start first."""
+"""Longest wait in seconds for the governor, which may have to start first."""
 
 
 class _Silent(Exception):
-    """A replica shows no sign of life."""
+    """Raised if a replica sends no sign of life."""
 
 
 class HandleBackend:
-    """`mars_serve.config.served.Backend` over the replicas of a deployment."""
+    """The `Backend` of a model whose replicas form a Ray Serve deployment."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class HandleBackend:
         application: str,
         silent_s: float = _SILENT_S,
     ) -> None:
-        # Everything sent is a class of this package: plain pickle does, in a third of the time.
+        # Only this package's classes are sent, so plain pickle suffices; it takes a third of the
+        # time.
         self._handle = handle.options(
             request_serialization="pickle", response_serialization="pickle"
         )
@@ -50,10 +52,12 @@ class HandleBackend:
         self._model = model.name
         self._is_governed = model.is_governed
         self._governor = GovernorClient(application)
-        self._known = LiveThreshold(0, model.initial_threshold)
+        self._known = PublishedThreshold(0, model.initial_threshold)
 
     async def complete(self, request: Request) -> list[StepOutput]:
-        """Run a request on one replica; a cancelled call cancels it there."""
+        """Run a request on one replica and return all outputs; cancelling the call cancels the
+        request.
+        """
         outputs: list[StepOutput] = []
         async with aclosing(self._items(self._streaming.complete, request)) as items:
             async for item in items:
@@ -61,17 +65,16 @@ class HandleBackend:
         return outputs
 
     def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Run a request on one replica; leaving the iteration early cancels it there."""
+        """Run a request on one replica; closing the generator early cancels the request."""
         return self._items(self._streaming.stream, request)
 
     async def _items(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
-        """What a replica gives for a request. One that gives nothing at all is given up for
-        another.
+        """Yield what a replica returns for a request, and try another one if it stays silent.
 
         Raises:
-            EngineDied: it fell silent after it had begun to give something.
-            QueueTimeout: no replica began within the time that the request sets.
-            Exception: of the replica, see `EngineLoop.stream`, or of Ray.
+            EngineDied: the replica fell silent after its first output.
+            QueueTimeout: no replica began within the time that the request allows.
+            Exception: an error of the replica (see `EngineLoop.stream`) or of Ray.
         """
         start_s = time.monotonic()
         while True:
@@ -88,11 +91,12 @@ class HandleBackend:
                     raise EngineDied("the replica is silent; its host may be gone") from error
                 _check_wait(request, time.monotonic() - start_s)
                 request.num_silent += 1
-                # The replica may live after all and get it again; an engine knows requests by id.
+                # The same replica may be alive and get the request again; engines need distinct
+                # ids.
                 request.id = f"{request.id}/{request.num_silent}"
 
     async def _shown(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
-        """What comes back from a replica, its signs of life included."""
+        """Yield all messages of a replica about a request; None is a sign of life."""
         response = method.remote(request)
         try:
             while True:
@@ -107,29 +111,27 @@ class HandleBackend:
             response.cancel()
 
     async def replicas(self) -> list[ReplicaReport]:
-        """Every replica that answers in time."""
+        """Return the reports of all replicas that answer in time."""
         reports: list[ReplicaReport] = await self._ask_all("report")
         return reports
 
-    async def live_threshold(self) -> LiveThreshold:
-        """What was set last, whether or not every replica has it yet."""
+    async def live_threshold(self) -> PublishedThreshold:
+        """Return the live τ that was set last, even if some replicas do not have it yet."""
         self._known = await self._govern("value", self._model, self._known)
         return self._known
 
-    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
-        """Change τ of the requests that give none, those that run now included; None gives it back
-        to the autoscaler.
-        """
+    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
+        """Change the live τ, also for running requests; None returns control to the autoscaler."""
         self._known = await self._govern("set", self._model, threshold)
         return self._known
 
     async def autoscaler(self) -> Explanation | None:
-        """What the autoscaler has decided lately; None where the model has none."""
+        """Return the autoscaler's latest decisions; None if the model is not autoscaled."""
         found: Explanation | None = await self._govern("explain", self._model)
         return found
 
     async def metrics(self) -> list[str]:
-        """What every replica counted, and the autoscaler, in Prometheus' text format."""
+        """Return the metrics of every replica and of the autoscaler in Prometheus' text format."""
         texts: list[str] = await self._ask_all("exposition")
         if self._is_governed:
             with suppress(RayError, TimeoutError):
@@ -138,9 +140,11 @@ class HandleBackend:
         return texts
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """Answers of the replicas that are well; Ray Serve sees to the others."""
+        """Call a method of every replica and return the answers; Ray Serve replaces failed
+        replicas.
+        """
         try:
-            # the public `results_async` has no results at all where one replica is silent
+            # the public `results_async` returns nothing if one replica is silent
             asked = await self._handle.broadcast(method)._fetch_replica_results_async()
         except DeploymentUnavailableError:
             return []
@@ -152,10 +156,10 @@ class HandleBackend:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _govern(self, method: str, *arguments: Any) -> Any:
-        """What the governor says.
+        """Call the governor.
 
         Raises:
-            GetTimeoutError: it does not answer; its host may be gone.
+            GetTimeoutError: the governor does not answer; its host may be lost.
         """
         try:
             return await asyncio.wait_for(self._governor.call(method, *arguments), _GOVERN_S)

@@ -1,11 +1,13 @@
-"""Starts HAProxy in Ray Serve's place, with a configuration that is closed to the network.
+"""Runs HAProxy for Ray Serve with an amended configuration.
 
-Ray Serve writes the configuration and starts what RAY_SERVE_HAPROXY_BINARY_PATH names. Its own
-configuration has a statistics page and a metrics port on all interfaces, answers in plain text
-where no replica does, and notices neither each client that leaves nor a host that is lost. While an
-application is updated, it does without replicas that serve on, and can lose a request. This
-program, run instead, mends the file and then becomes HAProxy. It is run for each reload, alone and
-without any package, so it imports the standard library only.
+Ray Serve writes a configuration and starts the program in RAY_SERVE_HAPROXY_BINARY_PATH. That
+configuration opens a statistics page and a metrics port on all interfaces, answers in plain text if
+no replica is available, and misses some disconnected clients and all lost hosts. During an update
+of an application it drops replicas that still serve, and can lose a request. This program, started
+instead of HAProxy, amends the file and then becomes HAProxy.
+
+It runs again for every reload, in an interpreter without installed packages, and therefore uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -25,24 +27,24 @@ _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 _OWN_LISTENERS = ("frontend prometheus\n", "listen stats\n")
 _NO_ROUTE = re.compile(r"^ +http-request return status 404 .*$", re.MULTILINE)
 _SPLICE = re.compile(r"^ +option splice-request\n", re.MULTILINE)
-"""With it a client that sent its body in a packet of its own and leaves before the answer is not
-noticed (HAProxy 2.8), and the engine goes on for nobody."""
+"""Option under which HAProxy 2.8 does not notice a client that sent its body in a separate packet
+and then disconnects, so that the engine would work for nobody."""
 _LOST = """\
     option srvtcpka
     srvtcpka-idle 4s
     srvtcpka-intvl 3s
     srvtcpka-cnt 3
 """
-"""Ends connections on which a host is waited for that has lost its power, and so closes none."""
+"""Options that close connections on which a host that lost power is waited for."""
 _SERVER = re.compile(r"^( +server \S+ \S+ check)\b(?! tcp-ut)", re.MULTILINE)
 _ON_ITS_WAY = " tcp-ut 10s"
-"""Ends those on which such a host has been sent something. HAProxy does not take it from the
-section of defaults."""
+"""Server option that closes connections on which data was sent to such a host. HAProxy does not
+inherit it from the section of defaults."""
 _RETRY = re.compile(r"^ +retry-on conn-failure$", re.MULTILINE)
-"""Alone it covers neither an idle connection that a replica, as it ends, closes while a request is
-sent on it, nor a request that a lost host has and will not answer."""
+"""Ray Serve's retry rule. Alone it covers neither an idle connection that a stopping replica closes
+while a request is sent on it, nor a request that a lost host does not answer."""
 _RETRY_MORE = r"\g<0> empty-response\n    option http-buffer-request"
-"""What has been sent before all of a request was there is not sent again."""
+"""Retry rule with these cases. HAProxy retries only requests that it has received in full."""
 _BACKEND = re.compile(r"backend (\S+)")
 _REPLICA = re.compile(r"^ +server (?!.* backup$).*\n", re.MULTILINE)
 _ERROR_FILE = re.compile(r"^( +errorfile 50[234] ).*$", re.MULTILINE)
@@ -54,7 +56,7 @@ _ERROR = {
     "code": "not_ready",
 }
 _BODY = json.dumps({"error": _ERROR})
-"""In OpenAI's shape."""
+"""Error body in OpenAI's shape."""
 _ANSWER = f"""HTTP/1.1 503 Service Unavailable\r
 Content-Type: application/json\r
 Content-Length: {len(_BODY)}\r
@@ -66,13 +68,15 @@ Retry-After: 1\r
 
 
 def mended(config: str, error_file: Path, before: str = "") -> str:
-    """Ray Serve's configuration without listeners of its own, with errors as JSON, with notice of
-    each client that leaves and of each host that is lost, and with all replicas that serve.
+    """Return Ray Serve's configuration with marsray's amendments.
+
+    It opens no listeners of its own, reports errors as JSON, notices each disconnected client and
+    lost host, and includes all replicas that serve.
 
     Args:
-        config: what Ray Serve wrote.
-        error_file: a whole HTTP answer, given where no replica can be reached.
-        before: what this returned for the configuration before.
+        config: The configuration that Ray Serve wrote.
+        error_file: File with a whole HTTP response, sent if no replica can be reached.
+        before: The previous return value of this function.
     """
     sections = _SECTION.split(config)
     replicas = _replicas_of(before)
@@ -95,17 +99,16 @@ def mended(config: str, error_file: Path, before: str = "") -> str:
 
 
 def _replicas_of(config: str) -> dict[str, str]:
-    """The lines of each backend's replicas."""
+    """Return the lines that name each backend's replicas."""
     named = [(_BACKEND.match(section), section) for section in _SECTION.split(config)]
     return {name[1]: "".join(_REPLICA.findall(section)) for name, section in named if name}
 
 
 def _with_replicas(section: str, config: str, replicas: Mapping[str, str]) -> str:
-    """A section; if it is the backend of an application that Ray Serve builds anew, or could not
-    build anew, with the replicas that it had before.
+    """Return a section; a backend without replicas gets those that it had before.
 
-    Ray Serve then does not know which of the application's deployments is the ingress, and sends
-    everything through one proxy of the head's until it does.
+    While Ray Serve rebuilds an application, or if that fails, it does not know which deployment is
+    the ingress and sends everything through one proxy on the head node.
     """
     name = _BACKEND.match(section)
     if name is None or _REPLICA.search(section):
@@ -115,9 +118,9 @@ def _with_replicas(section: str, config: str, replicas: Mapping[str, str]) -> st
 
 
 def main(binary: str, arguments: list[str]) -> None:
-    """Mend the configuration that ``-f`` names, and become HAProxy.
+    """Amend the configuration that ``-f`` names, and become HAProxy.
 
-    It then ends with the process that started it, which Ray may kill without a word.
+    HAProxy then ends with the process that started it, which Ray may kill without notice.
     """
     file = Path(arguments[arguments.index("-f") + 1])
     error_file = file.with_name("503.http")

@@ -1,8 +1,7 @@
-"""Which replica of a model gets a request: one that has computed the prompt's beginning, or the
-least busy one.
+"""Routes a request to a replica that has cached the prompt's beginning, or to the least busy one.
 
-`PrefixMap` decides and knows nothing of Ray; `PrefixRouter` is Ray Serve's face of it. Each handle
-has a router of its own, which sees only the requests that came through it.
+`PrefixMap` decides; `PrefixRouter` connects it to Ray Serve. Each handle has its own router, which
+only sees the requests that pass through it.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from mars_serve.engine.pages import page_key, root_key
 from mars_serve.engine.request import Request
 
 _MAX_PAGES = 128
-"""Leading pages of a prompt that are looked at: whoever shares so many goes the same way."""
+"""Number of leading pages that are compared; prompts that share so many go to the same replica."""
 _MAX_KEYS = 65_536
-"""Pages remembered, some 15 MB; those not seen for longest go first."""
+"""Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
 
 
 def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Keys of a prompt's leading full pages, as the engine's page pool has them."""
+    """Return the keys of a prompt's leading full pages, computed as in the engine's page pool."""
     num_pages = min(len(tokens) // page_size, _MAX_PAGES)
     pages = (tokens[page * page_size : (page + 1) * page_size] for page in range(num_pages))
     return list(accumulate(pages, page_key, initial=root_key(tenant)))[1:]
 
 
 class PrefixMap:
-    """Remembers which replicas were given which beginnings of prompts."""
+    """Remembers which replicas received which beginnings of prompts."""
 
     def __init__(self, slack: int, max_keys: int = _MAX_KEYS) -> None:
         self.slack = slack
-        """A replica is too busy for its prefixes to count once it has this many requests more than
-        the least busy one: then waiting costs more than computing the prefix again."""
+        """Number of requests above the least busy replica's from which on prefixes do not count:
+        waiting then takes longer than computing the prefix again."""
         self._max_keys = max_keys
         self._holders = OrderedDict[bytes, tuple[str, ...]]()  # least recently used first
 
@@ -45,11 +44,11 @@ class PrefixMap:
         return len(self._holders)
 
     def choose(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> str:
-        """Replica for a prompt; from now on it counts as a holder of all the prompt's pages.
+        """Return a replica for a prompt, and remember it as a holder of the prompt's pages.
 
         Args:
-            keys: of the prompt's leading pages, see `prompt_keys`.
-            loads: requests that each live replica has; not empty.
+            keys: Keys of the prompt's leading pages, see `prompt_keys`.
+            loads: Number of requests of each live replica; not empty.
         """
         least = min(loads.values())
         chosen = min(self._deepest(keys, loads) or loads, key=loads.__getitem__)
@@ -59,7 +58,7 @@ class PrefixMap:
         return chosen
 
     def retain(self, replicas: Collection[str]) -> None:
-        """Forget all replicas but these."""
+        """Forget all replicas except these."""
         for key, holders in list(self._holders.items()):
             left = tuple(holder for holder in holders if holder in replicas)
             if left:
@@ -68,7 +67,7 @@ class PrefixMap:
                 del self._holders[key]
 
     def _deepest(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
-        """Live holders of the longest known beginning."""
+        """Return the live holders of the longest known beginning."""
         for key in reversed(keys):
             live = [holder for holder in self._holders.get(key, ()) if holder in loads]
             if live:
@@ -76,7 +75,7 @@ class PrefixMap:
         return []
 
     def _record(self, keys: Sequence[bytes], replica: str) -> None:
-        for key in reversed(keys):  # so that ends are forgotten before beginnings
+        for key in reversed(keys):  # ends are then forgotten before beginnings
             holders = self._holders.pop(key, ())
             self._holders[key] = holders if replica in holders else (*holders, replica)
         while len(self._holders) > self._max_keys:
@@ -84,17 +83,21 @@ class PrefixMap:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Ray Serve's request router over a `PrefixMap`."""
+    """Ray Serve's request router, which chooses replicas with a `PrefixMap`."""
 
     def initialize_state(self, *, page_size: int | None, slack: int) -> None:
-        """Called once by Ray Serve with the deployment's ``request_router_kwargs``; there is no
-        ``page_size`` where replicas keep no prefixes.
+        """Prepare the router; Ray Serve calls this once with ``request_router_kwargs``.
+
+        Args:
+            page_size: Tokens per page of the KV cache; None if prefix caching is off.
+            slack: See `PrefixMap.slack`.
         """
         self._page_size = page_size
         self._map = PrefixMap(slack)
         self._sent = Counter[ReplicaID]()
-        # Many are chosen before the first is sent, when they arrive together. An entry leaves with
-        # its request, so that one cancelled in between is not counted for ever.
+        # Requests that arrive together are all routed before the first is sent, so routed ones
+        # count. An entry ends with its request, so a request cancelled in between is not counted
+        # forever.
         self._chosen = Counter[ReplicaID]()
 
     async def choose_replicas(
@@ -102,11 +105,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The chosen replica first; the others, should it not answer."""
+        """Return the chosen replica first, then the others in case it does not answer."""
         request = _request_of(pending_request)
         if request is not None and request.num_silent:
-            # One of them is gone, and nobody knows which: Ray Serve asks those first whose load it
-            # does not know, and takes one that answers.
+            # One of the replicas is lost, but which is unknown. Ray Serve probes replicas of
+            # unknown load and takes one that answers.
             for each in candidate_replicas:
                 self.on_replica_actor_unavailable(each.replica_id)
             return [candidate_replicas]
@@ -119,22 +122,22 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [[chosen], list(by_name.values())]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Called by Ray Serve with each request that is sent."""
+        """Count a request; Ray Serve calls this when it is sent."""
         super().on_send_request(replica_id)
         self._sent[replica_id] += 1
 
     def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
-        """Called by Ray Serve when a request that was sent has ended."""
+        """Count a request as ended; Ray Serve calls this when it has ended."""
         super().decrement_queue_len_cache(replica_id)
         self._sent[replica_id] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve when replicas came or went."""
+        """Forget replicas that are gone; Ray Serve calls this when replicas change."""
         super().update_replicas(replicas)
         self._retain()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Called by Ray Serve when a request found its replica dead."""
+        """Forget a dead replica; Ray Serve calls this when a request failed on it."""
         super().on_replica_actor_died(replica_id)
         self._retain()
 
@@ -154,6 +157,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _request_of(pending_request: PendingRequest | None) -> Request | None:
-    """What is to be decoded; None of a question about the replica itself."""
+    """Return the request to decode; None for a call that asks about the replica itself."""
     arguments: Sequence[Any] = pending_request.args if pending_request else ()
     return arguments[0] if arguments and isinstance(arguments[0], Request) else None

@@ -1,4 +1,4 @@
-"""Starts the server on Ray, keeps it up until told to end, and takes it down again."""
+"""Starts the server on Ray, keeps it running until it is told to stop, and shuts it down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
-from mars_serve.control.governor import end_governor
+from mars_serve.control.governor_actor import end_governor
 from mars_serve.deploy.app import build_application
 from mars_serve.deploy.proxies import proxy_environment
 
@@ -37,7 +37,7 @@ def run_server(settings: ServeSettings, console: Console) -> None:
 
 @contextmanager
 def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
-    """Serve for the length of the block."""
+    """Serve within the block."""
     for model in settings.models:
         checkpoint = read_checkpoint(model.path)
         if checkpoint.metadata is None:
@@ -56,7 +56,7 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
             _deploy(settings, console)
             yield
         finally:
-            serve.delete(_APPLICATION)  # other applications of a shared cluster go on
+            serve.delete(_APPLICATION)  # other applications on a shared cluster keep running
             end_governor(_APPLICATION)
 
 
@@ -92,7 +92,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 def _ending_on_signal(stop: threading.Event) -> Iterator[None]:
     def end(_signal: int, _frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt  # a second signal does not wait
+            raise KeyboardInterrupt  # a second signal ends at once
         stop.set()
 
     handled = (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The FastAPI application, put together. Reaches models through `Backend`; knows no Ray."""
+"""Assembles the FastAPI application; its endpoints reach models through `Backend`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
-from mars_serve.http.middleware.records import Recorder, RecordMiddleware
+from mars_serve.http.middleware.recording import Recorder, RecordMiddleware
 from mars_serve.http.middleware.security import add_security
 from mars_serve.observability.telemetry import IngressTelemetry
 
@@ -23,24 +23,24 @@ from mars_serve.observability.telemetry import IngressTelemetry
 def create_app(
     models: Mapping[str, ServedModel], settings: ServeSettings, *, replica: str | None = None
 ) -> FastAPI:
-    """The REST application over some models.
+    """Create the REST application over some models.
 
     Args:
-        models: By the name that requests give.
-        settings: Of the server.
-        replica: Name of the Ray Serve replica that it runs in, for its metrics' label; Serve
-            returns X-Request-Id itself. None outside of Serve.
+        models: Models by the name that requests give.
+        settings: Settings of the server.
+        replica: Name of the Ray Serve replica that runs the application, for the label of its
+            metrics; Serve then returns X-Request-Id itself. None outside Serve.
 
     Raises:
-        UserError: the keys or the packages that the settings ask for are missing.
+        UserError: the keys or packages that the settings require are missing.
     """
     telemetry = IngressTelemetry(models, replica or "ingress")
-    # A redirect would name the host that the request claims to be for.
+    # A redirect would contain the host name that the request sent.
     app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
     add_error_handlers(app)
     add_security(app, settings)
     recorder = _recorder(settings.telemetry, telemetry, is_id_echoed=replica is not None)
-    app.add_middleware(RecordMiddleware, recorder=recorder)  # the last one is the outermost
+    app.add_middleware(RecordMiddleware, recorder=recorder)  # added last, so outermost
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
     app.include_router(admin_router(models))

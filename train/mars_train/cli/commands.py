@@ -26,7 +26,10 @@ def data_demo(
     eval_examples: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 1_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
 ) -> None:
-    """Write the demo's chat data as JSONL: train and eval splits that share no question."""
+    """Write the demo's chat data as JSONL.
+
+    The train and eval splits share no question.
+    """
     from mars_train.data.demo import write_demo_data
 
     write_demo_data(out, num_train=examples, num_eval=eval_examples, seed=seed)

@@ -59,7 +59,7 @@ _Id = Annotated[str, typer.Argument(help="The job's id, as `list` shows it.", me
 
 @submit.callback(invoke_without_command=True)
 def _group(context: typer.Context) -> None:
-    """Run the stages of a training recipe as a job of a Ray cluster, and watch such jobs.
+    """Run a training recipe as a job on a Ray cluster.
 
     The recipe's relative paths are uploaded; absolute ones and URLs are taken to be the cluster's.
     A run has the name of its output directory: submitted again, an unfinished one is resumed.

@@ -1,1 +1,1 @@
-"""Turns a request's body into what the engine is asked for."""
+"""Turns request bodies into checked prompts, grammars and decoding options for the engine."""

@@ -1,37 +1,32 @@
-"""From a request's body to what the engine is asked for. Knows no HTTP beyond `ApiError`."""
+"""Turns the fields of a request body into decoding options and stop rules."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.tier import Tier
-from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, unsupported_value
+from mars_serve.api.keys import Caller
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
 from mars_serve.api.text import StopRules
 from mars_serve.config.settings import LimitSettings, ModelSettings, TierSettings
-from mars_serve.engine.request import DecodingOptions, GrammarSpec, Sampling
-
-if TYPE_CHECKING:
-    from mars_serve.api.keys import Caller
+from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sampling
 
 NUM_SEEDS = 2**63
-
-"""Of the engine's queue."""
+"""Seeds lie in ``range(NUM_SEEDS)``."""
 
 
 def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
-    """The tier that a request is served in.
+    """Return the tier that a request is served in.
 
     Raises:
         ApiError: status 403: the caller's key does not allow it.
     """
-    asked = body.service_tier or ServiceTier.AUTO
-    tier = _usual_tier(caller) if asked is ServiceTier.AUTO else asked
+    requested = body.service_tier or ServiceTier.AUTO
+    tier = _usual_tier(caller) if requested is ServiceTier.AUTO else requested
     if tier not in caller.tiers:
         allowed = ", ".join(sorted(caller.tiers))
         raise ApiError(
@@ -44,7 +39,7 @@ def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
 
 
 def _usual_tier(caller: Caller) -> ServiceTier:
-    """The tier of a request that names none: default, or what its key may use instead."""
+    """Return the tier for a request that names none: default, or else one that its key allows."""
     order = (ServiceTier.DEFAULT, ServiceTier.FLEX, ServiceTier.PRIORITY)
     return next(tier for tier in order if tier in caller.tiers)
 
@@ -59,7 +54,7 @@ def decoding_options(
     max_tokens: int,
     grammar: GrammarSpec | None,
 ) -> DecodingOptions:
-    """What the engine is asked for; a field that the body leaves out has the model's setting.
+    """Return the engine's options for a request; absent fields get the model's settings.
 
     Raises:
         ApiError: status 400, naming the field, its value and what it may be; 403: the key does not
@@ -68,6 +63,10 @@ def decoding_options(
     tier = tier_of(body, caller)
     mode = _mode(body, settings, checkpoint, tier)
     threshold, floor = _threshold_and_floor(body, settings.tiers, caller, mode, tier)
+    vocabulary = len(checkpoint.tokenizer)
+    sampling = _sampling(body, vocabulary, max_tokens)
+    stop_ids = frozenset(body.stop_token_ids or ())
+    check_token_ids("stop_token_ids", stop_ids, vocabulary)
     return DecodingOptions(
         max_tokens=max_tokens,
         mode=mode,
@@ -75,9 +74,9 @@ def decoding_options(
         min_threshold=floor,
         confidence=body.confidence or Confidence.PROBABILITY,
         tier=Tier(tier),
-        sampling=_sampling(body, len(checkpoint.tokenizer), max_tokens),
+        sampling=sampling,
         grammar=grammar,
-        stop_ids=_stop_ids(body, len(checkpoint.tokenizer)),
+        stop_ids=stop_ids,
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=_num_prompt_logprobs(body),
         calibrated=bool(body.calibrated),
@@ -86,21 +85,23 @@ def decoding_options(
 
 
 def with_seed_of(options: DecodingOptions, index: int) -> DecodingOptions:
-    """The same options for output number ``index`` of a request."""
+    """Return the options of choice number ``index``, whose seed is the first choice's plus
+    ``index``.
+    """
     seed = (options.sampling.seed + index) % NUM_SEEDS
     return replace(options, sampling=replace(options.sampling, seed=seed))
 
 
 def draw_seed() -> int:
-    """A seed for a request that samples and gives none."""
+    """Draw a seed for a request that samples and gives none."""
     return secrets.randbelow(NUM_SEEDS)
 
 
 def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
-    """What ends the text beside the model's own end tokens.
+    """Return the strings and tokens that end the output beside the model's own end tokens.
 
     Raises:
-        ApiError: status 400: more or longer strings than this server takes.
+        ApiError: status 400: there are too many strings, or one is too long for this server.
     """
     strings = tuple(body.stop or ())
     if len(strings) > limits.stop_strings:
@@ -121,17 +122,14 @@ def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
 def _mode(
     body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
 ) -> Mode:
-    """The request's own mode, else that of its tier, else the model's setting."""
+    """Return the request's mode: its own, else its tier's, else the model's setting."""
     plain = checkpoint.metadata is None and settings.draft is None
-    asked = body.mode is not None or (body.confidence_threshold or 1.0) < 1.0
-    if plain and asked and body.mode is not Mode.AR:
-        param = "mode" if body.mode else "confidence_threshold"
-        raise ApiError(
-            400,
-            f"{param}: {settings.name} is a plain AR checkpoint without mars.json and decodes one "
-            "token a pass; use mode 'ar'",
-            param=param,
-            code="unsupported_value",
+    is_chosen = body.mode is not None or (body.confidence_threshold or 1.0) < 1.0
+    if plain and is_chosen and body.mode is not Mode.AR:
+        reason = f"{settings.name} is a plain AR checkpoint without mars.json"
+        raise unsupported_value(
+            "mode" if body.mode else "confidence_threshold",
+            f"{reason} and decodes one token a pass; use mode 'ar'",
         )
     if plain:
         return Mode.AR
@@ -146,7 +144,7 @@ def _mode(
 def _threshold_and_floor(
     body: GenerationRequest, tiers: TierSettings, caller: Caller, mode: Mode, tier: ServiceTier
 ) -> tuple[float | None, float]:
-    """τ, or None to follow the server's, and what it never falls below."""
+    """Return τ, or None to follow the server's live value, and the lowest τ allowed."""
     if mode is not Mode.THRESHOLD:
         return 1.0, 0.0
     floor = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
@@ -158,7 +156,7 @@ def _threshold_and_floor(
 
 
 def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
-    """Likeliest tokens to report beside each prompt token; the engine scores only where asked."""
+    """Return how many likely tokens to report beside each prompt token, or None for no scores."""
     if not isinstance(body, CompletionRequest) or not body.echo:
         return None
     return 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
@@ -166,7 +164,7 @@ def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
 
 def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Sampling:
     bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
-    _check_ids("logit_bias", bias, vocabulary)
+    check_token_ids("logit_bias", bias, vocabulary)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         reason = f"{min_tokens} is more than {body.limit[0]}, which is {max_tokens}; lower it"
@@ -189,16 +187,3 @@ def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Samp
 
 def _given(value: float | None, neutral: float) -> float:
     return neutral if value is None else value
-
-
-def _stop_ids(body: GenerationRequest, vocabulary: int) -> frozenset[int]:
-    ids = frozenset(body.stop_token_ids or ())
-    _check_ids("stop_token_ids", ids, vocabulary)
-    return ids
-
-
-def _check_ids(field: str, ids: Collection[int], vocabulary: int) -> None:
-    largest = max(ids, default=0)
-    if largest >= vocabulary:
-        reason = f"token id {largest} is not below the {vocabulary} known; use the model's own ids"
-        raise invalid_value(field, reason)

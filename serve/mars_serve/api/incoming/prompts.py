@@ -1,23 +1,27 @@
-"""The prompts of a request's body as token ids, checked against what the model takes.
-
-Knows no HTTP beyond `ApiError`, and no way of decoding.
-"""
+"""Tokenizes a request's prompts and checks their lengths against the model and the limits."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mars_serve.api.errors import ApiError, invalid_value
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.data.conversations import render_prompt
+from mars_platform.errors import UserError
+from mars_serve.api.errors import ApiError, check_token_ids, invalid_value
+from mars_serve.api.messages import ChatMessage, messages_for_template
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest
 from mars_serve.api.text import EchoedPrompt, echo_text, echo_tokens, encode
+from mars_serve.api.tools import RequestTools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 
-_LONG = 4096
-"""Characters from which on tokenising takes so long that other requests should not wait for it."""
+_LONG_PROMPT = 4096
+"""Prompts with this many characters are tokenized in a thread, so that other requests go on."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,19 @@ class Prompt:
 
     tokens: list[int]
     where: str
-    """What of the body gave it: the field, and the place in it where there are several."""
+    """The body's field that holds the prompt, with its index if there are several: ``prompt[1]``.
+    """
     echo: EchoedPrompt | None = None
-    """Where the response repeats it."""
+    """The prompt's text as the response repeats it; None unless the request sets ``echo``."""
 
 
 async def completion_prompts(
     body: CompletionRequest, model: ServedModel, limits: LimitSettings
 ) -> list[Prompt]:
-    """The prompts of a completion.
+    """Tokenize the prompts of a completion.
 
     Raises:
-        ApiError: status 400: more outputs than this server takes, or ids that the model does not
-            know.
+        ApiError: status 400: too many outputs are requested, or the model does not know a token id.
     """
     given = body.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
@@ -52,7 +56,7 @@ async def completion_prompts(
 
 
 def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSettings) -> None:
-    """Refuse more outputs than one request may ask for.
+    """Refuse a request for more outputs than the server's limits allow.
 
     Raises:
         ApiError: status 400.
@@ -64,11 +68,37 @@ def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSe
         raise invalid_value(field, f"{reason}; lower n or send several requests")
 
 
+def render_chat(
+    checkpoint: Checkpoint,
+    messages: Sequence[ChatMessage],
+    tools: RequestTools | None,
+    template_kwargs: Mapping[str, Any] | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render a conversation with the model's chat template.
+
+    Raises:
+        ApiError: status 400: the template refuses the messages, tools or variables.
+    """
+    try:
+        return render_prompt(
+            checkpoint.tokenizer,
+            messages_for_template(messages),
+            tools.template_tools if tools else None,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except UserError as error:  # its message begins with the field's name
+        param, _, reason = str(error).partition(": ")
+        raise invalid_value(param, reason) from error
+
+
 async def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
 ) -> list[int]:
-    """Token ids of a prompt; a long one is no hindrance to other requests."""
-    if len(text) < _LONG:
+    """Return a prompt's token ids; a long text is tokenized in a thread."""
+    if len(text) < _LONG_PROMPT:
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(encode, tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -80,10 +110,17 @@ def checked_max_tokens(
     limit: tuple[str, int | None],
     default: int,
 ) -> int:
-    """Output tokens at the most; ``limit`` is the field that says so and its value.
+    """Return the most output tokens that a choice may have, checked against all limits.
+
+    Args:
+        model: The model that generates.
+        limits: The server's limits.
+        prompt: The tokenized prompt.
+        limit: Name and value of the request's field that limits the output.
+        default: The limit if that field is absent.
 
     Raises:
-        ApiError: status 400: prompt and output are longer than the model or this server takes.
+        ApiError: status 400: prompt and output are too long for the model or this server.
     """
     field, given = limit
     num_prompt, where = len(prompt.tokens), prompt.where
@@ -98,22 +135,18 @@ def checked_max_tokens(
         reason = f"{max_tokens} is more than the {limits.output_tokens} that are given; lower it"
         raise invalid_value(field, reason)
     if num_prompt + max_tokens > model.max_length:
+        place = f" of {where}" if where.endswith("]") else ""
         raise _too_long(
             field,
-            f"{num_prompt} prompt tokens{_of(where)} and {max_tokens} output tokens make "
+            f"{num_prompt} prompt tokens{place} and {max_tokens} output tokens make "
             f"{num_prompt + max_tokens}, more than the {model.max_length} that this model takes; "
             f"shorten the prompt or lower {field}",
         )
     return max_tokens
 
 
-def _of(where: str) -> str:
-    return f" of {where}" if where.endswith("]") else ""
-
-
 def _too_long(where: str, reason: str) -> ApiError:
-    param = where.partition("[")[0]
-    return ApiError(400, f"{where}: {reason}", param=param, code="context_length_exceeded")
+    return invalid_value(where, reason, code="context_length_exceeded")
 
 
 async def _completion_prompt(
@@ -123,8 +156,5 @@ async def _completion_prompt(
     if isinstance(given, str):
         tokens = await encode_prompt(tokenizer, given, add_special_tokens=True)
         return Prompt(tokens, where, echo_text(tokenizer, given) if echo else None)
-    limit = len(tokenizer)
-    if max(given) >= limit:
-        reason = f"token id {max(given)} is not below the {limit} known; use the model's own ids"
-        raise ApiError(400, f"{where}: {reason}", param="prompt", code="invalid_value")
+    check_token_ids(where, given, len(tokenizer))
     return Prompt(given, where, echo_tokens(tokenizer, given) if echo else None)

@@ -1,7 +1,4 @@
-"""The grammar that a request's body asks for, in whichever of the ways to ask for one.
-
-Knows no grammar's language: the engine compiles what is made here.
-"""
+"""Finds the grammar that a request body asks for; the engine compiles it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from mars_serve.api.protocol import (
     SchemaFormat,
     StructuredOutputs,
 )
-from mars_serve.engine.request import GrammarKind, GrammarSpec
+from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
 _ANY_OBJECT = '{"type": "object"}'
 _REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
@@ -25,17 +22,17 @@ _REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 
 @dataclass(frozen=True)
 class Structure:
-    """A grammar, and the field of the body that asks for it."""
+    """A grammar, and the field of the body that gives it."""
 
     field: str
     grammar: GrammarSpec
 
 
 def structure_of(body: GenerationRequest) -> Structure | None:
-    """The grammar that a body asks for, in whichever of the ways to ask for one.
+    """Return the grammar that a body gives in any of the supported fields, or None.
 
     Raises:
-        ApiError: status 400: it asks in several ways, or incompletely.
+        ApiError: status 400: several fields give a grammar, or one is incomplete.
     """
     found = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -54,16 +51,16 @@ def structure_of(body: GenerationRequest) -> Structure | None:
 
 
 def json_schema_grammar(field: str, schema: dict[str, Any] | str) -> GrammarSpec:
-    """The grammar of a JSON schema, given as an object or as its text.
+    """Return the grammar for a JSON schema, given as an object or as text.
 
     Raises:
-        ApiError: status 400: the schema is no JSON, or too long.
+        ApiError: status 400: the schema cannot be written as JSON, or is too long.
     """
     if isinstance(schema, str):
         return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
     try:
         text = json.dumps(schema, allow_nan=False)
-    except ValueError as error:  # NaN and infinity, which Python reads as JSON
+    except ValueError as error:  # NaN and infinity, which Python's parser accepts
         raise invalid_value(field, "the schema has a number that is not finite") from error
     except RecursionError as error:
         raise invalid_value(field, "the schema is nested too deeply; make it flatter") from error

@@ -1,1 +1,1 @@
-"""Turns what the engine gives into response bodies."""
+"""Turns the engine's outputs into response bodies."""

@@ -1,4 +1,4 @@
-"""The outputs of one request, run side by side. Knows nothing of response shapes or HTTP."""
+"""Runs the choices of a request concurrently, each as an engine request of its own."""
 
 from __future__ import annotations
 
@@ -8,49 +8,52 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mars_serve.api.incoming.prompts import Prompt
-from mars_serve.api.text import OutputText
+from mars_serve.api.text import OutputPart, OutputText
 from mars_serve.api.tools import ContentDelta, ToolEvent, ToolParser, ToolStart
 from mars_serve.config.served import Backend
-from mars_serve.engine.request import FinishReason, Request, StepOutput, TokenLogprob
+from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.outputs import StepOutput, TokenLogprob
+from mars_serve.engine.request import Request
 
 TOOL_CALLS = "tool_calls"
-"""Why an output ended that calls tools."""
+"""Finish reason of a choice that calls tools."""
 
 
 @dataclass(frozen=True)
 class ReportedToken:
-    """A token whose log-probability was asked for."""
+    """A token whose log-probability is reported."""
 
     token: int
     offset: int
-    """Characters of the text before it."""
+    """Number of characters of the text before the token."""
     logprob: TokenLogprob | None
-    """None of a prompt's first token, which nothing predicts."""
+    """The token's log-probability; None for a prompt's first token, which nothing predicts."""
 
 
 @dataclass
 class CallPart:
-    """What of one tool call came in one forward pass."""
+    """The piece of one tool call that a forward pass produced."""
 
     index: int
-    """Of the call in its turn."""
+    """Index of the call in the message."""
     id: str | None = None
-    """Where the call begins, as its name."""
+    """Id of the call; like the name, only in the call's first part."""
     name: str | None = None
     arguments: str = ""
-    """Further JSON text."""
+    """The next piece of the arguments' JSON text."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one forward pass gave of a choice."""
+    """The part of a choice that one forward pass produced."""
 
     choice: Choice
     text: str
-    """Text that is settled; see `OutputText` for what is held back."""
+    """Text that is final; `OutputText` holds back the rest."""
     num_tokens: int
     reported: list[ReportedToken]
-    """Of each of those tokens, where asked for; before those of the prompt, where it is echoed."""
+    """One entry per token if log-probabilities are requested; an echoed prompt's tokens come first.
+    """
     finish_reason: str | None
     is_first: bool
     calls: list[CallPart] = field(default_factory=list)
@@ -58,21 +61,21 @@ class Delta:
 
 @dataclass
 class Passes:
-    """What the forward passes of some choices had in common."""
+    """Totals over the forward passes of one or more choices."""
 
     num_passes: int = 0
     num_tokens: int = 0
-    """Output tokens, up to the one that completed a stop string."""
+    """Number of output tokens, up to the one that completed a stop string."""
     sum_threshold: float = 0.0
     min_threshold: float = 1.0
     max_threshold: float = 0.0
     num_cached: int = 0
-    """Prompt tokens that were found stored."""
+    """Number of prompt tokens found in the KV cache."""
     queue_s: float = 0.0
-    """Seconds before the first of them."""
+    """Seconds in the queue before the first forward pass; the longest of several choices."""
 
     def count(self, output: StepOutput, num_tokens: int) -> None:
-        """Add a pass that gave tokens or was the last one."""
+        """Add a pass that produced tokens or was the last one."""
         self.num_passes += 1
         self.num_tokens += num_tokens
         self.sum_threshold += output.threshold
@@ -80,7 +83,7 @@ class Passes:
         self.max_threshold = max(self.max_threshold, output.threshold)
 
     def add(self, other: Passes) -> None:
-        """Add those of another choice."""
+        """Add the passes of another choice."""
         self.num_passes += other.num_passes
         self.num_tokens += other.num_tokens
         self.sum_threshold += other.sum_threshold
@@ -91,7 +94,7 @@ class Passes:
 
     @property
     def mean_threshold(self) -> float:
-        """Mean τ of the passes, exactly τ where it did not move; 1.0 before the first."""
+        """Mean τ of the passes, exact if τ did not move; 1.0 before the first pass."""
         if self.min_threshold >= self.max_threshold:
             return self.min_threshold
         return self.sum_threshold / self.num_passes
@@ -99,39 +102,39 @@ class Passes:
 
 @dataclass
 class Choice:
-    """One output of a request: an engine request of its own, cut where a stop string is found."""
+    """One output of a request, cut at the first stop string."""
 
     index: int
     request: Request
     prompt: Prompt
     text: OutputText
     may_stop: bool
-    """Whether a string may end it before the engine does."""
+    """Whether a stop string may end the choice before the engine does."""
     parser: ToolParser | None = None
-    """Takes tool calls out of the text, where the request offers tools."""
+    """Parser that takes tool calls out of the text; None if the request offers no tools."""
     passes: Passes = field(default_factory=Passes)
     _scored: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt, from its second token on."""
+    """Log-probabilities of the prompt's tokens from the second one on."""
 
     async def stream(self, backend: Backend) -> AsyncGenerator[Delta]:
-        """Run the request; ends at a stop string, which cancels the request."""
+        """Run the engine request and yield its parts; a stop string cancels the rest."""
         async with aclosing(backend.stream(self.request)) as outputs:
             async for output in outputs:
                 delta = self._take(output)
                 if delta is not None:
                     yield delta
                     if delta.finish_reason is not None and output.finish_reason is None:
-                        break  # closing the backend's generator is what cancels
+                        break  # closing the backend's generator cancels the request
 
     async def run(self, backend: Backend) -> list[Delta]:
-        """Run the request to its end."""
+        """Run the engine request to its end."""
         if self.may_stop:
             return [delta async for delta in self.stream(backend)]
         taken = [self._take(output) for output in await backend.complete(self.request)]
         return [delta for delta in taken if delta is not None]
 
     def _take(self, output: StepOutput) -> Delta | None:
-        """What a pass gave; None where it fed but a part of the prompt."""
+        """Return the part that a forward pass adds, or None if it only processed prompt tokens."""
         self.passes.num_cached += output.num_prefix_hit_tokens
         self.passes.queue_s += output.queue_s
         self._scored += output.prompt_logprobs
@@ -140,33 +143,48 @@ class Choice:
         part = self.text.push(output.tokens, last=output.finish_reason is not None)
         is_first = self.passes.num_passes == 0
         self.passes.count(output, part.num_tokens)
-        text, reported, echo = part.text, list[ReportedToken](), self.prompt.echo
-        start = len(echo.text) if echo else 0
-        if echo and is_first:
-            text = echo.text + text
-            reported = self._of_prompt(echo.offsets)
-        if self.request.options.num_logprobs is not None:
-            shown = slice(part.num_tokens)
-            places = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
-            reported += [ReportedToken(token, start + at, value) for token, at, value in places]
+        text, reported = self._echoed() if is_first else ("", [])
+        text += part.text
+        reported += self._reported(output, part)
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
         calls = list[CallPart]()
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))
             if reason == FinishReason.STOP and self.parser.num_calls:
                 reason = TOOL_CALLS
-        return Delta(self, text, part.num_tokens, reported, reason, is_first, calls)
+        return Delta(
+            choice=self,
+            text=text,
+            num_tokens=part.num_tokens,
+            reported=reported,
+            finish_reason=reason,
+            is_first=is_first,
+            calls=calls,
+        )
 
-    def _of_prompt(self, offsets: Sequence[int]) -> list[ReportedToken]:
+    def _echoed(self) -> tuple[str, list[ReportedToken]]:
+        """Return the text and log-probabilities of the prompt, both empty without ``echo``."""
+        echo = self.prompt.echo
+        if echo is None:
+            return "", []
+        if self.request.options.num_logprobs is None:
+            return echo.text, []
+        values = [None, *self._scored]
+        rows = zip(self.prompt.tokens, echo.offsets, values, strict=True)
+        return echo.text, [ReportedToken(*row) for row in rows]
+
+    def _reported(self, output: StepOutput, part: OutputPart) -> list[ReportedToken]:
+        """Return the log-probabilities of the output's tokens up to a stop string."""
         if self.request.options.num_logprobs is None:
             return []
-        values = [None, *self._scored]
-        tokens = self.prompt.tokens
-        return [ReportedToken(*each) for each in zip(tokens, offsets, values, strict=True)]
+        start = len(self.prompt.echo.text) if self.prompt.echo else 0
+        shown = slice(part.num_tokens)
+        rows = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
+        return [ReportedToken(token, start + offset, value) for token, offset, value in rows]
 
 
 def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:
-    """Content, and one part for each call that events are about."""
+    """Return the content and one part for each tool call that the events belong to."""
     content, calls = "", dict[int, CallPart]()
     for event in events:
         if isinstance(event, ContentDelta):
@@ -181,7 +199,7 @@ def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:
 
 
 def passes_of(choices: Sequence[Choice]) -> Passes:
-    """The passes of some choices, all together."""
+    """Return the totals over several choices."""
     total = Passes()
     for choice in choices:
         total.add(choice.passes)
@@ -189,8 +207,8 @@ def passes_of(choices: Sequence[Choice]) -> Passes:
 
 
 async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delta]]:
-    """Run all choices at once; an error of one cancels the others."""
-    if len(choices) == 1:  # spares a task
+    """Run all choices concurrently; if one fails, the others are cancelled."""
+    if len(choices) == 1:  # saves a task
         return [await choices[0].run(backend)]
     tasks = [asyncio.create_task(choice.run(backend)) for choice in choices]
     try:
@@ -200,11 +218,11 @@ async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delt
 
 
 async def stream_all(choices: Sequence[Choice], backend: Backend) -> AsyncGenerator[Delta]:
-    """Run all choices at once and yield what they give as it comes.
+    """Run all choices concurrently and yield their parts in order of arrival.
 
-    An error of one cancels the others, and so does closing the generator.
+    If one fails or the generator is closed, the others are cancelled.
     """
-    if len(choices) == 1:  # spares a task and a queue
+    if len(choices) == 1:  # saves a task and a queue
         async with aclosing(choices[0].stream(backend)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -228,7 +246,7 @@ async def stream_all(choices: Sequence[Choice], backend: Backend) -> AsyncGenera
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel what still runs, and wait for it: its request is cancelled then, too."""
+    """Cancel unfinished tasks and wait for them, which cancels their engine requests."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

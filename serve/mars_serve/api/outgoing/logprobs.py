@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes. Knows no request and no HTTP.
+"""Log-probabilities in OpenAI's two response shapes.
 
 Source: OpenAI API reference, ``logprobs`` of "Completions" and of "Chat".
 """
@@ -10,14 +10,17 @@ from typing import Any
 
 from mars_serve.api.outgoing.choices import ReportedToken
 from mars_serve.api.text import TokenBytes
-from mars_serve.engine.request import TokenLogprob
+from mars_serve.engine.outputs import TokenLogprob
 
 _LEAST_LOGPROB = -9999.0
-"""What OpenAI reports for tokens that cannot be chosen: JSON has no infinity."""
+"""Log-probability that OpenAI reports for impossible tokens, since JSON has no infinity."""
 
 
 def chat_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
-    """One object a token; ``from_mask`` is marsray's own."""
+    """Return the log-probabilities of a chat, one object per token.
+
+    The key ``from_mask`` is an extension of OpenAI's shape.
+    """
     content = []
     for each in reported:
         assert each.logprob is not None, "a chat does not echo its prompt"
@@ -28,7 +31,10 @@ def chat_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[
 
 
 def completion_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) -> dict[str, Any]:
-    """Lists side by side, one item a token; ``from_mask`` is marsray's own."""
+    """Return the log-probabilities of a completion, as parallel lists with an item per token.
+
+    The key ``from_mask`` is an extension of OpenAI's shape.
+    """
     values = [each.logprob for each in reported]
     return {
         "tokens": [names.name_of(each.token) for each in reported],
@@ -50,7 +56,7 @@ def _chat_token(token: int, logprob: float, names: TokenBytes) -> dict[str, Any]
 def _top_by_name(
     token: int, value: TokenLogprob | None, names: TokenBytes
 ) -> dict[str, float] | None:
-    """The likeliest tokens and the one that is there; of those with the same text the likeliest."""
+    """Return log-probabilities by token text; of tokens with equal text the likeliest is kept."""
     if value is None:
         return None
     top: dict[str, float] = {}

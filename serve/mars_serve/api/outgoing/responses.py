@@ -1,4 +1,4 @@
-"""Response bodies in OpenAI's shapes, which `schema` describes. Knows no HTTP.
+"""Response bodies in OpenAI's shapes; `mars_serve.api.schema` describes them.
 
 Source: OpenAI API reference, "Completions" and "Chat", the objects and their streamed chunks.
 """
@@ -25,29 +25,29 @@ from mars_serve.api.outgoing.logprobs import chat_logprobs, completion_logprobs
 from mars_serve.api.protocol import ServiceTier, StreamOptions
 from mars_serve.api.text import TokenBytes
 from mars_serve.config.served import ServedModel
-from mars_serve.engine.request import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions
 
 
 @dataclass(frozen=True)
 class UsageEvents:
-    """What of a stream counts the tokens."""
+    """Events of a stream that report token counts."""
 
     at_end: bool = False
-    """An event of its own behind all others."""
+    """Whether a last event, after all choices, reports the counts."""
     in_each: bool = False
-    """Each event, those so far."""
+    """Whether each event reports the counts so far."""
 
     @classmethod
     def of(cls, options: StreamOptions | None) -> UsageEvents:
-        """Those that a request asks for."""
+        """Return the events that a request's ``stream_options`` ask for."""
         if options is None:
             return cls()
         return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 @dataclass(frozen=True)
-class Generation:
-    """One request on its way through the server."""
+class ResponseBuilder:
+    """Builds the response bodies of one request, whole or as events of a stream."""
 
     id: str
     is_chat: bool
@@ -55,23 +55,23 @@ class Generation:
     choices: list[Choice]
     names: TokenBytes
     tier: ServiceTier | None = None
-    """The tier used, where the request gave one."""
+    """The tier used, if the request gave one."""
     usage_events: UsageEvents = UsageEvents()
     grammar_field: str | None = None
-    """Field of the request that asked for a grammar."""
+    """Field of the request that gave a grammar, for error messages."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """The whole response; ``deltas`` are those of each choice."""
+        """Return the whole response; ``deltas`` holds the parts of each choice."""
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
             "choices": [self._choice(each) for each in deltas],
             "usage": self.usage(),
-            "mars": self._mars_block(self.passes),
+            "mars": self._mars_object(self.passes),
         }
 
     def event(self, delta: Delta) -> dict[str, Any]:
-        """The event of a stream for one forward pass of a choice."""
+        """Return the stream's event for one forward pass of a choice."""
         entry: dict[str, Any] = {"index": delta.choice.index}
         if self.is_chat:
             entry["delta"] = _chat_delta(delta)
@@ -86,15 +86,15 @@ class Generation:
             event["usage"] = None
         event["mars"] = mars = {"tokens": delta.num_tokens}
         if delta.finish_reason is not None:
-            mars |= self._mars_block(delta.choice.passes)
+            mars |= self._mars_object(delta.choice.passes)
         return event
 
     def usage_event(self) -> dict[str, Any]:
-        """The event behind all others that counts the tokens of the whole stream."""
+        """Return the stream's last event, which reports the token counts of all choices."""
         return {**self._chunk_head, "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts; a prompt counts once, however many choices share it."""
+        """Return the token counts; a prompt counts once, however many choices share it."""
         prompts = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
         num_prompt = sum(len(choice.prompt.tokens) for choice in prompts)
         num_output = sum(choice.passes.num_tokens for choice in self.choices)
@@ -108,12 +108,12 @@ class Generation:
 
     @property
     def passes(self) -> Passes:
-        """The passes of all choices."""
+        """Totals over the forward passes of all choices."""
         return passes_of(self.choices)
 
     @property
     def options(self) -> DecodingOptions:
-        """What the engine was asked for, but for the seeds of other choices than the first."""
+        """Decoding options of the first choice; those of the others differ only in the seed."""
         return self.choices[0].request.options
 
     @cached_property
@@ -147,8 +147,8 @@ class Generation:
         shape = chat_logprobs if self.is_chat else completion_logprobs
         return shape(reported, self.names)
 
-    def _mars_block(self, passes: Passes) -> dict[str, Any]:
-        """What was done to serve some choices."""
+    def _mars_object(self, passes: Passes) -> dict[str, Any]:
+        """Return the ``mars`` object, which tells how the choices were decoded."""
         has_moved = passes.min_threshold < passes.max_threshold
         lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
         return {
@@ -170,7 +170,7 @@ def _chat_delta(delta: Delta) -> dict[str, Any]:
 
 
 def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:
-    """The model's turn; ``parts`` are those of its tool calls, in order."""
+    """Return the assistant message; ``parts`` are the pieces of its tool calls in order."""
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         if part.id is not None:
@@ -184,7 +184,7 @@ def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:
 
 
 def _call_chunk(part: CallPart) -> dict[str, Any]:
-    """A part of a tool call as streams have it: the first one has its id and name."""
+    """Return a streamed piece of a tool call; the first piece has its id and name."""
     function: dict[str, Any] = {"arguments": part.arguments}
     if part.id is None:
         return {"index": part.index, "function": function}
@@ -193,7 +193,7 @@ def _call_chunk(part: CallPart) -> dict[str, Any]:
 
 
 def _fingerprint(model: ServedModel) -> str:
-    """Changes with the model and the server's version, as far as outputs may depend on them."""
+    """Return a fingerprint of what outputs may depend on: model, number type and server version."""
     settings = model.settings
     text = "\n".join([__version__, settings.name, settings.path, settings.dtype])
     return "fp_" + blake2b(text.encode(), digest_size=5).hexdigest()

@@ -1,8 +1,8 @@
-"""Tools: what a request offers its model to call, and the calls that the model writes.
+"""Tool calling: the tools that a request offers and the calls that the model writes.
 
-A model writes calls as text, each family in its own form. `plan_tools` finds the form, gives the
-grammar where calls have to be of a certain kind, and the parser that takes them out of the text.
-Knows no HTTP and no engine.
+Models write calls as text, in a format that differs by model family. `prepare_tools` detects the
+format from the chat template, writes the grammar if calls are constrained, and provides the parser
+that takes calls out of the output's text.
 """
 
 from mars_serve.api.tools.parser import (
@@ -12,14 +12,14 @@ from mars_serve.api.tools.parser import (
     ToolParser,
     ToolStart,
 )
-from mars_serve.api.tools.plan import ToolPlan, plan_tools
+from mars_serve.api.tools.request_tools import RequestTools, prepare_tools
 
 __all__ = [
     "ContentDelta",
+    "RequestTools",
     "ToolArguments",
     "ToolEvent",
     "ToolParser",
-    "ToolPlan",
     "ToolStart",
-    "plan_tools",
+    "prepare_tools",
 ]

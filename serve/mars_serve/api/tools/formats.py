@@ -1,8 +1,8 @@
-"""How a model writes its calls, as its chat template shows it.
+"""Detects the format in which a model writes tool calls, from its chat template.
 
-The template is asked to render a known call, and what stands around its name and its arguments is
-the form: it is what the model was trained on. Forms that are known are those of the Hermes models
-(and Qwen2.5 and Qwen3), of Llama 3.1 and later, and of Mistral's, older and newer.
+The template renders a known call; the text around the call's name and arguments shows the format
+that the model was trained on. Known formats are those of Hermes (also Qwen2.5 and Qwen3), Llama 3.1
+and later, and Mistral (an older and a newer one).
 
 Source: the families' published chat templates and tokenizers.
 """
@@ -24,7 +24,7 @@ LLAMA_TAG = "<|python_tag|>"
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 PROBE_ID = "probe0123"
-"""Stands where a form has the id of a call; nine characters, as Mistral's templates demand."""
+"""Call id of the probe; nine characters, as Mistral's templates require."""
 _NAME = "probe_function"
 _FUNCTION = {
     "name": _NAME,
@@ -50,12 +50,12 @@ _ARGUMENTS = r'\{"probe": ?"value"\}'
 
 
 class Family(StrEnum):
-    """Families of models that write calls alike."""
+    """Model families with a common format of tool calls."""
 
     HERMES = "hermes"
     LLAMA = "llama"
     MISTRAL_LIST = "mistral list"
-    """One tag, and a JSON list of calls behind it."""
+    """One tag, followed by a JSON list of calls."""
     MISTRAL_NAMED = "mistral named"
     """A tag, a name and arguments for each call."""
 
@@ -71,25 +71,25 @@ _TAGS = {
 
 @dataclass(frozen=True)
 class CallFormat:
-    """What stands around the names and the arguments of calls."""
+    """The text that surrounds the names and arguments of tool calls."""
 
     family: Family
     first: str
-    """Before the first call."""
+    """Text before the first call."""
     opening: str
-    """Before a name."""
+    """Text before a call's name."""
     middle: str
-    """Between a name and its arguments; may have `PROBE_ID` where an id stands."""
+    """Text between a call's name and its arguments; `PROBE_ID` stands for a call's id."""
     closing: str
-    """Behind arguments."""
+    """Text after a call's arguments."""
     separator: str | None
-    """Between two calls; None where a turn has one at the most."""
+    """Text between two calls; None if a turn can have only one."""
     final: str
-    """Behind the last call."""
+    """Text after the last call."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The family's tags."""
+        """Tags of the model family."""
         return _TAGS[self.family]
 
 
@@ -115,41 +115,41 @@ _FORMS: dict[Family, tuple[re.Pattern[str], str | None, str]] = {
     ),
     Family.LLAMA: (
         _pattern("", r'\{"name": ?"', r'", ?"parameters": ?', r"\}"),
-        None,  # their template refuses turns with several
+        None,  # Llama's template refuses a turn with several calls
         "",
     ),
 }
 
 
 def find_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
-    """How a model writes its calls; None where its template shows no form that is known.
+    """Detect how a model writes calls; None if its template renders calls in no known format.
 
     Raises:
-        UserError: the model has no chat template, or one that does not know tools.
+        UserError: the model has no chat template, or one that does not support tools.
     """
     try:
         text = render_prompt(tokenizer, _TURNS, [_TOOL], add_generation_prompt=False)
-    except UserError:  # such as where it cannot render results; it has no form then
+    except UserError:  # the template may be unable to render a result, for instance
         render_prompt(tokenizer, _TURNS[:1], [_TOOL])
         return None
     for family, (pattern, separator, final) in _FORMS.items():
         found = pattern.search(text)
         if found:
             first, opening, middle, closing = found.groups()
-            if family is Family.MISTRAL_LIST:  # the template may write an id; the model does not
+            if family is Family.MISTRAL_LIST:  # the template writes an id that the model does not
                 closing = "}"
             return CallFormat(family, first, opening, middle, closing, separator, final)
     return None
 
 
 def tag_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> dict[str, int]:
-    """Ids of a family's tags that are tokens of their own in this tokenizer, whole in any text."""
+    """Return the ids of a family's tags that are single tokens in this tokenizer."""
     added = tokenizer.get_added_vocab()
     return {tag: added[tag] for tag in _TAGS[family] if tag in added}
 
 
 def kept_special(tokenizer: PreTrainedTokenizerBase, family: Family) -> frozenset[int]:
-    """Ids of a family's tags that decoding would leave out as special tokens."""
+    """Return the ids of a family's tags that decoding would drop as special tokens."""
     special = tokenizer.added_tokens_decoder
     ids = tag_ids(tokenizer, family).values()
     return frozenset(token for token in ids if special[token].special)

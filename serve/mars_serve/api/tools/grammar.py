@@ -1,7 +1,7 @@
-"""Writes grammars of outputs with calls: their arguments satisfy the tools' schemas.
+"""Writes the grammar of outputs with tool calls whose arguments satisfy the tools' schemas.
 
-The grammars are llguidance's kind of Lark. Tags that are tokens of their own stand in them as
-tokens: spelled out they would be taken for other tokens than those that the model writes.
+The grammar is in llguidance's dialect of Lark. A tag that is a single token appears as that token:
+spelled out, the grammar would force other tokens than the model writes.
 
 Source: llguidance, "Grammar syntax": special tokens, lazy lexemes and inline JSON schemas.
 """
@@ -30,32 +30,32 @@ _TRIGGERS = {
     Family.MISTRAL_LIST: MISTRAL_TAG,
     Family.MISTRAL_NAMED: MISTRAL_TAG,
 }
-# White space as templates render objects: few tokens, and no endless runs of it.
+# White space as templates render objects: it costs few tokens and cannot repeat endlessly.
 _AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object"}
-# Where a schema may name further properties.
+# Keywords with which a schema may allow further properties.
 _OTHER_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"}
 _TEXT = r"TEXT: /(.|\n)+/"
-_TEXT_NO_OBJECT = r"TEXT: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"  # an object would be taken for a call
+_TEXT_NO_OBJECT = r"TEXT: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"  # an object would be read as a call
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Grammar of the calls that one request allows."""
+    """Writes the grammar of the calls that one request allows."""
 
     form: CallFormat
     tags: Mapping[str, int]
-    """Ids of the tags that are tokens."""
+    """Ids of the tags that are single tokens."""
     is_parallel: bool
-    """Whether there may be several calls."""
+    """Whether the output may contain several calls."""
     is_forced: bool
-    """Whether there has to be one, and no other text; else there may be calls in a text."""
+    """Whether the output must consist of calls; otherwise it may be text with or without calls."""
 
     def text(self, functions: Sequence[FunctionDefinition]) -> str:
-        """The grammar's text. Where calls are not forced, only strict functions' schemas count.
+        """Return the grammar. If calls are optional, only strict functions' schemas are enforced.
 
         Raises:
-            ApiError: status 400: a schema is not one of an object, or no JSON.
+            ApiError: status 400: a schema does not describe an object, or is not valid JSON.
         """
         names = [f"call_{index}" for index in range(len(functions))]
         lines = [f"start: {self._start()}", f"call: {' | '.join(names)}", *self._text_rules()]
@@ -69,7 +69,7 @@ class CallGrammar:
 
     def _start(self) -> str:
         form, trigger = self.form, self._trigger
-        # Separators of calls that each have a tag are text like any other where there may be text.
+        # Where text is allowed, separators of calls that each have a tag are part of that text.
         has_list = self.is_forced or form.family is Family.MISTRAL_LIST
         separator = form.separator if self.is_parallel and has_list else None
         more = "" if separator is None else f"({self._literal(separator)} call)*"
@@ -82,7 +82,7 @@ class CallGrammar:
         return f"({calls}){'*' if self.is_parallel else '?'} TEXT?"
 
     def _text_rules(self) -> list[str]:
-        """The rules of text, and of what begins calls, with the text before it."""
+        """Return the rules for text and for the tag that begins a call, with the text before it."""
         trigger = self._trigger
         if trigger is None:
             return [] if self.is_forced else [_TEXT_NO_OBJECT]
@@ -95,7 +95,7 @@ class CallGrammar:
 
     @property
     def _trigger(self) -> str | None:
-        """The tag that cannot be anything but the beginning of calls."""
+        """The tag that always begins a call; None if the family has none."""
         return _TRIGGERS.get(self.form.family)
 
     def _literal(self, text: str) -> str:
@@ -112,11 +112,11 @@ class CallGrammar:
 
 
 def _schema_text(function: FunctionDefinition | None) -> str:
-    """Schema of a function's arguments; of any object without a function."""
+    """Return the JSON schema of a function's arguments; without a function, of any object."""
     schema = _ANY_OBJECT if function is None else _schema_of(function)
     try:
         return json.dumps({"x-guidance": _AS_RENDERED, **schema}, allow_nan=False)
-    except ValueError as error:  # NaN and infinity, which Python reads as JSON
+    except ValueError as error:  # NaN and infinity, which Python's parser accepts
         reason = "a schema has a number that is not finite; use finite ones"
         raise invalid_value("tools", reason) from error
     except RecursionError as error:
@@ -124,7 +124,7 @@ def _schema_text(function: FunctionDefinition | None) -> str:
 
 
 def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
-    """As a definition has it, without parameters that it does not name where it names any."""
+    """Return a function's schema; if it names properties, it allows no others."""
     schema = NO_PARAMETERS if function.parameters is None else function.parameters
     kind = schema.get("type", "object")
     if kind != "object":

@@ -1,9 +1,11 @@
-"""Takes calls out of a model's text as it comes.
+"""Takes tool calls out of a model's output while it is generated.
 
-Text is looked at character by character, so that what comes out, joined, does not depend on how the
-text was parted. Text that may belong to a call is held back; what turns out to be none comes out as
-content. Once a call's arguments have begun they are passed on as they come, whatever they are.
-Knows forms of calls; no tokens, schemas or responses.
+The text is read character by character, so the joined result does not depend on how it was divided
+into pieces. Text that may belong to a call is held; it is released as content if it turns out not
+to. Once a call's arguments have begun, they are passed on unchanged as they arrive.
+
+The parsing methods are generators: `_read` suspends them at the end of the text so far, and `push`
+resumes them with more text. So each model family's format reads as straight-line code.
 """
 
 from __future__ import annotations
@@ -16,54 +18,54 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from mars_serve.api.tools.formats import HERMES_BEGIN, HERMES_END, LLAMA_TAG, MISTRAL_TAG
-
 _MAX_NAME = 64
 _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL
 )
-_NAMED_HEADER = re.compile(r"\s*([\w-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{", re.ASCII)
-_NAMED_CHARACTERS = re.compile(r"[\w\s\[\]{-]", re.ASCII)
-_MAX_NAMED_HEADER = 256
-# Long runs are taken at once, which changes nothing but the time.
+# Long runs are taken at once, which only saves time.
 _WORDS = re.compile(r"(?:\s*[^\s<\[]+)*")
 _INERT = re.compile(r'[^"\\{}\[\]<]+')
 
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """Text that is no part of a call."""
+    """Text that belongs to no call."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolStart:
-    """A call begins; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     index: int
-    """Of the call in its turn."""
+    """Index of the call in its turn."""
     id: str
     name: str
 
 
 @dataclass(frozen=True)
 class ToolArguments:
-    """JSON text that continues a call's arguments."""
+    """The next piece of a call's arguments."""
 
     index: int
+    """Index of the call in its turn."""
     text: str
+    """A piece of JSON text."""
 
 
 ToolEvent = ContentDelta | ToolStart | ToolArguments
 
-_Steps = Generator[None, None, None]
-_Char = Generator[None, None, str]  # returns a character, or nothing at the end of the output
-_Found = Generator[None, None, bool]
+Steps = Generator[None, None, None]
+"""A parsing method; it yields when it needs more text."""
+ReadsCharacter = Generator[None, None, str]
+"""A parsing method that returns a character, or an empty string at the end of the output."""
+ReadsWhether = Generator[None, None, bool]
+"""A parsing method that returns whether it found something."""
 
 
-class _Nesting:
-    """Follows JSON text behind an opening brace to the brace that closes it."""
+class JsonNesting:
+    """Follows JSON text from an opening brace, already read, to the brace that closes it."""
 
     def __init__(self) -> None:
         self.depth = 1
@@ -71,6 +73,7 @@ class _Nesting:
         self.is_escaped = False
 
     def take(self, char: str) -> None:
+        """Follow one more character."""
         if self.in_string:
             if self.is_escaped:
                 self.is_escaped = False
@@ -87,45 +90,52 @@ class _Nesting:
 
 
 class ToolParser(ABC):
-    """The calls of one output. Feed it text without special tokens, but for the calls' tags."""
+    """Parser of one output; its text contains no special tokens except the tags of calls.
+
+    Args:
+        names: Names of the tools that the request offers.
+        is_parallel: Whether several calls count; otherwise only the first one does.
+    """
 
     def __init__(self, names: Collection[str], *, is_parallel: bool) -> None:
-        """``names`` are the tools' own; without ``is_parallel`` only the first call counts."""
         self.num_calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self._names = frozenset(names)
         self._is_parallel = is_parallel
         self._input = ""
         self._position = 0
+        """Index of the next character of the input."""
         self._is_last = False
         self._held: list[str] = []
-        """Characters read that are neither passed on nor dropped."""
+        """Characters that were read and neither released nor dropped."""
         self._events: list[ToolEvent] = []
-        self._steps = self._all()
+        self._steps = self._parse()
 
     def push(self, text: str, *, last: bool) -> list[ToolEvent]:
-        """What this text settles; with ``last``, also what was held back."""
+        """Return the events that this text completes; if ``last``, also all held text."""
         self._input = self._input[self._position :] + text
         self._position, self._is_last = 0, last
         next(self._steps, None)
         events, self._events = self._events, []
-        return list(_joined(events))
+        return list(_merged(events))
 
-    def _all(self) -> _Steps:
+    def _parse(self) -> Steps:
         yield from self._calls()
-        while (yield from self._read()):  # behind the one call that was asked for
+        while (yield from self._read()):  # drops all text after the only call that counts
             self._held.clear()
 
     @abstractmethod
-    def _calls(self) -> _Steps:
-        """Read the output, to its end or to the last call that counts."""
+    def _calls(self) -> Steps:
+        """Parse the output up to its end or to the last call that counts."""
 
     @property
     def _is_full(self) -> bool:
         return self.num_calls > 0 and not self._is_parallel
 
-    def _read(self) -> _Char:
-        """The next character, which is held; nothing at the output's end."""
+    # Reading and releasing text
+
+    def _read(self) -> ReadsCharacter:
+        """Read and hold the next character."""
         while self._position == len(self._input):
             if self._is_last:
                 return ""
@@ -135,13 +145,13 @@ class ToolParser(ABC):
         self._held.append(char)
         return char
 
-    def _read_past_space(self) -> _Char:
+    def _read_past_space(self) -> ReadsCharacter:
         while (char := (yield from self._read())).isspace():
             pass
         return char
 
     def _give_back(self, num_chars: int) -> None:
-        """The last characters held are to be read again."""
+        """Return the last held characters to the input."""
         if num_chars:
             again = "".join(self._held[-num_chars:])
             del self._held[-num_chars:]
@@ -149,7 +159,7 @@ class ToolParser(ABC):
             self._position = 0
 
     def _skip(self, pattern: re.Pattern[str]) -> str:
-        """What of the input that is there matches, at once; it is not held."""
+        """Take the available input that matches a pattern, without holding it."""
         found = pattern.match(self._input, self._position)
         if found is None:
             return ""
@@ -157,21 +167,24 @@ class ToolParser(ABC):
         return found[0]
 
     def _release(self, num_kept: int = 0) -> None:
-        """Pass on as content what is held, but for the last characters."""
+        """Release all held text but the last ``num_kept`` characters as content."""
         end = len(self._held) - num_kept
         self._events.append(ContentDelta("".join(self._held[:end])))
         del self._held[:end]
 
-    def _release_rest(self) -> _Steps:
+    def _release_rest(self) -> Steps:
         while True:
             self._release()
             if not (yield from self._read()):
                 return
 
-    def _find(self, tag: str) -> _Found:
-        """Pass text on up to a tag, which is held with the white space before it.
+    # Finding calls
 
-        White space between and behind calls is no content. No tag has its first character twice.
+    def _find(self, tag: str) -> ReadsWhether:
+        """Release text up to a tag; hold the tag and the white space before it.
+
+        White space between and after calls is not content. The search relies on tags whose first
+        character occurs only once.
         """
         partial = ""
         while char := (yield from self._read()):
@@ -191,13 +204,17 @@ class ToolParser(ABC):
         self._held.clear()
         return False
 
-    def _call_object(self, *, any_name: bool) -> _Found:
-        """Read a call given as a JSON object, behind its brace; False, and released, if it is none.
+    def _call_object(self, *, any_name: bool) -> ReadsWhether:
+        """Parse a call written as a JSON object whose opening brace was read.
 
-        As a rule its name comes first, and its arguments are passed on as they come. ``<`` outside
-        a string ends it, as it can only begin a tag.
+        If the object turns out to be no call, it is released. Usually the name comes first, and the
+        arguments are passed on as they arrive. A ``<`` outside a string ends the object, since it
+        can only begin a tag.
+
+        Args:
+            any_name: Whether a call may name an unknown tool.
         """
-        nesting, text, is_first = _Nesting(), ["{"], True
+        nesting, text, is_first = JsonNesting(), ["{"], True
         while nesting.depth:
             char = yield from self._read()
             if not char or (char == "<" and not nesting.in_string):
@@ -211,12 +228,12 @@ class ToolParser(ABC):
                 header = _HEADER.fullmatch("".join(text))
                 if header and (any_name or header[1] in self._names):
                     yield from self._stream_call(header[1])
-                    yield from self._drop_object()
+                    yield from self._drop_object_end()
                     return True
         return self._take_whole("".join(text), any_name=any_name)
 
     def _take_whole(self, text: str, *, any_name: bool) -> bool:
-        """A call in some other order, such as one without arguments."""
+        """Parse a whole object whose keys are in another order or that has no arguments."""
         call = _read_call(text)
         if call is None or not (any_name or call[0] in self._names):
             self._release()
@@ -225,10 +242,10 @@ class ToolParser(ABC):
         self._events.append(ToolArguments(self.num_calls - 1, call[1]))
         return True
 
-    def _stream_call(self, name: str) -> _Steps:
-        """Pass arguments on, from behind their brace, which was read."""
+    def _stream_call(self, name: str) -> Steps:
+        """Start a call and pass on its arguments, whose opening brace was read."""
         self._start(name)
-        index, nesting, char = self.num_calls - 1, _Nesting(), "{"
+        index, nesting, char = self.num_calls - 1, JsonNesting(), "{"
         self._events.append(ToolArguments(index, char))
         while nesting.depth:
             char = yield from self._read()
@@ -247,11 +264,11 @@ class ToolParser(ABC):
         self._events.append(ToolStart(self.num_calls, identifier, name))
         self.num_calls += 1
 
-    def _drop_object(self) -> _Steps:
-        """Leave out what an object has behind its arguments; models forget the brace."""
+    def _drop_object_end(self) -> Steps:
+        """Drop the end of an object after its arguments; models may forget the brace."""
         char = yield from self._read_past_space()
         if char == ",":  # further keys, such as an id
-            nesting = _Nesting()
+            nesting = JsonNesting()
             while nesting.depth and (char := (yield from self._read())):
                 if char == "<" and not nesting.in_string:
                     break
@@ -261,118 +278,12 @@ class ToolParser(ABC):
         self._held.clear()
 
 
-class HermesParser(ToolParser):
-    """Calls are JSON objects, each between two tags."""
-
-    def _calls(self) -> _Steps:
-        while (yield from self._find(HERMES_BEGIN)):
-            char = yield from self._read_past_space()
-            if char != "{":
-                self._give_back(len(char))
-                self._release()
-            elif (yield from self._call_object(any_name=True)):
-                yield from self._drop_end()
-            if self._is_full:
-                return
-
-    def _drop_end(self) -> _Steps:
-        """Leave the closing tag out; models forget it."""
-        partial, num_space = "", 0
-        while char := (yield from self._read()):
-            if not partial and char.isspace():
-                num_space += 1
-                continue
-            partial += char
-            if partial == HERMES_END:
-                break
-            if not HERMES_END.startswith(partial):
-                self._give_back(num_space + len(partial))
-                break
-        self._held.clear()
-
-
-class LlamaParser(ToolParser):
-    """An output is one JSON object, with a tag before it or without, or it has no calls.
-
-    An object without the tag is a call only if it names a tool: answers may be JSON, too.
-    """
-
-    def _calls(self) -> _Steps:
-        char, is_tagged = (yield from self._read_past_space()), False
-        if char == LLAMA_TAG[0]:
-            is_tagged = yield from self._rest_of_tag()
-            char = (yield from self._read_past_space()) if is_tagged else char
-        while char == "{":
-            if not (yield from self._call_object(any_name=is_tagged)):
-                break
-            if self._is_full:
-                return
-            self._held.clear()
-            char = yield from self._read_past_space()
-            if char == ";":  # how it parts several
-                char = yield from self._read_past_space()
-        if not char and self.num_calls:
-            self._held.clear()
-            return
-        yield from self._release_rest()
-
-    def _rest_of_tag(self) -> _Found:
-        for expected in LLAMA_TAG[1:]:
-            if (yield from self._read()) != expected:
-                return False
-        return True
-
-
-class MistralParser(ToolParser):
-    """Behind a tag there is a list of calls, or a name with its arguments."""
-
-    def _calls(self) -> _Steps:
-        while (yield from self._find(MISTRAL_TAG)):
-            char = yield from self._read_past_space()
-            if char == "[":
-                yield from self._list()
-            else:
-                self._give_back(len(char))
-                yield from self._named()
-            if self._is_full:
-                return
-
-    def _list(self) -> _Steps:
-        num_before = self.num_calls
-        while (char := (yield from self._read_past_space())) == "{":
-            if not (yield from self._call_object(any_name=True)) or self._is_full:
-                return
-            self._held.clear()
-            char = yield from self._read_past_space()
-            if char != ",":
-                break
-        if char != "]":
-            self._give_back(len(char))
-        if self.num_calls == num_before:
-            self._release()
-        self._held.clear()
-
-    def _named(self) -> _Steps:
-        num_chars = 0
-        while (char := (yield from self._read())) != "{":
-            num_chars += 1
-            if not (_NAMED_CHARACTERS.fullmatch(char) and num_chars < _MAX_NAMED_HEADER):
-                self._give_back(len(char))
-                self._release()
-                return
-        header = _NAMED_HEADER.fullmatch("".join(self._held[-num_chars - 1 :]))
-        if header:
-            yield from self._stream_call(header[1])
-        else:
-            self._release()
-
-
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments' text of a call given as a JSON object; None if it is none."""
+    """Return the name and the arguments' JSON text of a call; None if the text is no call."""
     try:
         call = json.loads(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # JSON text once more, as some models write it
+        if isinstance(arguments, str):  # some models write the arguments as a JSON string
             arguments = json.loads(arguments)
         written = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -381,8 +292,8 @@ def _read_call(text: str) -> tuple[str, str] | None:
     return (name, written) if is_call else None
 
 
-def _joined(events: list[ToolEvent]) -> Iterator[ToolEvent]:
-    """The same events with texts that belong together in one piece, and without empty ones."""
+def _merged(events: list[ToolEvent]) -> Iterator[ToolEvent]:
+    """Join consecutive texts of the same kind and call, and drop empty ones."""
     for (kind, index), group in groupby(events, lambda each: (type(each), _index_of(each))):
         if kind is ToolStart:
             yield from group

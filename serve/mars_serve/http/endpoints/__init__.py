@@ -1,1 +1,1 @@
-"""One module for each group of REST endpoints."""
+"""The REST endpoints, one module for each group."""

@@ -1,7 +1,6 @@
-"""``/admin/threshold``: the live τ of models, read and changed while they serve, and
-``/admin/autoscaler``: why it is what it is.
+"""``/admin/threshold`` reads and changes models' live τ; ``/admin/autoscaler`` explains it.
 
-Who may come here is decided before, by the keys.
+The authentication middleware has already checked that the caller is an administrator.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _Threshold = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class ThresholdChange(BaseModel):
-    """A new live τ."""
+    """A change of the live τ."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     confidence_threshold: _Threshold | None
-    """In (0, 1]. Requests whose own floor, or whose key's or tier's, is higher keep that. It stays
-    until the next change; null gives it back to the autoscaler."""
+    """New live τ in (0, 1], in force until the next change; null returns control to the autoscaler.
+    A request keeps a higher floor of its own, its key or its tier."""
     model: str | None = None
-    """Which model's; all of them if left out."""
+    """Model to change; by default all models."""
 
 
 class Live(Shape):
@@ -40,38 +39,38 @@ class Live(Shape):
 
     confidence_threshold: _Threshold
     version: int
-    """Grows with every change."""
+    """Number that grows with every change."""
 
 
 class ModelLive(Live):
-    """What was set last for a model, and what its replicas decode with."""
+    """The live τ that was set last for a model, and the one of each replica."""
 
     is_automatic: bool
-    """Whether the autoscaler moves it; then it is the mean over the replicas."""
+    """Whether the autoscaler controls τ; ``confidence_threshold`` is then the replicas' mean."""
     replicas: dict[str, Live]
 
 
 class LiveThresholds(Shape):
-    """The live τ of models, by name."""
+    """The live τ of models by name."""
 
     models: dict[str, ModelLive]
 
 
 def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
-    """The endpoints that an administrator's key opens."""
+    """Return the router of the endpoints below ``/admin``."""
     router = APIRouter()
     described = {200: {"model": LiveThresholds}, **errors_described()}
 
     @router.get("/admin/threshold", responses=described)
     async def read_threshold() -> JSONResponse:
-        """What was set last, and what every replica decodes with."""
+        """Return the live τ that was set last and the one of every replica."""
         return JSONResponse(await _states(models))
 
     @router.put("/admin/threshold", responses=described)
     async def change_threshold(body: ThresholdChange) -> JSONResponse:
-        """Change the τ of the requests that give none, those that run now included.
+        """Change the live τ, also for running requests, unless they set their own.
 
-        The answer may come before every replica has the change: its version tells.
+        The response may arrive before all replicas have the change; compare their ``version``.
         """
         changed = models if body.model is None else {body.model: find_model(models, body.model)}
         threshold = body.confidence_threshold
@@ -83,7 +82,7 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
     @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}, **errors_described()})
     async def explain_autoscaler() -> JSONResponse:
-        """The latest decisions, with their reasons and the numbers behind them."""
+        """Return the latest decisions with their reasons and figures."""
         return JSONResponse(await explanations(models))
 
     return router

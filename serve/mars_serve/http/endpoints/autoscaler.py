@@ -1,4 +1,4 @@
-"""What ``/admin/autoscaler`` tells: what a model is autoscaled by, and the latest decisions."""
+"""The response of ``/admin/autoscaler``: each model's scaling plan and latest decisions."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ from collections.abc import Mapping
 from typing import Any
 
 from mars_autoscale.model.capacity import Capacity, Rung
-from mars_autoscale.policy.control import Plan
-from mars_autoscale.policy.decide import Reason
+from mars_autoscale.policy.decision import Reason
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_serve.api.schema import Shape
 from mars_serve.config.served import Explanation, ServedModel
 
 
 class LadderRung(Shape):
-    """One way to decode."""
+    """A τ that the autoscaler may choose, with its speed and quality loss."""
 
     confidence_threshold: float
     tokens_per_forward: float
     loss: float
-    """Points of quality below plain AR decoding."""
+    """Loss of quality compared with plain AR decoding, in percentage points."""
     gain: float
-    """Times as fast as the target with all slots taken."""
+    """Speed as a multiple of that at the target τ, with a full batch."""
     break_even_batch: int
-    """Rows up to which it is faster than the target."""
+    """Largest batch, in requests, at which this rung is faster than the target τ."""
 
 
 class AutoscalerPlan(Shape):
-    """What decisions go by."""
+    """The figures that decisions are based on."""
 
     min_replicas: int
     max_replicas: int
     cold_start_s: float
     num_slots: int
-    """Rows of a replica's step at the most."""
+    """Number of requests that a replica runs at once at most."""
     tokens_per_s: float
-    """Of a replica at the target, all slots taken."""
+    """Output tokens per second of a replica at the target τ with a full batch."""
     prefill_tokens_per_s: float
     ladder: list[LadderRung]
-    """The target first; rungs that are not worth their loss are left out."""
+    """Rungs from the target τ downwards, without those whose gain is too small for their loss."""
     frontier_refused: str | None
-    """Why frontier.json is not used, where it is not; then there is τ = 1 alone."""
+    """Reason why frontier.json is not used, if it is not; the only rung is then τ = 1."""
     frontier_mismatch: str | None
-    """What frontier.json was measured on, where replicas run on other hardware or in another number
-    type: then their speed is not what is told here."""
+    """The hardware or number type that frontier.json was measured on, if the replicas' differs; the
+    speeds given here then do not apply."""
 
 
 class AutoscalerDecision(Shape):
-    """One decision, and the numbers behind it."""
+    """One decision of the autoscaler, with its figures."""
 
     time_s: float
-    """Since 1970."""
+    """Time of the decision in Unix time, in seconds."""
     reason: Reason
     num_replicas: int
-    """Asked for from then on."""
+    """Number of replicas requested by this decision."""
     replicas_before: int
     num_ready: int
     num_starting: int
     needed: float
-    """Replicas for what arrives, before rounding."""
+    """Number of replicas that the load needs, before rounding."""
     debt: float
-    """Seconds at the lowest τ that no replica has paid yet."""
+    """Seconds spent at the lowest τ that have not yet been answered by more replicas."""
     requests_per_s: float | None
-    """That arrive; null where it is not known."""
+    """Requests arriving per second; null if unknown."""
     prompt_tokens_per_s: float | None
     mean_output_tokens: float | None
     decode_tokens_per_s: float
@@ -72,35 +72,35 @@ class AutoscalerDecision(Shape):
     """Mean τ of tier default over the replicas."""
     flex_threshold: float | None
     floor_threshold: float
-    """The lowest τ that replicas may choose for tier default."""
+    """Lowest τ that replicas may choose for tier default."""
     flex_floor_threshold: float
     feed_forward: float
-    """Gain in speed that what arrives needs of the replicas that are ready."""
+    """Gain over the target τ that the ready replicas need to serve the arriving load."""
     is_saturated: bool
-    """Whether nothing is left to give, so that what would come too late is refused."""
+    """Whether neither τ nor replicas can help further, so that late requests are refused."""
     is_overspent: bool
-    """Whether tier default's budget of quality is spent."""
+    """Whether tier default has spent its budget of quality loss."""
     problem: str | None
-    """What went wrong, where something did."""
+    """Error that occurred in this decision, if any."""
 
 
 class ModelAutoscaler(Shape):
-    """Of one model."""
+    """The autoscaling of one model."""
 
     plan: AutoscalerPlan | None
-    """Null until a replica has told it."""
+    """Null until a replica has reported its figures."""
     decisions: list[AutoscalerDecision]
-    """The latest hundred, the oldest first."""
+    """The latest hundred decisions, oldest first."""
 
 
 class Autoscalers(Shape):
-    """Of all models, by name; null where a model is not autoscaled."""
+    """Autoscaling by model name; null for a model without it."""
 
     models: dict[str, ModelAutoscaler | None]
 
 
 async def explanations(models: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """The content of an `Autoscalers`."""
+    """Return the content of an `Autoscalers` response."""
     found = await asyncio.gather(*(_explanation(model) for model in models.values()))
     return {"models": dict(zip(models, found, strict=True))}
 
@@ -110,14 +110,14 @@ async def _explanation(model: ServedModel) -> dict[str, Any] | None:
     if autoscaling is None or not model.settings.is_governed:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
-    plan = explanation.plan
+    plan = explanation.basis
     return {
         "plan": None if plan is None else _plan(plan, autoscaling.inner.min_gain),
         "decisions": [record.as_dict() for record in explanation.records],
     }
 
 
-def _plan(plan: Plan, min_gain: float) -> dict[str, Any]:
+def _plan(plan: AutoscalingBasis, min_gain: float) -> dict[str, Any]:
     capacity, settings = plan.capacity, plan.settings
     return {
         "min_replicas": settings.min_replicas,

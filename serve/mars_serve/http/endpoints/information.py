@@ -1,4 +1,4 @@
-"""What the server is and has: health, readiness, version and models."""
+"""Endpoints that report health, readiness, the version and the models."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from mars_platform import __version__
 from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError, clipped
 from mars_serve.api.schema import Shape, errors_described
-from mars_serve.config.served import LiveThreshold, ReplicaReport, ServedModel
+from mars_serve.config.served import PublishedThreshold, ReplicaReport, ServedModel
 
-_MAX_NAME = 128  # characters of a name that a message quotes
+_MAX_NAME = 128  # longest model name that an error message quotes
 
 
 class Alive(Shape):
-    """The server runs."""
+    """Response of a running server."""
 
     status: Literal["ok"]
 
 
 class ReplicaState(Shape):
-    """One replica."""
+    """The state of one replica."""
 
     replica: str
     status: dict[str, int | float | None]
-    """How full its engine is, and what it has done since its start."""
+    """Load of the replica's engine, and its counters since its start."""
     confidence_threshold: float
-    """τ that it decodes with where a request gives none."""
+    """τ of requests that set none."""
     version: int
-    """Of that τ."""
+    """Version of that τ."""
 
 
 class Readiness(Shape):
-    """Whether every model can be used."""
+    """Whether every model can serve requests."""
 
     status: Literal["ready", "not_ready"]
     models: dict[str, list[ReplicaState]]
@@ -51,45 +51,45 @@ class Version(Shape):
 
 
 class ModelAbilities(Shape):
-    """What marsray can do with a model."""
+    """Decoding modes and block size that a model supports."""
 
     modes: list[Mode]
     block_size: int | None
-    """Tokens of a block; null for a plain AR model."""
+    """Tokens per block; null for a plain AR model."""
 
 
 class ModelEntry(Shape):
-    """One model."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
     created: int
-    """Unix time, in seconds."""
+    """Unix time in seconds."""
     owned_by: str
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Largest number of prompt and output tokens together."""
     mars: ModelAbilities
 
 
 class ModelList(Shape):
-    """All models."""
+    """All served models."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
 def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
-    """The endpoints that tell about the server."""
+    """Return the router of the endpoints that describe the server."""
     router = APIRouter()
 
     @router.get("/health", responses={200: {"model": Alive}})
     async def health() -> JSONResponse:
-        """Whether the server is alive."""
+        """Report that the server runs."""
         return JSONResponse({"status": "ok"})
 
     @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
     async def ready() -> JSONResponse:
-        """Whether every model has a replica that can serve, and how full each replica is."""
+        """Report whether every model has a replica that can serve, and each replica's load."""
         found = await asyncio.gather(*(model.backend.replicas() for model in models.values()))
         is_ready = all(found)
         body = {
@@ -103,31 +103,31 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
     @router.get("/version", responses={200: {"model": Version}})
     async def version() -> JSONResponse:
-        """The server's version."""
+        """Return the server's version."""
         return JSONResponse({"version": __version__})
 
     @router.get("/v1/models", responses={200: {"model": ModelList}, **errors_described()})
     async def list_models() -> JSONResponse:
-        """The models that requests can name."""
+        """List the models that requests can name."""
         entries = [_model_entry(model) for model in models.values()]
         return JSONResponse({"object": "list", "data": entries})
 
-    # a name may have slashes
+    # a name may contain slashes
     @router.get(
         "/v1/models/{model:path}", responses={200: {"model": ModelEntry}, **errors_described()}
     )
     async def retrieve_model(model: str) -> JSONResponse:
-        """One model."""
+        """Return one model."""
         return JSONResponse(_model_entry(find_model(models, model)))
 
     return router
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
-    """The model of a name.
+    """Return the model with a name.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: status 404: there is no such model.
     """
     if name not in models:
         names = ", ".join(models)
@@ -136,8 +136,8 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     return models[name]
 
 
-def live_state(live: LiveThreshold) -> dict[str, Any]:
-    """A live τ, as responses have it."""
+def live_state(live: PublishedThreshold) -> dict[str, Any]:
+    """Return a live τ as responses contain it."""
     return {"confidence_threshold": live.threshold, "version": live.version}
 
 

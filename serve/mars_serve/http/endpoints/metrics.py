@@ -1,6 +1,6 @@
-"""``GET /metrics``: what the ingress and every replica counted, in one answer.
+"""``GET /metrics``: the metrics of the ingress and of every replica in one response.
 
-With several ingress replicas an answer holds the counts of the one that answers, under its own
+With several ingress replicas, a response holds the counters of the one that answers, under its own
 label; Ray's exporter has those of all.
 """
 
@@ -32,17 +32,17 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetry) -> APIRouter:
-    """The endpoint that Prometheus scrapes."""
+    """Return the router of the endpoint that Prometheus scrapes."""
     router = APIRouter()
 
     @router.get("/metrics", response_class=Response, responses=_RESPONSES)
     async def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text format, or in OpenMetrics where it is asked for."""
+        """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
         asked = (model.backend.metrics() for model in models.values())
         texts = [text for found in await asyncio.gather(*asked) for text in found]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         texts.append(telemetry.exposition())
-        # reading takes 5 ms a replica, too long to keep streams waiting for
+        # parsing takes 5 ms per replica, too long to block streams
         content = await asyncio.to_thread(lambda: encode(_Merged(texts)))
         return Response(content, headers={"Content-Type": content_type})
 
@@ -50,7 +50,7 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
 
 
 class _Merged(Collector):
-    """Several expositions as one: each family once, with the samples of all."""
+    """Merges several expositions: each metric family once, with all samples."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._families: dict[str, Metric] = {}

@@ -1,6 +1,8 @@
 """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``: a model's tokenizer over HTTP.
 
-No replica is asked. Source: vLLM's OpenAI-compatible server, whose endpoints these are.
+The ingress answers these without a replica.
+
+Source: vLLM's OpenAI-compatible server, which has the same endpoints.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from pydantic.config import JsonDict
 from transformers import PreTrainedTokenizerBase
 
-from mars_platform.data.conversations import render_prompt
-from mars_platform.errors import UserError
-from mars_serve.api.errors import ApiError, invalid_value
-from mars_serve.api.incoming.prompts import encode_prompt
-from mars_serve.api.messages import Flag, Messages, TemplateKwargs, Tools, messages_for_template
+from mars_serve.api.errors import check_token_ids, invalid_value
+from mars_serve.api.incoming.prompts import encode_prompt, render_chat
+from mars_serve.api.messages import Flag, Messages, TemplateKwargs, Tools
 from mars_serve.api.schema import Shape, errors_described
-from mars_serve.api.tools import plan_tools
+from mars_serve.api.text import decode
+from mars_serve.api.tools import prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.middleware.records import RequestRecord
 
 MAX_IDS = 2**20
-"""Token ids of one request."""
+"""Largest number of token ids in one request."""
 
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _ABSENT: JsonDict = {"type": "null"}
 _NONE: JsonDict = {"type": ["array", "null"], "maxItems": 0}
-_ONE_OF: JsonDict = {  # what no field alone can say
+_ONE_OF: JsonDict = {  # a constraint across fields, which no single field can express
     "oneOf": [
         {
             "required": ["prompt"],
@@ -52,43 +54,44 @@ def _refuse(value: bool) -> bool:
 
 
 Unset = Annotated[Flag, AfterValidator(_refuse), Field(json_schema_extra={"const": False})]
-"""A flag that may only be false; ``Literal[False]`` would take a 0, too."""
+"""A flag that may only be false; ``Literal[False]`` would also accept 0."""
 
 
 class TokenizeRequest(BaseModel):
-    """Body of ``POST /tokenize``: a prompt, or a conversation."""
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
 
     model_config = ConfigDict(
         extra="ignore", use_attribute_docstrings=True, json_schema_extra=_ONE_OF
     )
 
     model: str | None = None
-    """May be left out where the server has one model."""
+    """Name of the model; optional if the server has only one."""
     prompt: Annotated[str, StringConstraints(max_length=2**24)] | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    """What the conversation offers."""
+    """Tools that the conversation offers."""
     add_generation_prompt: Flag = True
-    """Whether a conversation's text ends where the model's turn begins."""
+    """End a conversation's text with the beginning of the model's message."""
     add_special_tokens: Flag | None = None
-    """Whether the tokenizer adds its own: by default to a prompt, as templates bring theirs."""
+    """Let the tokenizer add its special tokens; by default only to a prompt, since a conversation's
+    template contains them."""
     return_token_strs: Flag | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     chat_template: None = None
-    """Templates are the model's own here."""
+    """Only the model's own template is supported."""
     continue_final_message: Unset | None = None
-    """Not to be had here."""
+    """Continuing the last message is not supported."""
 
 
 class TokenizeResponse(Shape):
-    """Token ids."""
+    """Token ids of a text."""
 
     count: int
     max_model_len: int
-    """Tokens of prompt and output together that the model takes."""
+    """Largest number of prompt and output tokens together that the model supports."""
     tokens: list[int]
     token_strs: list[str] | None
-    """The same tokens as the tokenizer names them, where asked for."""
+    """The tokenizer's names of the same tokens, if requested."""
 
 
 class DetokenizeRequest(BaseModel):
@@ -97,7 +100,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     model: str | None = None
-    """May be left out where the server has one model."""
+    """Name of the model; optional if the server has only one."""
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]], Field(max_length=MAX_IDS)
     ]
@@ -110,12 +113,12 @@ class DetokenizeResponse(Shape):
 
 
 class TokenizerInfo(Shape):
-    """What a client needs to make prompts itself."""
+    """Facts about a tokenizer with which a client can build prompts."""
 
     tokenizer_class: str
     model_max_length: int
     vocab_size: int
-    """Tokens, added ones included."""
+    """Number of tokens, added ones included."""
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
@@ -124,12 +127,12 @@ class TokenizerInfo(Shape):
 
 
 def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
-    """The endpoints that translate between text and token ids."""
+    """Return the router of the endpoints that convert between text and token ids."""
     router = APIRouter()
 
     @router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **errors_described()})
     async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
-        """Token ids of a prompt, or of what a conversation's prompt would be."""
+        """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
         tokenizer = model.checkpoint.tokenizer
         text, adds_special = _text_of(body, model)
@@ -148,18 +151,15 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
         "/detokenize", responses={200: {"model": DetokenizeResponse}, **errors_described()}
     )
     async def detokenize(body: DetokenizeRequest, request: Request) -> JSONResponse:
-        """Text of token ids."""
+        """Return the text of token ids."""
         tokenizer = _model_of(models, body.model, request).checkpoint.tokenizer
-        limit = len(tokenizer)
-        largest = max(body.tokens, default=0)
-        if largest >= limit:
-            reason = f"token id {largest} is not below the {limit} known; use the model's own ids"
-            raise invalid_value("tokens", reason)
-        return JSONResponse({"prompt": await asyncio.to_thread(_decode, tokenizer, body.tokens)})
+        check_token_ids("tokens", body.tokens, len(tokenizer))
+        text = await asyncio.to_thread(decode, tokenizer, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}, **errors_described()})
     async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
-        """The tokenizer's special tokens and chat template."""
+        """Return the tokenizer's special tokens and chat template."""
         found = _model_of(models, model, request)
         tokenizer = found.checkpoint.tokenizer
         special = {name: getattr(tokenizer, name) for name in _SPECIAL}
@@ -176,9 +176,6 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
     return router
 
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
 def _model_of(models: Mapping[str, ServedModel], name: str | None, request: Request) -> ServedModel:
     if name is None:
         if len(models) > 1:
@@ -190,7 +187,7 @@ def _model_of(models: Mapping[str, ServedModel], name: str | None, request: Requ
 
 
 def _text_of(body: TokenizeRequest, model: ServedModel) -> tuple[str, bool]:
-    """The text to tokenise, and whether special tokens are added to it."""
+    """Return the text to tokenize, and whether special tokens are added to it."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(
@@ -200,27 +197,16 @@ def _text_of(body: TokenizeRequest, model: ServedModel) -> tuple[str, bool]:
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
     checkpoint = model.checkpoint
-    plan = plan_tools(body.tools, None, None, checkpoint)
-    try:
-        text = render_prompt(
-            checkpoint.tokenizer,
-            messages_for_template(body.messages),
-            plan.template_tools if plan else None,
-            template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-        )
-    except UserError as error:
-        param = str(error).partition(":")[0]
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    text = render_chat(
+        checkpoint,
+        body.messages,
+        prepare_tools(body.tools, None, None, checkpoint),
+        body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
     return text, bool(body.add_special_tokens)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
-
-
 def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The template of conversations without tools, where there are several."""
+    """Return the chat template; if there are several, the one for conversations without tools."""
     return None if tokenizer.chat_template is None else tokenizer.get_chat_template()

@@ -1,1 +1,1 @@
-"""The checks and records that every HTTP request passes on its way to an endpoint."""
+"""Checks and records that every HTTP request passes before it reaches an endpoint."""

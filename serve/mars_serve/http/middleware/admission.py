@@ -1,4 +1,4 @@
-"""Holds every key to its limits while it generates text. Knows no endpoint but by its path."""
+"""Applies the rate limits of keys to requests that generate text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class AdmissionMiddleware:
-    """Counts a request from its start to the end of its response, streams included.
+    """Counts a request against its key's limits until its response ends, streams included.
 
-    The tokens are those that the handler writes into the request's record. Raises `ApiError` 429
-    where the key's limits are reached.
+    The endpoint writes the numbers of tokens into the request's record. Raises `ApiError` 429 if a
+    limit is reached.
     """
 
     def __init__(self, app: ASGIApp, limits: KeyLimits) -> None:
@@ -25,7 +25,7 @@ class AdmissionMiddleware:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Run the request within the limits of its key."""
         if scope["type"] != "http" or not _generates(scope):
             await self._app(scope, receive, send)
             return

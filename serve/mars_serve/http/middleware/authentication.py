@@ -1,6 +1,6 @@
-"""Lets a request in by its key, before anything else of it is looked at.
+"""Authenticates every request by its API key, before its body is read.
 
-Every path needs a key but those listed here. Knows no endpoint and reads no body.
+Every path except `PUBLIC_PATHS` needs a key.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mars_serve.api.keys import Caller, KeyRing
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 _ADMIN = "admin"
-_POLICY_VIOLATION = 1008  # of the websocket protocol
+_POLICY_VIOLATION = 1008  # status code of the websocket protocol
 
 
 class KeyMiddleware:
-    """Puts the `Caller` into the request's state, or refuses the request.
+    """Stores the request's `Caller` in its state, or refuses the request.
 
-    Raises `ApiError`: 401 without a valid key, 403 for what the key does not allow. On a server
-    without keys everybody is the same caller, an admin if ``open_admin`` says so.
+    Raises `ApiError`: 401 without a valid key, 403 if the key does not allow the path. On a server
+    without keys all requests have the same caller, an administrator if ``open_admin`` is set.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, open_admin: bool) -> None:
@@ -31,8 +31,8 @@ class KeyMiddleware:
         self._anyone = Caller("", is_admin=open_admin and keys.is_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
-        if scope["type"] == "websocket":  # there is no such endpoint, and none may come unguarded
+        """Run the request if its key allows the path."""
+        if scope["type"] == "websocket":  # no endpoint uses websockets
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             return
         if scope["type"] == "http":
@@ -69,7 +69,10 @@ class KeyMiddleware:
 
 
 def _bearer_key(scope: Scope) -> bytes | None:
-    """The key that a request gives; two are none, since others may have read the other one."""
+    """Return the key that a request gives.
+
+    Of several headers none counts, since a proxy may have checked another one than this server.
+    """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(given) != 1:
         return None
@@ -78,18 +81,18 @@ def _bearer_key(scope: Scope) -> bytes | None:
 
 
 def _is_public(scope: Scope) -> bool:
-    """As the router would see it, letter for letter: what differs from it needs a key."""
+    """Return whether a path is public as the router reads it; any other spelling needs a key."""
     return scope["method"] in ("GET", "HEAD") and path_within(scope) in PUBLIC_PATHS
 
 
 def _is_admin_path(scope: Scope) -> bool:
-    """Generous, so that no spelling of an admin path that a router or proxy may know is missed."""
+    """Return whether any router or proxy could read the path as one below ``/admin``."""
     path = posixpath.normpath("/" + unquote(path_within(scope)).replace("\\", "/").lstrip("/"))
     return path.lower().split("/")[1] == _ADMIN
 
 
 def path_within(scope: Scope) -> str:
-    """The path of a request, below where the application is mounted."""
+    """Return the request's path relative to where the application is mounted."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if path.startswith(root + "/") else path

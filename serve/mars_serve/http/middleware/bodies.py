@@ -1,6 +1,6 @@
-"""Reads a request's body whole, and refuses what no endpoint could take.
+"""Reads request bodies and refuses those that no endpoint can accept.
 
-Knows no endpoint. Needs to stand behind the check of keys: nobody else may send a body.
+This middleware runs after authentication, so that only key holders can make the server read a body.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.errors import ApiError
 
-_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # what comes with them is not read
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
-"""Levels of nested JSON. Templates and grammars walk what they are given level by level, and Python
-and its libraries end in their own ways where the stack does."""
+"""Largest nesting depth of JSON. Templates and grammars recurse into values, and a Python or native
+stack that overflows may end the process."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _DEPTH_OF = np.zeros(256, np.int8)
 _DEPTH_OF[[ord("["), ord("{")]] = 1
@@ -26,10 +26,10 @@ _DEPTH_OF[[ord("]"), ord("}")]] = -1
 
 
 class BodyMiddleware:
-    """Hands on requests with bodies of JSON within the limits.
+    """Passes on requests whose body is JSON within the limits.
 
-    Raises `ApiError`: 413 for more bytes than allowed, 415 for an encoding or type that is not
-    read, 422 for JSON that is nested too deeply or is not UTF-8.
+    Raises `ApiError`: 413 for too many bytes, 415 for an unsupported encoding or type, 422 for JSON
+    that is nested too deeply or not UTF-8.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -37,7 +37,7 @@ class BodyMiddleware:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Run the request with its body read and checked."""
         if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
@@ -62,7 +62,7 @@ class BodyMiddleware:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The body. What follows one that is too large is left to the HTTP server to discard."""
+        """Return the body; the HTTP server discards the rest of one that is too large."""
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             raise self._too_large()
@@ -87,7 +87,7 @@ class BodyMiddleware:
 
 
 def _check_type(headers: Headers) -> None:
-    """Only JSON: a web page can make a browser send other types here without being asked."""
+    """Refuse types other than JSON, which a web page could make a browser send unasked."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
         raise ApiError(415, "Content-Type: send application/json", code="unsupported_content_type")
@@ -105,15 +105,15 @@ def _check_json(body: bytes) -> None:
 
 
 def _depth(body: bytes) -> int:
-    """Levels of JSON, right where it is valid."""
+    """Return the nesting depth; it is exact for valid JSON."""
     if body.count(b"[") + body.count(b"{") <= _MAX_DEPTH:
-        return 0  # cannot be deeper, and nearly no request has more
+        return 0  # few brackets cannot nest deeply, and hardly any request has more
     steps = _DEPTH_OF[np.frombuffer(_STRING.sub(b"", body), np.uint8)]
     return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """First the body, then what the connection reports."""
+    """Return a ``receive`` that yields the body first, then the connection's messages."""
     is_read = False
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""Turns what goes wrong into OpenAI's error responses. Knows no endpoint."""
+"""Turns exceptions, those of Ray included, into error responses in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from mars_serve.api.errors import ApiError, clipped, invalid_value
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 
 RETRY_AFTER_S = 1
-_GRAMMAR = "grammar"  # how the engine calls the field that asks for a structure
-_BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's, for bad encodings
+_GRAMMAR = "grammar"  # the engine's name for the field that gives a grammar
+_BODY_NOT_PARSED = (
+    400,
+    "There was an error parsing the body",
+)  # FastAPI's: not UTF-8
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-_MAX_INPUT = 80  # characters of a value that a message quotes
-_MAX_NAME = 64  # of a field's name, some of which are the client's own
+_MAX_INPUT = 80  # longest value that a message quotes
+_MAX_NAME = 64  # longest field name that a message quotes; a client may choose the name
 
 _log = logging.getLogger(__name__)
 
 
 def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError:
-    """What a backend raised, as an error of the API.
+    """Return the API error for an exception of a backend.
 
-    What nobody foresaw is logged, and its response tells nothing of it.
+    An unexpected exception is logged, and the response reveals nothing about it.
     """
     if isinstance(error, ApiError):
         return error
@@ -49,7 +52,7 @@ def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError
 
 
 def _cause_of(error: Exception) -> BaseException:
-    """What was raised in the process that Ray ran the call in."""
+    """Return the exception raised in the process where Ray ran the call."""
     cause: BaseException = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
         cause = cause.cause
@@ -57,8 +60,8 @@ def _cause_of(error: Exception) -> BaseException:
 
 
 def _unavailable(error: BaseException) -> tuple[str, str] | None:
-    """Code and message of an error that means "not now"."""
-    # Ray Serve reads its environment when it is imported, which is the command's to choose.
+    """Return code and message of an error that a later retry may not meet, else None."""
+    # Imported late: Ray Serve reads its environment at import, and the command sets that first.
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     if isinstance(error, QueueFull | BackPressureError):
@@ -67,14 +70,17 @@ def _unavailable(error: BaseException) -> tuple[str, str] | None:
         return "queue_timeout", "the request waited too long in the queue; try again shortly"
     if isinstance(error, EngineDied):
         return "not_ready", "the replica has failed; try again shortly"
-    # Of Ray itself: no replica is there, or the one that was asked has gone.
+    # Ray's own errors: there is no replica, or the chosen one is gone.
     if isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError):
         return "not_ready", "no replica can serve this now; try again shortly"
     return None
 
 
 def _refused(error: UserError, grammar_field: str | None) -> ApiError:
-    """What the engine refuses; the field that its message begins with is the request's own."""
+    """Return the error for a request that the engine refused.
+
+    The engine's message begins with a field; its name for a grammar is replaced by the request's.
+    """
     message = str(error)
     param, separator, reason = message.partition(": ")
     if not (separator and param.isidentifier()):
@@ -85,7 +91,7 @@ def _refused(error: UserError, grammar_field: str | None) -> ApiError:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as a response."""
+    """Return an error as a response."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -93,17 +99,17 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class ErrorMiddleware:
-    """Answers with an error's response whatever is raised before a response has begun.
+    """Answers with an error response to any exception raised before the response began.
 
-    The innermost handlers of an application see only its endpoints' errors; this one stands outside
-    of every other middleware that may refuse a request.
+    FastAPI's handlers only see errors of endpoints; this middleware also covers the errors of the
+    middleware within it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Run the request, and answer if it raises."""
         has_begun = False
 
         async def watched(message: Message) -> None:
@@ -154,7 +160,7 @@ def _of_framework(app: FastAPI, request: Request, error: HTTPException) -> ApiEr
 
 
 def _methods_of(app: FastAPI, request: Request) -> list[str]:
-    """Methods that a path takes; the framework names only those of its first route."""
+    """Return the methods that a path accepts; the framework names only those of its first route."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     return [
         method
@@ -168,7 +174,7 @@ def _unparsable(reason: str) -> ApiError:
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    """The first problem of a request body: 422 if it cannot be parsed, else 400."""
+    """Return the error for a body's first problem: 422 if it cannot be parsed, else 400."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not where:

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, limits by key, bodies, and errors' responses."""
+"""Adds the middleware that guards every endpoint: keys, limits, bodies and error responses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mars_serve.http.middleware.errors import ErrorMiddleware
 
 
 def add_security(app: FastAPI, settings: ServeSettings) -> None:
-    """Put keys, limits and what reports their errors before an application's endpoints.
+    """Guard an application's endpoints with keys and limits, and report errors of both.
 
     Raises:
-        UserError: the keys cannot be read, or there are none where there have to be.
+        UserError: the keys cannot be read, or are required and missing.
     """
     keys = KeyRing(settings.keys)
     if keys.is_open and not (settings.is_local or settings.insecure):
@@ -29,7 +29,7 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
             f"keys.file, or set {settings.keys.environment} there"
         )
     limits = KeyLimits(num_shares=settings.proxy.num_replicas)
-    # The one that is added last comes first.
+    # the middleware added last runs first
     app.add_middleware(BodyMiddleware, max_bytes=settings.limits.body_bytes)
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
@@ -39,7 +39,7 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
 
 
 def _describe_keys(app: FastAPI) -> None:
-    """Say in the application's OpenAPI document which paths need a key."""
+    """Describe in the OpenAPI document which paths need a key."""
     without_keys = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans, one a request, with the attributes of its conventions for generative AI.
+"""OpenTelemetry spans of requests, with the attributes of its conventions for generative AI.
 
-Where spans go is set by the standard OTEL_ variables. They never hold text of requests.
+The standard OTEL_ variables choose the destination. Spans contain no text of requests.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _OPERATIONS = {
 
 
 class RequestTracer:
-    """Makes a server span of each request; one that its client began is its parent."""
+    """Makes a server span for each request, a child of the client's span if it sent one."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "marsray"}))
-        # a provider of its own: the process's global one belongs to whoever runs the process
+        # a private provider: the global one belongs to whoever runs the process
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("marsray")
@@ -43,7 +43,7 @@ class RequestTracer:
         attributes = {"http.request.method": method, "url.path": path}
         if operation:
             attributes["gen_ai.operation.name"] = operation
-        # an unknown path is the client's text: a span's name must be one of few
+        # an unknown path is the client's text, but span names must be few
         name = f"{method} {path}" if operation else method
         return self._tracer.start_span(
             name, context=parent, kind=SpanKind.SERVER, attributes=attributes
@@ -58,7 +58,7 @@ class RequestTracer:
         span.end()
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send all spans that were not sent yet."""
         self._provider.shutdown()
 
 
@@ -87,7 +87,7 @@ def _attributes(record: RequestRecord, exchange: Exchange, outcome: str) -> dict
 
 
 def tracer_from_environment() -> RequestTracer:
-    """A tracer that sends where the OTEL_EXPORTER_OTLP_ variables say.
+    """Return a tracer that sends spans to the destination in the OTEL_EXPORTER_OTLP_ variables.
 
     Raises:
         UserError: OpenTelemetry's packages are not installed.

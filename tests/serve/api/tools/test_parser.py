@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars_serve.api.tools import ContentDelta, ToolArguments, ToolEvent, ToolParser, ToolStart
+from mars_serve.api.tools.families import PARSERS
 from mars_serve.api.tools.formats import Family
-from mars_serve.api.tools.parser import HermesParser, LlamaParser, MistralParser
-
-PARSERS = {
-    Family.HERMES: HermesParser,
-    Family.LLAMA: LlamaParser,
-    Family.MISTRAL_LIST: MistralParser,
-    Family.MISTRAL_NAMED: MistralParser,
-}
 
 UNIT = '{"unit": "C"}'
 ODD = '{ "a":"}]\\"<tool_call>\\\\", "b": [{"c": "\\n"}, 1.0]}'

@@ -24,14 +24,15 @@ from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError
 from mars_serve.api.messages import ToolChoice, Tools
 from mars_serve.api.tools import (
+    RequestTools,
     ToolArguments,
-    ToolPlan,
     ToolStart,
-    plan_tools,
+    prepare_tools,
 )
 from mars_serve.api.tools.formats import Family, find_format
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, FinishReason, Request
+from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler
 from mars_serve.engine.settings import EngineSettings
 from mars_train.run.scratch import CHAT_TEMPLATE, train_tokenizer
@@ -122,10 +123,10 @@ def plan_of(
     tools: list[dict[str, Any]] = TOOLS,
     choice: Any = "auto",
     parallel: bool | None = None,
-) -> ToolPlan:
+) -> RequestTools:
     checked = TypeAdapter(Tools).validate_python(tools)
     chosen: ToolChoice = TypeAdapter(ToolChoice).validate_python(choice)
-    plan = plan_tools(checked, chosen, parallel, checkpoint)
+    plan = prepare_tools(checked, chosen, parallel, checkpoint)
     assert plan is not None
     return plan
 
@@ -148,7 +149,7 @@ def checkpoint_of(mars_dir: Path) -> Callable[..., Checkpoint]:
 
 
 @pytest.fixture(scope="module")
-def plans(checkpoint_of: Callable[..., Checkpoint]) -> dict[Family, ToolPlan]:
+def plans(checkpoint_of: Callable[..., Checkpoint]) -> dict[Family, RequestTools]:
     return {family: plan_of(checkpoint_of(family)) for family in FAMILIES}
 
 
@@ -181,7 +182,7 @@ def test_a_model_without_a_known_form_is_refused(
 
 
 def test_kept_special_tokens_are_those_that_decoding_would_drop(
-    plans: dict[Family, ToolPlan], checkpoint_of: Callable[..., Checkpoint]
+    plans: dict[Family, RequestTools], checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
     tokenizer = checkpoint_of(Family.MISTRAL_NAMED).tokenizer
     kept = plans[Family.MISTRAL_NAMED].kept_special
@@ -192,7 +193,7 @@ def test_kept_special_tokens_are_those_that_decoding_would_drop(
     assert plan_of(plain).kept_special == frozenset()
 
 
-def test_tools_for_the_template(plans: dict[Family, ToolPlan]) -> None:
+def test_tools_for_the_template(plans: dict[Family, RequestTools]) -> None:
     function = {"name": "get-time", "parameters": {"type": "object", "properties": {}}}
     expected = [WEATHER_TOOL, {"type": "function", "function": function}]
     assert plans[Family.HERMES].template_tools == expected
@@ -224,10 +225,10 @@ def test_choice_of_tools(checkpoint_of: Callable[..., Checkpoint]) -> None:
     some["mode"] = "required"
     assert plan_of(checkpoint, choice=allowed).grammar is not None
     tools = TypeAdapter(Tools).validate_python(TOOLS)
-    assert plan_tools(tools, "none", None, checkpoint) is None
-    assert plan_tools([], None, None, checkpoint) is None
-    assert plan_tools(None, "auto", True, checkpoint) is None
-    assert plan_tools(tools, None, None, checkpoint) == plan_of(checkpoint)
+    assert prepare_tools(tools, "none", None, checkpoint) is None
+    assert prepare_tools([], None, None, checkpoint) is None
+    assert prepare_tools(None, "auto", True, checkpoint) is None
+    assert prepare_tools(tools, None, None, checkpoint) == plan_of(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def compiler_of(tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, 320, {tokenizer.eos_token_id})
 
 
-def accepts(checkpoint: Checkpoint, plan: ToolPlan, text: str) -> bool:
+def accepts(checkpoint: Checkpoint, plan: RequestTools, text: str) -> bool:
     """Whether the grammar takes a whole output, and lets it end."""
     assert plan.grammar is not None
     tokenizer = checkpoint.tokenizer

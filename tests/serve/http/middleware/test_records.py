@@ -27,7 +27,11 @@ from mars_platform.errors import UserError
 from mars_serve.config.served import Backend, ServedModel
 from mars_serve.engine.ipc.loop import RequestFailed
 from mars_serve.http.middleware.errors import ErrorMiddleware
-from mars_serve.http.middleware.records import Recorder, RecordMiddleware, write_records_to_stderr
+from mars_serve.http.middleware.recording import (
+    Recorder,
+    RecordMiddleware,
+    write_records_to_stderr,
+)
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
 from mars_serve.observability.telemetry import IngressTelemetry
 

@@ -1,18 +1,18 @@
-"""What a request's tools mean for its prompt, its output's grammar and its output's text.
+"""How a request's tools change its prompt, its grammar and the parsing of its output.
 
-Special tokens: some tags, such as Llama's and Mistral's, are special tokens, which decoding leaves
-out. The text for `ToolParser` has to keep those in `ToolPlan.kept_special`, and no others.
+Some tags that mark calls, such as Llama's and Mistral's, are special tokens, which decoding drops.
+`ToolParser` needs the text of those in `RequestTools.kept_special`, and of no other special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
-from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.errors import ApiError, invalid_value, unsupported_value
 from mars_serve.api.messages import (
     NO_PARAMETERS,
     AllowedTools,
@@ -21,73 +21,57 @@ from mars_serve.api.messages import (
     Tool,
     ToolChoice,
 )
-from mars_serve.api.tools.formats import CallFormat, Family, find_format, kept_special, tag_ids
+from mars_serve.api.tools.families import PARSERS
+from mars_serve.api.tools.formats import CallFormat, find_format, kept_special, tag_ids
 from mars_serve.api.tools.grammar import CallGrammar
-from mars_serve.api.tools.parser import HermesParser, LlamaParser, MistralParser, ToolParser
-from mars_serve.engine.request import GrammarKind, GrammarSpec
-
-_PARSERS: dict[Family, Callable[..., ToolParser]] = {
-    Family.HERMES: HermesParser,
-    Family.LLAMA: LlamaParser,
-    Family.MISTRAL_LIST: MistralParser,
-    Family.MISTRAL_NAMED: MistralParser,
-}
+from mars_serve.api.tools.parser import ToolParser
+from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
 
 @dataclass(frozen=True)
-class ToolPlan:
-    """What to do for a request with tools."""
+class RequestTools:
+    """The tools that a request's model may call, prepared for the model's call format."""
 
     template_tools: list[dict[str, Any]]
-    """For the chat template."""
+    """The tools as the chat template reads them."""
     grammar: GrammarSpec | None
-    """What the output has to match; None leaves it free."""
+    """Grammar that the output must match; None leaves it free."""
     kept_special: frozenset[int]
-    """Special tokens whose text the parser needs."""
+    """Ids of the special tokens whose text the parser needs."""
     is_parallel: bool
-    """Whether more than the first call counts."""
+    """Whether one turn may have several calls; otherwise only the first one counts."""
     form: CallFormat
+    """Format in which the model writes calls."""
 
     def parser(self) -> ToolParser:
-        """A parser for one output."""
+        """Return a new parser for one output."""
         names = [tool["function"]["name"] for tool in self.template_tools]
-        return _PARSERS[self.form.family](names, is_parallel=self.is_parallel)
+        return PARSERS[self.form.family](names, is_parallel=self.is_parallel)
 
 
-def plan_tools(
+def prepare_tools(
     tools: Sequence[Tool] | None,
     tool_choice: ToolChoice | None,
     parallel: bool | None,
     checkpoint: Checkpoint,
-) -> ToolPlan | None:
-    """What to do for a request's tools; None if it has none, or may not use them.
+) -> RequestTools | None:
+    """Prepare a request's tools for its model; None if the model may call none.
 
     Args:
-        tools: what the model may call.
-        tool_choice: whether it has to, and what; by default it may.
-        parallel: whether a turn may have several calls; by default it may.
-        checkpoint: the model, whose chat template shows how it writes calls.
+        tools: The tools in the request.
+        tool_choice: Which tools the model may or must call; by default it may call any.
+        parallel: Whether a turn may have several calls; by default it may.
+        checkpoint: The model, whose chat template shows how it writes calls.
 
     Raises:
-        ApiError: status 400: the choice names no tool, a definition cannot be used, or it is not
-            known how the model writes calls.
+        ApiError: status 400: the choice names an unknown tool, a definition is unusable, or the
+            model's call format is unknown.
     """
     offered = _offered(tools or (), tool_choice)
     if not offered:
         return None
+    form = _format_of(checkpoint)
     tokenizer = checkpoint.tokenizer
-    try:
-        form = find_format(tokenizer)
-    except UserError as error:
-        raise ApiError(400, str(error), param="tools", code="unsupported_value") from error
-    if form is None:
-        raise ApiError(
-            400,
-            "tools: it is not known how this model writes calls; leave them out, or use a model "
-            "whose chat template has the form of Hermes, Llama 3.1 or Mistral",
-            param="tools",
-            code="unsupported_value",
-        )
     is_parallel = parallel is not False and not isinstance(tool_choice, NamedTool)
     functions = [tool.function for tool in offered]
     is_forced = _is_forced(tool_choice)
@@ -95,14 +79,31 @@ def plan_tools(
     if is_forced or any(function.strict for function in functions):
         writer = CallGrammar(form, tag_ids(tokenizer, form.family), is_parallel, is_forced)
         grammar = GrammarSpec(GrammarKind.LARK, writer.text(functions))
-    template_tools = [_for_template(function) for function in functions]
-    return ToolPlan(
-        template_tools, grammar, kept_special(tokenizer, form.family), is_parallel, form
+    return RequestTools(
+        template_tools=[_for_template(function) for function in functions],
+        grammar=grammar,
+        kept_special=kept_special(tokenizer, form.family),
+        is_parallel=is_parallel,
+        form=form,
     )
 
 
+def _format_of(checkpoint: Checkpoint) -> CallFormat:
+    try:
+        form = find_format(checkpoint.tokenizer)
+    except UserError as error:
+        raise ApiError(400, str(error), param="tools", code="unsupported_value") from error
+    if form is None:
+        raise unsupported_value(
+            "tools",
+            "it is not known how this model writes calls; leave them out, or use a model whose "
+            "chat template has the form of Hermes, Llama 3.1 or Mistral",
+        )
+    return form
+
+
 def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
-    """The tools that the model is to know of."""
+    """Return the tools that the model is told about."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         name = tool.function.name
@@ -113,12 +114,12 @@ def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
         return []
     if choice == "required" and not tools:
         raise invalid_value("tool_choice", "'required' needs tools; give some")
-    chosen = _chosen(choice)
-    return list(tools) if chosen is None else [_find(by_name, name) for name in chosen]
+    names = _allowed_names(choice)
+    return list(tools) if names is None else [_find(by_name, name) for name in names]
 
 
-def _chosen(choice: ToolChoice | None) -> list[str] | None:
-    """Names of the tools that a choice leaves; None for all."""
+def _allowed_names(choice: ToolChoice | None) -> list[str] | None:
+    """Return the names of the tools that a choice allows; None for all tools."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     if isinstance(choice, AllowedTools):

@@ -1,0 +1,44 @@
+"""Responses that are streams of server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from pydantic_core import to_json  # several times faster than json, and used for each pass
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+"""Last event of a complete stream."""
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def sse(content: dict[str, Any]) -> bytes:
+    """Return a server-sent event with JSON content."""
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that closes its source, however the response ends.
+
+    Args:
+        first: The first event, which was awaited before the response began.
+        rest: The source of all other events.
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        super().__init__(_chained(first, rest), media_type="text/event-stream", headers=_HEADERS)
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        async with aclosing(self._rest):
+            await super().__call__(scope, receive, send)
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    yield first
+    async for event in rest:
+        yield event

@@ -1,0 +1,162 @@
+"""Records every request and reports the record: as metrics, a log line and a trace span."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import uuid
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mars_serve.http.middleware.authentication import path_within
+from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
+from mars_serve.observability.telemetry import IngressTelemetry
+
+if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
+    from opentelemetry.trace import Span
+
+    from mars_serve.http.middleware.tracing import RequestTracer
+
+_log = logging.getLogger("marsray.requests")
+
+_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_PROBES = {"/health", "/ready", "/metrics"}
+_PATH_LENGTH = 200  # longest path in the log
+
+
+class Recorder:
+    """Counts, logs and traces requests that have ended.
+
+    Args:
+        telemetry: Counters of requests.
+        logs: Whether each request is logged.
+        tracer: Sender of spans; None for no tracing.
+        is_id_echoed: Whether the server around the application returns X-Request-Id itself, as
+            Ray Serve does.
+    """
+
+    def __init__(
+        self,
+        telemetry: IngressTelemetry,
+        *,
+        logs: bool = True,
+        tracer: RequestTracer | None = None,
+        is_id_echoed: bool = False,
+    ) -> None:
+        self._telemetry = telemetry
+        self._tracer = tracer
+        self.is_id_echoed = is_id_echoed
+        self._logs = logs
+
+    def begin(self, headers: Headers, exchange: Exchange) -> Span | None:
+        """Start a request's span if tracing is on."""
+        tracer = self._tracer
+        return tracer.begin(headers, exchange.method, exchange.path) if tracer else None
+
+    def end(
+        self,
+        record: RequestRecord,
+        exchange: Exchange,
+        error: BaseException | None,
+        span: Span | None,
+    ) -> None:
+        """Count, log and trace a request that has ended; ``error`` is what it raised."""
+        if record.model not in self._telemetry.models:
+            record.model = None  # text of the client, not the name of a model
+        outcome = outcome_of(record, exchange, error)
+        if exchange.method == "POST" and exchange.path.startswith("/v1/"):
+            self._telemetry.count(record.model, outcome)
+            if outcome.startswith("rejected_") and exchange.status is not None:
+                self._telemetry.count_rejection(record.model, exchange.status, record.error_code)
+        if self._logs and not (exchange.path in _PROBES and exchange.status == 200):
+            level = logging.ERROR if outcome == "error" else logging.INFO
+            fields = _log_fields(record, exchange, outcome, level)
+            _log.log(level, json.dumps(fields, ensure_ascii=False))
+        if self._tracer and span:
+            self._tracer.end(span, record, exchange, outcome)
+
+
+def _log_fields(
+    record: RequestRecord, exchange: Exchange, outcome: str, level: int
+) -> dict[str, Any]:
+    fields = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "level": logging.getLevelName(level),
+        "method": exchange.method,
+        "path": exchange.path[:_PATH_LENGTH],
+        "status": exchange.status,
+        "outcome": outcome,
+        **vars(record),
+        "duration_s": exchange.duration_s,
+    }
+    rounded = ((k, round(v, 6) if isinstance(v, float) else v) for k, v in fields.items())
+    return {key: value for key, value in rounded if value is not None}
+
+
+class RecordMiddleware:
+    """Puts a record into ``request.state.record``, and reports it once the request has ended."""
+
+    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
+        self._app = app
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a request; its record is reported exactly once, however the request ends."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id, is_own = _request_id(headers.get("x-request-id"))
+        adds_header = is_own or not self._recorder.is_id_echoed
+        record = RequestRecord(request_id)
+        exchange = Exchange(scope["method"], path_within(scope))
+        scope.setdefault("state", {})["record"] = record
+
+        async def recording_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                if adds_header:
+                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                exchange.is_complete = True
+
+        span = self._recorder.begin(headers, exchange)
+        start = perf_counter()
+        problem: BaseException | None = None
+        try:
+            await self._app(scope, receive, recording_send)
+        except BaseException as error:
+            problem = error
+            raise
+        finally:
+            exchange.duration_s = perf_counter() - start
+            record.key = record.key or getattr(scope["state"].get("caller"), "name", None) or None
+            self._recorder.end(record, exchange, problem, span)
+
+
+def _request_id(given: str | None) -> tuple[str, bool]:
+    """Return a request's id, and whether it is a new one rather than the client's."""
+    if given is not None and _ID.fullmatch(given):
+        return given, False
+    return uuid.uuid4().hex, True
+
+
+def write_records_to_stderr() -> None:
+    """Make this process write the log of requests to its standard error, as JSON lines.
+
+    The owner of the process calls this once. Ray stores that stream in ``worker-*.err`` of its log
+    directory and shows it to the driver; with RAY_LOG_TO_STDERR=1 it goes to the container's own.
+    """
+    # not sys.stderr: Ray Serve may have replaced it with its own log, which prefixes each line
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _log.handlers = [handler]
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
