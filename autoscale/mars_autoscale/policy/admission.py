@@ -1,6 +1,6 @@
-"""How long a request would wait at a replica: what refusing those that would come too late goes by.
+"""Estimates how long a request would wait, for refusing those that would come too late.
 
-Knows no clock, no queue and no service class.
+Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ def estimated_wait_s(
     tokens_per_s: float,
     prefill_tokens_per_s: float,
 ) -> float:
-    """Seconds until a replica has worked off what is served before a request.
+    """Estimate the seconds until a replica has worked off the requests ahead of a new one.
 
     Args:
-        num_ahead: requests that wait there and are served first, those of the same or a higher
-            class; at least 0.
-        mean_output_tokens: that such a request decodes, at least 0.
-        mean_prompt_tokens: that it has computed before, at least 0.
-        tokens_per_s: that the replica decodes with all slots taken, above 0.
-        prefill_tokens_per_s: prompt tokens a second, above 0.
+        num_ahead: waiting requests that are served first, those of the same or a higher tier; at
+            least 0.
+        mean_output_tokens: tokens that such a request decodes on average, at least 0.
+        mean_prompt_tokens: prompt tokens that it computes on average, at least 0.
+        tokens_per_s: the replica's decoding speed with a full batch, above 0.
+        prefill_tokens_per_s: the replica's prompt tokens per second, above 0.
     """
     assert tokens_per_s > 0, "a replica decodes"
     assert prefill_tokens_per_s > 0, "a replica computes prompts"

@@ -1,7 +1,7 @@
-"""The loss budget: how many points of quality class default may lose within any hour.
+"""The loss budget: the points of quality that tier default may lose within any hour.
 
-It is an hour of time and not of tokens: what is lost counts for as long as it is being lost. Knows
-no policy.
+The hour is one of time, not of tokens: a loss counts for as long as it lasts.
+Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from mars_autoscale.policy.observe import ReplicaLoad
 
 Losses = tuple[tuple[float, float], ...]
-"""(begin in s, points times seconds) of each minute in which something was lost, by time."""
+"""(begin in s, points times seconds) of each minute in which quality was lost, by time."""
 
 _HOUR_S = 3600.0
 _MINUTE_S = 60.0
-_BACK_S = 60.0
-"""Of budget that must have come back before it is spent again: else τ would flap."""
+_RECOVERED_S = 60.0
+"""Seconds' worth of budget that must have come back before it is spent again; less lets τ flap."""
 
 
 def added(
-    losses: Losses, loads: Sequence[ReplicaLoad], *, elapsed_s: float, now_s: float
+    losses: Losses, replicas: Sequence[ReplicaLoad], *, elapsed_s: float, now_s: float
 ) -> Losses:
-    """The losses of the last hour, with what was lost since the look before.
+    """Return the losses of the last hour, including those since the last decision.
 
     Args:
-        losses: until then.
-        loads: of the replicas now.
-        elapsed_s: since that look, at least 0.
-        now_s: the time; where it is before that of some losses, they count as lost now.
+        losses: the losses up to the last decision.
+        replicas: their loads now.
+        elapsed_s: seconds since the last decision, at least 0.
+        now_s: the time; losses that are later than that, as the clock was put back, move to it.
     """
-    lost = _losing(loads) * elapsed_s
+    lost = _mean_loss(replicas) * elapsed_s
     # a minute counts until all of it is an hour old
     kept = [(min(at, now_s), each) for at, each in losses if at > now_s - _HOUR_S - _MINUTE_S]
     if not lost > 0.0:
@@ -42,25 +42,27 @@ def added(
 
 
 def is_spent(losses: Losses, budget: float, *, was_spent: bool) -> bool:
-    """Whether class default must not lose more.
+    """Return whether tier default must lose no more.
 
     Args:
-        losses: of the last hour.
+        losses: the losses of the last hour.
         budget: points that may be lost on average over an hour.
-        was_spent: what this said before: some of the budget must come back for it to change.
+        was_spent: the answer at the last decision; it changes only once some budget has come back.
     """
     spent = math.fsum(lost for _, lost in losses)
-    allowed = _HOUR_S - _BACK_S if was_spent else _HOUR_S
-    return spent >= budget * allowed
+    allowed_s = _HOUR_S - _RECOVERED_S if was_spent else _HOUR_S
+    return spent >= budget * allowed_s
 
 
-def _losing(loads: Sequence[ReplicaLoad]) -> float:
-    """Points of 100 that an average token loses: more tokens are of replicas with more rows, and
-    of faster ones.
+def _mean_loss(replicas: Sequence[ReplicaLoad]) -> float:
+    """Return the points of 100 that the average token loses now.
+
+    A replica gives tokens in proportion to its running rows and its speed.
     """
-    weights = [load.num_running * load.gain for load in loads]
+    weights = [replica.num_running * replica.gain for replica in replicas]
     total = sum(weights)
     if not total > 0.0:
         return 0.0
-    mean = sum(weight * load.loss for weight, load in zip(weights, loads, strict=True)) / total
-    return min(mean if math.isfinite(mean) else max(load.loss for load in loads), 100.0)
+    losses = [replica.loss for replica in replicas]
+    mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / total
+    return min(mean if math.isfinite(mean) else max(losses), 100.0)

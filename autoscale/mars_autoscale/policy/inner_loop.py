@@ -1,8 +1,8 @@
-"""The inner loop: each replica sets its own τ, by its own load, within the range that it is given.
+"""The inner loop: each replica sets its own τ by its own load, within the range it was given.
 
-It needs nobody: where the controller is dead it goes on. It drops at once and climbs rung by rung,
-since a queue hurts at once and quality is paid by the token. It has no memory of load: what lasts
-is for replicas to carry, see `mars_autoscale.policy.decide`. Knows no engine, no Ray and no clock.
+It goes on by itself if the outer loop is dead. τ drops at once and climbs rung by rung, because a
+queue hurts at once and quality is paid by the token. Load that lasts is not the inner loop's
+concern: replicas carry it, see `mars_autoscale.policy.decide`. Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -11,185 +11,184 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from mars_autoscale.model.capacity import Capacity, Rung, mixed
-from mars_autoscale.policy.observe import Look
-from mars_platform.config import Settings
+from mars_autoscale.model.capacity import Capacity, mixed
+from mars_autoscale.policy.decision import ANY_THRESHOLD, ThresholdRange
+from mars_autoscale.policy.settings import InnerSettings
+from mars_platform.method.live import LiveDecoding
 
 LOOK_PERIOD_S = 0.5
-"""Between two looks of a replica."""
+"""Seconds between two looks of a replica's inner loop."""
 
-_LEAST_SHARE = 0.01
-"""Of requests of class flex, below which they are not worth rungs of their own."""
+_MIN_FLEX_SHARE = 0.01
+"""Share of the requests below which tier flex does not get rungs of its own."""
 
-
-class LocalSettings(Settings):
-    """Constants of the inner loop."""
-
-    full: float = Field(default=0.8, ge=0)
-    """(running + waiting) / slots from which on more speed is asked for. Below 1: a batch that is
-    full already makes the next request wait."""
-    proportional: float = Field(default=1.1, ge=0)
-    """Gain in speed over the target τ asked for a whole batch more of load than `full`."""
-    confirm_s: float = Field(default=1.0, ge=0)
-    """Seconds for which more speed must have been asked for before τ leaves the target: a batch
-    that fills up for a moment empties by itself."""
-    urgent: float = Field(default=1.3, ge=0)
-    """(running + waiting) / slots from which on that is not waited for."""
-    climb_s: float = Field(default=1.0, ge=0)
-    """Seconds on a rung before τ may climb: a request's speed should not flap."""
-    climb_full: float = Field(default=1.1, ge=0)
-    """(running + waiting) / slots up to which the slots may be filled, as far as can be told, by
-    the lower speed after a climb: what would only be undone is not done."""
-    min_gain: float = Field(default=1.05, ge=1)
-    """Times that a rung must be faster than the target τ to be worth any loss."""
-    max_prompt_share: float = Field(default=0.35, gt=0, le=1)
-    """Share of its time that prompts may take of a replica that lowers τ: no τ makes prompts
-    faster, and where they are the load, quality would be paid for nothing."""
-    exact_gain: float = Field(default=1.05, ge=1)
-    """Times that mode exact must be faster than plain AR decoding, at the rows of the moment, to
-    stand in for it: its further positions are free only while the arithmetic idles."""
+_RungPair = tuple[int, int]
+"""Indices of the rungs of tier default and tier flex; rung 0 is the target τ."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What a replica decodes with."""
+class Look:
+    """What the inner loop sees of its replica at one moment."""
 
-    default: Rung
-    """Requests of class default."""
-    flex: Rung
-    """Those of class flex."""
-    is_exact: bool = False
-    """Whether requests at τ = 1 are decoded in mode exact."""
+    now_s: float
+    """Time in seconds on any clock; a jump of the clock costs one look."""
+    load: float
+    """Requests that run or wait."""
+    allowed: ThresholdRange = ANY_THRESHOLD
+    """Limits of τ, and the gain that the arrivals need."""
+    prompt_share: float = 0.0
+    """Share of its recent time that the replica spent on prompts."""
+    flex_share: float = 0.0
+    """Share of the requests that belong to tier flex."""
+    pinned_share: float = 0.0
+    """Share of the requests that τ does not move: those of tier priority, and those that name a τ
+    or a mode."""
+
+
+@dataclass(frozen=True)
+class InnerLoopDecision:
+    """How a replica decodes live requests, and what that gives and costs."""
+
+    live: LiveDecoding
     gain: float = 1.0
-    """Times that all slots together are faster than at the target τ."""
+    """Speed of a full batch as a multiple of that at the target τ."""
+    loss: float = 0.0
+    """Points of quality that a token of tier default loses beyond those at the target τ."""
     is_lowest: bool = False
-    """Whether no lower one is allowed, or of any use."""
+    """Whether no lower τ is allowed or of any use."""
 
 
 @dataclass
-class LocalState:
-    """What the inner loop remembers."""
+class InnerState:
+    """What the inner loop remembers from one look to the next."""
 
-    place: tuple[int, int] = (0, 0)
-    """Rungs in use by class default and flex; 0 is the target τ."""
+    rungs: _RungPair = (0, 0)
+    """Rungs in use by tier default and tier flex."""
     is_exact: bool = False
+    """Whether mode exact replaces plain AR decoding."""
     changed_s: float = -math.inf
-    asked_s: float | None = None
-    """Since when more speed is asked for; None while it is not."""
+    """Time of the last change of rungs."""
+    wanted_since_s: float | None = None
+    """Time since which more speed has been wanted; None while it is not."""
 
 
-class LocalController:
+class InnerLoop:
     """One replica's inner loop.
 
-    It walks a path of stages: at first class flex goes down, as far as it may, then class default.
+    It walks a path of rung pairs: tier flex goes down first, as far as it may, then tier default.
     """
 
-    def __init__(self, capacity: Capacity, settings: LocalSettings) -> None:
+    def __init__(self, capacity: Capacity, settings: InnerSettings) -> None:
         self._settings = settings
         self._capacity = capacity
         self._rungs = capacity.useful(settings.min_gain)
-        self.state = LocalState()
+        self.state = InnerState()
 
-    def update(self, look: Look, /) -> Stage:
-        """Take a look and choose. A load that is no number counts as none."""
+    def update(self, look: Look, /) -> InnerLoopDecision:
+        """Choose how to decode from now on. A load that is not finite counts as 0."""
         load = look.load if math.isfinite(look.load) else 0.0
         path = self._path(look)
         gains = self._gains(path, look)
-        asked = self._asked(load / self._capacity.max_num_seqs, look)
-        lowest = self._lowest(gains, look)
-        at = self._move(look.now_s, path, gains, asked, lowest, load)
+        wanted_gain = self._wanted_gain(load / self._capacity.max_num_seqs, look)
+        lowest = self._lowest_useful(gains, look)
+        at = self._move(look.now_s, path, gains, wanted_gain, lowest, load)
         self._choose_exact(load)
         default, flex = (self._rungs[index] for index in path[at])
-        return Stage(default, flex, self.state.is_exact, gains[at], at >= lowest)
+        return InnerLoopDecision(
+            LiveDecoding(default.threshold, flex.threshold, self.state.is_exact),
+            gain=gains[at],
+            loss=default.loss - self._rungs[0].loss,
+            is_lowest=at >= lowest,
+        )
 
-    def _asked(self, filled: float, look: Look) -> float:
-        """Gain in speed that is needed, for slots that are filled so many times."""
+    def _wanted_gain(self, filled: float, look: Look) -> float:
+        """Return the gain over the target τ that a load of so many full batches needs."""
         state, settings = self.state, self._settings
         if filled <= settings.full:
-            state.asked_s = None
+            state.wanted_since_s = None
             return 1.0
-        if state.asked_s is None:
-            state.asked_s = look.now_s
-        is_confirmed = not 0 <= look.now_s - state.asked_s < settings.confirm_s
-        if state.place == (0, 0) and filled < settings.urgent and not is_confirmed:
+        if state.wanted_since_s is None:
+            state.wanted_since_s = look.now_s
+        is_confirmed = not 0 <= look.now_s - state.wanted_since_s < settings.confirm_s
+        if state.rungs == (0, 0) and filled < settings.urgent and not is_confirmed:
             return 1.0
-        asked = 1.0 + settings.proportional * (filled - settings.full)
-        # what arrives says little of a replica whose own slots are free
-        return max(asked, look.feed_forward if look.feed_forward < math.inf else 1.0)
+        # the arrivals count only here: they say little about a replica whose batch has room
+        arrivals_gain = look.allowed.feed_forward if look.allowed.feed_forward < math.inf else 1.0
+        return max(1.0 + settings.proportional * (filled - settings.full), arrivals_gain)
 
-    def _path(self, look: Look) -> list[tuple[int, int]]:
-        """Places of class default and flex that the floors allow, the best first."""
+    def _path(self, look: Look) -> list[_RungPair]:
+        """Return the rung pairs that the floors allow, from the highest τ to the lowest."""
+        floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
         default, flex = (
             max((i for i, rung in enumerate(self._rungs) if rung.threshold >= floor), default=0)
-            for floor in (look.floor_threshold, look.flex_floor_threshold)
+            for floor in floors
         )
-        default = min(default, flex)  # who pays first does not pay less
-        apart = range(flex + 1) if look.flex_share >= _LEAST_SHARE else range(1)
-        return [*((0, i) for i in apart), *((i, flex) for i in range(1, default + 1))]
+        default = min(default, flex)  # tier default never goes below tier flex
+        flex_alone = range(flex + 1) if look.flex_share >= _MIN_FLEX_SHARE else range(1)
+        return [*((0, i) for i in flex_alone), *((i, flex) for i in range(1, default + 1))]
 
-    def _gains(self, path: Sequence[tuple[int, int]], look: Look) -> list[float]:
-        """Gain of each place over the target τ, with all slots taken."""
-        flex = _share(look.flex_share)
-        pinned = min(_share(look.pinned_share), 1 - flex)
+    def _gains(self, path: Sequence[_RungPair], look: Look) -> list[float]:
+        """Return each pair's gain over the target τ with a full batch of the present mixture."""
+        flex = _as_share(look.flex_share)
+        pinned = min(_as_share(look.pinned_share), 1 - flex)
         shares = (pinned, 1 - flex - pinned, flex)
         speeds = [
             self._capacity.tokens_per_s(
                 mixed(
                     [
                         (share, self._rungs[index])
-                        for share, index in zip(shares, (0, *place), strict=True)
+                        for share, index in zip(shares, (0, *pair), strict=True)
                         if share > 0
                     ]
                 )
             )
-            for place in path
+            for pair in path
         ]
-        # over the first and not over the rung itself: a mixture is off by a rounding
+        # relative to the path's first pair, whose mixture differs from its rung by a rounding
         return [speed / speeds[0] for speed in speeds]
 
-    def _lowest(self, gains: Sequence[float], look: Look) -> int:
-        """Index in the path of the lowest place that helps at all."""
+    def _lowest_useful(self, gains: Sequence[float], look: Look) -> int:
+        """Return the index in the path beyond which a lower τ helps no more."""
         share = look.prompt_share
         if not 0.0 <= share < self._settings.max_prompt_share:
             return 0
         best = max(gains)
-        helps = 1 / (share + (1 - share) / best) >= self._settings.min_gain
-        # the first of the fastest: places beyond it may be there for a class without requests
-        return gains.index(best) if helps else 0
+        is_worth_it = 1 / (share + (1 - share) / best) >= self._settings.min_gain
+        # the first of the fastest pairs: later ones may only lower a tier without requests
+        return gains.index(best) if is_worth_it else 0
 
     def _move(
         self,
         now_s: float,
-        path: Sequence[tuple[int, int]],
+        path: Sequence[_RungPair],
         gains: Sequence[float],
-        asked: float,
+        wanted_gain: float,
         lowest: int,
         load: float,
     ) -> int:
-        """The place in the path from now on."""
+        """Drop to the rungs that are fast enough, or climb one; returns the index in the path."""
         state = self.state
-        at = max(i for i, place in enumerate(path) if place <= state.place)
-        enough = [i for i, gain in enumerate(gains) if gain >= asked]
-        wanted = min(enough[0] if enough else len(path) - 1, lowest)
+        at = max(i for i, pair in enumerate(path) if pair <= state.rungs)
+        fast_enough = [i for i, gain in enumerate(gains) if gain >= wanted_gain]
+        wanted = min(fast_enough[0] if fast_enough else len(path) - 1, lowest)
         if at > lowest or wanted > at:
             at, state.changed_s = wanted, now_s
         elif wanted < at and not 0 <= now_s - state.changed_s < self._settings.climb_s:
-            after = load / self._capacity.max_num_seqs * gains[at] / gains[at - 1]
-            if after <= self._settings.climb_full:
+            filled_after = load / self._capacity.max_num_seqs * gains[at] / gains[at - 1]
+            if filled_after <= self._settings.climb_full:
                 at, state.changed_s = at - 1, now_s
-        state.place = path[at]
+        state.rungs = path[at]
         return at
 
     def _choose_exact(self, load: float) -> None:
-        exact, best = self._capacity.exact, self._rungs[0]
-        if exact is None or best.threshold < 1.0:
+        """Use mode exact for τ = 1 while it is faster than plain AR decoding."""
+        exact, target = self._capacity.exact, self._rungs[0]
+        if exact is None or target.threshold < 1.0:
             return
         gain = self._capacity.gain(exact, min(max(load, 1.0), self._capacity.max_num_seqs))
-        # what has been chosen stays until it is no faster: the number of rows jitters
+        # mode exact stays until it is slower, because the number of rows jitters
         self.state.is_exact = gain >= (1.0 if self.state.is_exact else self._settings.exact_gain)
 
 
-def _share(value: float) -> float:
+def _as_share(value: float) -> float:
     return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0

@@ -1,4 +1,7 @@
-"""Metrics of autoscaling, in Prometheus' text format."""
+"""The autoscaler's metrics in Prometheus' text format.
+
+Imports no Ray or torch.
+"""
 
 from __future__ import annotations
 
@@ -8,81 +11,83 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mars_autoscale.policy.control import Control, Record
+from mars_autoscale.policy.decision import Decision
+from mars_autoscale.policy.outer_loop import OuterLoop
 
-_GAUGES: dict[str, tuple[str, Callable[[Record], float]]] = {
-    "replicas": ("Replicas that are asked for.", lambda each: each.decision.num_replicas),
-    "replicas_ready": ("Replicas that report.", lambda each: each.num_ready),
-    "replicas_needed": (
-        "Replicas for what arrives, before rounding.",
-        lambda each: each.decision.needed,
-    ),
+_DECISION_GAUGES: dict[str, tuple[str, Callable[[Decision], float]]] = {
+    "replicas": ("Replicas that are ordered.", lambda each: each.num_replicas),
+    "replicas_needed": ("Replicas that the load needs, before rounding.", lambda each: each.needed),
     "floor_threshold": (
         "Lowest threshold that is allowed for tier default.",
-        lambda each: each.decision.floor_threshold,
+        lambda each: each.range.floor_threshold,
     ),
     "flex_floor_threshold": (
         "Lowest threshold that is allowed for tier flex.",
-        lambda each: each.decision.flex_floor_threshold,
+        lambda each: each.range.flex_floor_threshold,
     ),
     "feed_forward": (
-        "Gain in speed that what arrives needs of the replicas.",
-        lambda each: each.decision.feed_forward,
+        "Gain in speed over the target threshold that the arrivals need of the ready replicas.",
+        lambda each: each.range.feed_forward,
     ),
     "debt_seconds": (
-        "Seconds at the lowest threshold that no replica has paid yet.",
-        lambda each: each.decision.debt,
+        "Seconds at the lowest threshold that no replica has paid for yet.",
+        lambda each: each.debt,
     ),
     "saturated": (
         "1 while nothing is left to give and late requests are refused.",
-        lambda each: each.decision.is_saturated,
+        lambda each: each.range.is_saturated,
     ),
     "overspent": (
         "1 while tier default's budget of quality is spent.",
-        lambda each: each.decision.is_overspent,
+        lambda each: each.is_overspent,
     ),
 }
 
 
-def exposition(controls: Mapping[str, Control]) -> str:
-    """All models' metrics.
+def exposition(loops: Mapping[str, OuterLoop]) -> str:
+    """Return all models' metrics as text.
 
     Args:
-        controls: by the model's name.
+        loops: outer loops by the model's name.
     """
-    return generate_latest(AutoscalerMetrics(controls)).decode()
+    return generate_latest(AutoscalerMetrics(loops)).decode()
 
 
 class AutoscalerMetrics(Collector):
-    """The latest decision of each model, and how many there were of each reason."""
+    """The latest decision of each model, and the number of decisions by reason."""
 
-    def __init__(self, controls: Mapping[str, Control]) -> None:
-        self._controls = controls
+    def __init__(self, loops: Mapping[str, OuterLoop]) -> None:
+        self._loops = loops
 
     def collect(self) -> Iterator[Metric]:
-        """All of it as families."""
-        controls = dict(self._controls)
-        for name, (text, value) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"marsray_autoscaler_{name}", text, labels=["model"])
-            for model, control in controls.items():
-                if control.records:
-                    gauge.add_metric([model], float(value(control.records[-1])))
-            yield gauge
-        yield self._frontier(controls)
-        yield self._decisions(controls)
+        """Yield every metric family with its values now."""
+        loops = dict(self._loops)
+        latest = {model: loop.records[-1] for model, loop in loops.items() if loop.records}
+        for name, (text, value) in _DECISION_GAUGES.items():
+            values = {model: value(record.decision) for model, record in latest.items()}
+            yield _gauge(name, text, values)
+        num_ready = {model: record.num_ready for model, record in latest.items()}
+        yield _gauge("replicas_ready", "Replicas that report.", num_ready)
+        refused = {
+            model: loop.basis.refused is not None
+            for model, loop in loops.items()
+            if loop.basis is not None
+        }
+        yield _gauge("frontier_refused", "1 if frontier.json is not used.", refused)
+        yield _decisions(loops)
 
-    def _frontier(self, controls: Mapping[str, Control]) -> Metric:
-        name = "marsray_autoscaler_frontier_refused"
-        gauge = GaugeMetricFamily(name, "1 where frontier.json is not used.", labels=["model"])
-        for model, control in controls.items():
-            if control.plan is not None:
-                gauge.add_metric([model], float(control.plan.refused is not None))
-        return gauge
 
-    def _decisions(self, controls: Mapping[str, Control]) -> Metric:
-        name = "marsray_autoscaler_decisions_total"
-        counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
-        for model, control in controls.items():
-            for reason, count in list(control.counts.items()):  # decisions go on meanwhile
-                counter.add_metric([model, reason], count)
-        return counter
+def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
+    gauge = GaugeMetricFamily(f"marsray_autoscaler_{name}", text, labels=["model"])
+    for model, value in values.items():
+        gauge.add_metric([model], float(value))
+    return gauge
+
+
+def _decisions(loops: Mapping[str, OuterLoop]) -> Metric:
+    name = "marsray_autoscaler_decisions_total"
+    counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
+    for model, loop in loops.items():
+        for reason, count in list(loop.counts.items()):  # another thread may add a reason
+            counter.add_metric([model, reason], count)
+    return counter

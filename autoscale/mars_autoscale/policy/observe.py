@@ -1,5 +1,6 @@
-"""What the autoscaler knows: loads of replicas and rates of arrival. Made by adapters, used by
-`decide`. Knows no Ray, no clock and no simulation.
+"""What the outer loop observes: the loads of replicas and the rates of arrival.
+
+Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """One replica's report."""
+    """One replica's load, as decisions see it."""
 
     observed_s: float
-    """When, on the clock of whoever decides."""
+    """Time of the observation in seconds, on the clock of the outer loop."""
     num_running: float
     num_waiting: float
     gain: float = 1.0
-    """Times that it decodes faster than at the target τ, by the ladder."""
+    """Decoding speed as a multiple of that at the target τ, by the ladder."""
     loss: float = 0.0
-    """Points of quality that a token of class default loses now, beyond those at the target τ."""
+    """Points of quality that a token of tier default loses now, beyond those at the target τ."""
     is_lowest: bool = False
-    """Whether no lower τ is allowed, or of any use."""
+    """Whether no lower τ is allowed or of any use."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether every figure is a finite number that can be one."""
+        """Whether every figure is finite, and none but the time is negative."""
         figures = (self.num_running, self.num_waiting, self.gain, self.loss)
         return math.isfinite(self.observed_s) and all(
             math.isfinite(value) and value >= 0 for value in figures
@@ -34,72 +35,49 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a replica's inner loop goes by."""
-
-    now_s: float
-    """On any clock; one that jumps costs a look."""
-    load: float
-    """Requests that run or wait."""
-    floor_threshold: float = 0.0
-    """The lowest τ allowed for class default."""
-    feed_forward: float = 1.0
-    """Gain in speed over τ = 1 that the controller says the arrivals need."""
-    prompt_share: float = 0.0
-    """Of the time that the replica worked lately, the share that prompts took."""
-    flex_floor_threshold: float = 0.0
-    """The lowest τ allowed for class flex."""
-    flex_share: float = 0.0
-    """Of those requests, the share of class flex."""
-    pinned_share: float = 0.0
-    """Of those requests, the share that τ does not move: class priority, and those with a τ or a
-    mode of their own."""
-
-
-@dataclass(frozen=True)
 class Arrivals:
-    """What all replicas together were asked for, as rates over a window."""
+    """What arrives at all replicas together, as rates over a window."""
 
     requests_per_s: float
     prompt_tokens_per_s: float
-    """Without those that were found stored."""
+    """Prompt tokens to compute each second, prefix hits not counted."""
     mean_output_tokens: float
-    """Of requests that have ended."""
+    """Mean output of the requests that have ended."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether every figure is a finite number and not negative."""
+        """Whether every figure is finite and not negative."""
         figures = (self.requests_per_s, self.prompt_tokens_per_s, self.mean_output_tokens)
         return all(math.isfinite(value) and value >= 0 for value in figures)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is known at one moment."""
+    """Everything that is known at one moment."""
 
     now_s: float
     replicas: Sequence[ReplicaLoad]
-    """Those that serve, by their latest reports."""
+    """Latest load of each serving replica."""
     num_starting: int
-    """That were asked for and do not serve yet."""
+    """Replicas that are ordered and do not serve yet."""
     arrivals: Arrivals | None
-    """None where it is not known."""
+    """Rates of arrival; None if unknown."""
     arrivals_observed_s: float = 0.0
-    """When that was."""
+    """Time in seconds at which the arrivals were observed."""
 
-    def known_loads(self, age_s: float) -> list[ReplicaLoad]:
-        """Of `replicas`, those that are valid and at most ``age_s`` seconds old."""
+    def known_replicas(self, max_age_s: float) -> list[ReplicaLoad]:
+        """Return the loads that are valid and at most ``max_age_s`` seconds old."""
         return [
-            load
-            for load in self.replicas
-            if load.is_valid and self._is_within(load.observed_s, age_s)
+            replica
+            for replica in self.replicas
+            if replica.is_valid and self._is_recent(replica.observed_s, max_age_s)
         ]
 
-    def known_arrivals(self, age_s: float) -> Arrivals | None:
-        """`arrivals`, where they are valid and at most ``age_s`` seconds old."""
+    def known_arrivals(self, max_age_s: float) -> Arrivals | None:
+        """Return the arrivals if they are valid and at most ``max_age_s`` seconds old."""
         if self.arrivals is None or not self.arrivals.is_valid:
             return None
-        return self.arrivals if self._is_within(self.arrivals_observed_s, age_s) else None
+        return self.arrivals if self._is_recent(self.arrivals_observed_s, max_age_s) else None
 
-    def _is_within(self, observed_s: float, age_s: float) -> bool:
-        return abs(self.now_s - observed_s) <= age_s  # false where either is no number
+    def _is_recent(self, observed_s: float, max_age_s: float) -> bool:
+        return abs(self.now_s - observed_s) <= max_age_s  # False if either time is NaN

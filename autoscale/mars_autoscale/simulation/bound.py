@@ -1,10 +1,10 @@
-"""What somebody could do who knew the trace beforehand: a dynamic programme over a fluid model.
+"""The best result with knowledge of the whole trace: a dynamic programme over a fluid model.
 
-Requests are work that arrives in short spans of time; a replica works it off at the speed of its
-rung, prompts at their own. Replicas are asked for in time, and billed from then. Work that would
-wait longer than the objective is refused. What is least is the work that is refused, then the loss
-of quality, for a number of replica-hours. The model has no slots, no rounding to requests and no
-chance, so that no policy can be better.
+Requests are work that arrives in short spans of time. A replica works decoding off at the speed of
+its rung, and prompts at their own speed. Replicas are ordered ahead of time, and billed from then.
+Work that would wait longer than the objective is refused. For a number of replica-hours, the
+programme minimises the refused work first, and the loss of quality next. No policy can do better,
+because the model has no limit of rows, no whole requests and no randomness.
 """
 
 from __future__ import annotations
@@ -21,33 +21,37 @@ from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 
 _SPAN_S = 10.0
+"""Seconds of a span."""
 _MIN_GAIN = 1.0
+"""Lowest gain of the rungs that are used: any that is faster than the target τ."""
 _NUM_BACKLOGS = 9
-"""Steps between no backlog and the largest that the objective allows."""
+"""Number of backlogs considered, from none to the largest that the objective allows."""
 _NUM_PRICES = 24
-"""Halvings of the range of prices of a replica-hour that are tried."""
+"""Number of prices that the bisection tries."""
 _PRICES = (1e-6, 1e6)
-"""Points of loss times tokens for a replica-second."""
+"""Lowest and highest price of a replica-second, in points of loss times tokens."""
 _REFUSED_LOSS = 1e4
-"""Points that a refused token counts as: far more than any τ costs."""
+"""Points of loss that a refused token counts as: far more than any τ costs."""
 
 Floats = NDArray[np.float64]
-_Stage = tuple[NDArray[np.intp], NDArray[np.intp], Floats, Floats]
-"""Of a span: the backlog to keep, the replicas to go to, the loss, and what is refused."""
+_SpanPlan = tuple[NDArray[np.intp], NDArray[np.intp], Floats, Floats]
+"""Best choices of a span: indices of the backlog to keep and of the number of replicas to go to;
+and the loss and the refused tokens of each backlog."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The least loss for some replica-hours."""
+    """The least loss for a number of replica-hours."""
 
     served: float
-    """Share of the work, by output tokens, that can be done in time."""
+    """Share of the output tokens that can be served in time."""
     quality_loss_mean: float
-    """Points, mean over the output tokens of that."""
+    """Points of quality lost, mean over the served output tokens."""
     replica_hours: float
     num_replicas: list[int]
-    """Ready in each span."""
+    """Replicas that are ready in each span."""
     span_s: float = _SPAN_S
+    """Seconds of a span."""
 
 
 def clairvoyant(
@@ -58,18 +62,18 @@ def clairvoyant(
     objective_s: float,
     max_replica_hours: float,
 ) -> Bound:
-    """The best that can be done for no more than some replica-hours.
+    """Return the best result for at most a number of replica-hours.
 
     Args:
-        trace: what arrives.
-        capacity: of a replica.
-        settings: how many replicas there may be, and are at the start.
-        objective_s: longest that work may wait.
-        max_replica_hours: that may be spent.
+        trace: requests by arrival.
+        capacity: speed of a replica.
+        settings: limits of the number of replicas, and their number at the start.
+        objective_s: longest time in seconds that work may wait.
+        max_replica_hours: replica-hours that may be spent.
     """
     programme = _Programme(trace, capacity, settings, objective_s)
     low, high = _PRICES
-    best = programme.solve(high)  # the fewest hours
+    best = programme.solve(high)  # the highest price gives the fewest replica-hours
     for _ in range(_NUM_PRICES):
         price = (low * high) ** 0.5
         found = programme.solve(price)
@@ -81,7 +85,7 @@ def clairvoyant(
 
 
 class _Programme:
-    """Stages are spans; a state is a number of replicas and a backlog."""
+    """A dynamic programme over spans, whose states are numbers of replicas and backlogs."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class _Programme:
         self._backlogs = np.linspace(0.0, objective_s, _NUM_BACKLOGS)  # seconds of each replica
 
     def solve(self, price: float) -> Bound:
-        """The plan of least loss, a replica-second counted as ``price``."""
+        """Return the result of least loss plus ``price`` for each replica-second."""
         count, num_backlogs = len(self._replicas), len(self._backlogs)
         started = np.maximum(self._replicas[None, :] - self._replicas[:, None], 0)
         start_cost = price * self._settings.cold_start_s * started  # [from, to]
@@ -124,7 +128,10 @@ class _Programme:
         return self._follow(plans[::-1])
 
     def _loss(self, span: int) -> tuple[Floats, Floats]:
-        """Points times tokens that a span costs, and the tokens that it has to refuse."""
+        """Return a span's points of loss times tokens, and its refused tokens.
+
+        Both are [replicas, backlog before, backlog after].
+        """
         room = (self._replicas * _SPAN_S - self._prompt_s[span])[:, None, None]
         waiting = self._backlogs[None, :] * self._replicas[:, None]  # [replicas, backlog]
         work = self._decode_s[span] + waiting[:, :, None] - waiting[:, None, :]
@@ -136,7 +143,7 @@ class _Programme:
         loss = np.interp(needed, self._gains, self._losses)  # a mixture of two rungs
         return loss * (self._tokens[span] - refused), refused
 
-    def _follow(self, plans: Sequence[_Stage]) -> Bound:
+    def _follow(self, plans: Sequence[_SpanPlan]) -> Bound:
         state, backlog = self._initial - self._settings.min, 0
         loss, refused, numbers = 0.0, 0.0, list[int]()
         for after, following, costs, refusals in plans:

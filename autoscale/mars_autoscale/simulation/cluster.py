@@ -1,7 +1,7 @@
-"""Replicas as they serve: slots, queues, steps, prompts that stall a batch, starts and drains.
+"""Simulated replicas: batches, queues, steps, prompts that stall a batch, starts and drains.
 
-Each step of each replica is one event. A row gets its rung's mean tokens a step: what is random in
-decoding has averaged out over a request. Knows no policy.
+Each step of each replica is one event. A row gets its rung's mean number of tokens in each step,
+because the randomness of decoding averages out over a request.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import Capacity, Rung
-from mars_autoscale.policy.inner_loop import Stage
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
 
 _SHARE_HALF_LIFE_S = 5.0
-"""Of work in the share that prompts took, in seconds of work."""
+"""Seconds of work after which work counts half in the share of time that prompts took."""
 
 
 @dataclass(slots=True)
@@ -26,58 +26,70 @@ class Served:
 
     request: TraceRequest
     first_token_s: float | None = None
-    """When it came; None while it has not."""
+    """Time of the first token; None before."""
     loss_tokens: float = 0.0
-    """Points of loss, summed over its tokens."""
+    """Points of quality lost, summed over the request's tokens."""
     is_rejected: bool = False
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token; infinite where there was none."""
+        """Seconds from arrival to the first token; infinite if there was none."""
         if self.first_token_s is None:
             return float("inf")
         return self.first_token_s - self.request.arrival_s
 
 
 @dataclass(slots=True)
-class _Row:
+class _SimulatedRow:
+    """A running request."""
+
     served: Served
     end: float
-    """Of the lane's token counter, when all of its output has come."""
+    """Value of the lane's token counter at which all of the output is there."""
     loss_at_start: float
     tokens_at_start: float
 
 
 @dataclass(slots=True)
 class _Lane:
-    """A replica's requests of one class: they decode with one rung. Counters of tokens and losses
-    run over all steps, so that a step costs the same whatever its rows are.
+    """A replica's requests of one tier, which decode with one rung.
+
+    Its counters of tokens and losses run over all steps; a step then costs the same time to
+    simulate however many rows there are.
     """
 
     rung: Rung
-    """Of the step at hand: the replica's stage may have changed meanwhile."""
+    """Rung of the step at hand, which lasts although the replica's decision changes."""
     queue: deque[Served] = field(default_factory=deque)
-    rows: list[tuple[float, int, _Row]] = field(default_factory=list)
-    new: list[_Row] = field(default_factory=list)
+    rows: list[tuple[float, int, _SimulatedRow]] = field(default_factory=list)
+    """Heap of (end, order of admission, row)."""
+    new: list[_SimulatedRow] = field(default_factory=list)
+    """Rows without a first token."""
     tokens: float = 0.0
+    """Tokens that a row would have got in all steps so far."""
     loss: float = 0.0
+    """Points of quality lost, summed over those tokens."""
     count: int = 0
+    """Number of rows that were ever admitted."""
 
     @property
     def num_requests(self) -> int:
+        """Requests that run or wait."""
         return len(self.rows) + len(self.queue)
 
     def admit(self) -> int:
-        """Let the first of the queue run; its prompt tokens."""
+        """Let the first waiting request run; returns its number of prompt tokens."""
         served = self.queue.popleft()
-        row = _Row(served, self.tokens + served.request.output_tokens, self.loss, self.tokens)
+        row = _SimulatedRow(
+            served, self.tokens + served.request.output_tokens, self.loss, self.tokens
+        )
         self.count += 1
         heapq.heappush(self.rows, (row.end, self.count, row))
         self.new.append(row)
         return served.request.prompt_tokens
 
     def finish_step(self, now_s: float) -> list[Served]:
-        """Give the rows their tokens; those that have ended."""
+        """Give the rows their tokens; returns the requests that have ended."""
         if not self.rows:
             return []
         self.tokens += self.rung.tokens_per_forward
@@ -95,30 +107,42 @@ class _Lane:
 
 
 class Replica:
-    """One replica. It serves classes in the order of `Tier`, and first come, first served
-    within a class.
+    """One simulated replica.
+
+    It serves tiers in the order of `Tier`, and the requests of a tier in order of arrival.
     """
 
     def __init__(
-        self, capacity: Capacity, stage: Stage, *, started_s: float, ready_s: float
+        self, capacity: Capacity, decision: InnerLoopDecision, *, started_s: float, ready_s: float
     ) -> None:
         self.capacity = capacity
-        self.stage = stage
-        """What rows decode with from the next step on."""
         self.started_s = started_s
         self.ready_s = ready_s
         self.ended_s: float | None = None
         self.is_draining = False
         self.num_running = 0
-        """Rows of the step."""
+        """Rows of the step at hand."""
         self.num_waiting = 0
-        self._lanes = {name: _Lane(capacity.rungs[0]) for name in Tier}
+        self._lanes = {tier: _Lane(capacity.rungs[0]) for tier in Tier}
         self._prompt_s = 0.0
         self._busy_s = 0.0
+        self.follow(decision)
+
+    def follow(self, decision: InnerLoopDecision) -> None:
+        """Decode as an inner loop has decided, from the next step on."""
+        self.decision = decision
+        self._rungs = {tier: self._rung_of(tier) for tier in Tier}
+
+    def _rung_of(self, tier: Tier) -> Rung:
+        live, target = self.decision.live, self.capacity.rungs[0]
+        threshold = target.threshold if tier is Tier.PRIORITY else live.threshold_of(tier)
+        if threshold >= 1.0 and live.is_exact and self.capacity.exact is not None:
+            return self.capacity.exact
+        return next(rung for rung in self.capacity.rungs if rung.threshold == threshold)
 
     @property
     def prompt_share(self) -> float:
-        """Of the time of its latest steps, the share that prompts took."""
+        """Share of the latest steps' time that prompts took."""
         return self._prompt_s / self._busy_s if self._busy_s else 0.0
 
     @property
@@ -126,33 +150,33 @@ class Replica:
         """Requests that run or wait."""
         return self.num_running + self.num_waiting
 
-    def share(self, name: Tier) -> float:
-        """Of the requests that run or wait, the share of a class; 0 where there are none."""
-        return self._lanes[name].num_requests / self.load if self.load else 0.0
+    def share(self, tier: Tier) -> float:
+        """Return a tier's share of the requests that run or wait; 0 if there are none."""
+        return self._lanes[tier].num_requests / self.load if self.load else 0.0
 
-    def num_ahead(self, name: Tier) -> int:
-        """Requests that wait and would be served before a new one of a class."""
+    def num_ahead(self, tier: Tier) -> int:
+        """Return the number of waiting requests that are served before a new one of a tier."""
         num = 0
         for each, lane in self._lanes.items():
             num += len(lane.queue)
-            if each is name:
+            if each is tier:
                 break
         return num
 
     def enqueue(self, served: Served) -> None:
-        """Have a request wait for a slot."""
+        """Let a request wait for a place in the batch."""
         self._lanes[served.request.tier].queue.append(served)
         self.num_waiting += 1
 
     def begin_step(self) -> float | None:
-        """Admit what fits and begin a step; its seconds, or None where there is nothing to do."""
+        """Admit requests and begin a step; returns its seconds, or None if there is no request."""
         stall_s = self._admit()
         if not self.num_running:
             return None
         positions = 0.0
-        for name, lane in self._lanes.items():
+        for tier, lane in self._lanes.items():
             if lane.rows:
-                lane.rung = self._rung_of(name)
+                lane.rung = self._rungs[tier]
                 positions += len(lane.rows) * lane.rung.positions
         step_s = self.capacity.step_time.at(positions)
         fade = 0.5 ** ((stall_s + step_s) / _SHARE_HALF_LIFE_S)
@@ -161,7 +185,7 @@ class Replica:
         return stall_s + step_s
 
     def _admit(self) -> float:
-        """Fill the slots; seconds that the new rows' prompts take."""
+        """Fill the batch; returns the seconds that the new rows' prompts take."""
         stall_s = 0.0
         for lane in self._lanes.values():
             while lane.queue and self.num_running < self.capacity.max_num_seqs:
@@ -170,25 +194,15 @@ class Replica:
                 self.num_waiting -= 1
         return stall_s
 
-    def _rung_of(self, name: Tier) -> Rung:
-        rung = self.capacity.rungs[0]
-        if name is Tier.DEFAULT:
-            rung = self.stage.default
-        elif name is Tier.FLEX:
-            rung = self.stage.flex
-        if rung.threshold >= 1.0 and self.stage.is_exact and self.capacity.exact is not None:
-            return self.capacity.exact
-        return rung
-
     def finish_step(self, now_s: float) -> list[Served]:
-        """Give the rows their tokens; those that have ended."""
+        """Give the rows their tokens; returns the requests that have ended."""
         ended = [served for lane in self._lanes.values() for served in lane.finish_step(now_s)]
         self.num_running -= len(ended)
         return ended
 
 
 class Events:
-    """What is to happen, in order."""
+    """The simulation's clock and its future actions."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -196,12 +210,12 @@ class Events:
         self._count = 0
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Have something done at a time; at the same time, in the order of asking."""
+        """Schedule an action; those of the same time run in the order of these calls."""
         self._count += 1
         heapq.heappush(self._heap, (time_s, self._count, action))
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Run actions, and those that they schedule, until none is left."""
         while self._heap:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()

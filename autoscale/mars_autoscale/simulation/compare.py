@@ -7,70 +7,70 @@ from dataclasses import dataclass
 
 from mars_autoscale.simulation.bound import Bound, clairvoyant
 from mars_autoscale.simulation.config import Family, SimulationConfig, families
-from mars_autoscale.simulation.figures import Figures, figures_of, mean_figures
+from mars_autoscale.simulation.figures import PolicyFigures, figures_of, mean_figures
 from mars_autoscale.simulation.policies import Policy, StaticReplicas
-from mars_autoscale.simulation.run import Result, Sample, Simulation
+from mars_autoscale.simulation.run import ClusterSample, Simulation, SimulationResult
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import changed
 from mars_platform.errors import UserError
 
 _HOURS_SLACK = 1.01
-"""Times the joint policy's replica-hours that a rival's best variant may take."""
+"""Replica-hours that a rival's best variant may take, as a multiple of the joint policy's."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedPolicy:
     """A policy with the best of its variants."""
 
     name: str
     variant: str
-    """Which one it is; empty where there is one only."""
-    figures: Figures
-    samples: list[Sample]
-    """Of the first seed."""
+    """Name of the best variant; empty if there is only one."""
+    figures: PolicyFigures
+    samples: list[ClusterSample]
+    """Course of the run with the first seed."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """All policies, and what was possible."""
+class PolicyComparison:
+    """All policies, and the best that was possible."""
 
-    policies: list[Compared]
-    """The joint one first."""
+    policies: list[ComparedPolicy]
+    """Every policy, the joint one first."""
     bounds: list[Bound]
-    """Of each seed: the least loss for as many replica-hours as the joint policy took."""
+    """Least loss for as many replica-hours as the joint policy took, for each seed."""
 
 
 def compare(
     config: SimulationConfig,
     trace: Sequence[TraceRequest],
     on_progress: Callable[[int, int, str], None],
-) -> Comparison:
+) -> PolicyComparison:
     """Run every policy on every seed's version of a trace.
 
     Args:
-        config: the setting.
-        trace: as it was read.
-        on_progress: called with the runs that are done, their number and the policy's name.
+        config: replicas, policies and changes of the trace.
+        trace: the trace as it was read.
+        on_progress: called with the runs done, the total of runs and the policy's name.
 
     Raises:
-        UserError: what is done to the trace leaves no request, far too many, or none late enough to
+        UserError: the changes of the trace leave no request, far too many, or none late enough to
             count.
     """
     versions = [changed(trace, config.trace, seed) for seed in config.seeds]
     _check_counted(versions, config.measured_from_s)
     groups = families(config)
     num_runs = sum(len(variants) for _, variants in groups) * len(versions)
-    done, compared = 0, list[Compared]()
+    num_done, compared = 0, list[ComparedPolicy]()
     for family in groups:
-        found = list[Compared]()
-        for item in _variants(config, family, versions):
-            done += len(versions)
-            on_progress(done, num_runs, family[0])
-            found.append(item)
-        hours = compared[0].figures.replica_hours if compared else float("inf")
-        compared.append(_best(found, hours))
+        variants = list[ComparedPolicy]()
+        for variant in _run_variants(config, family, versions):
+            num_done += len(versions)
+            on_progress(num_done, num_runs, family[0])
+            variants.append(variant)
+        max_hours = compared[0].figures.replica_hours if compared else float("inf")
+        compared.append(_best(variants, max_hours))
     hours = compared[0].figures.replica_hours
-    return Comparison(compared, [_bound(config, version, hours) for version in versions])
+    return PolicyComparison(compared, [_bound(config, version, hours) for version in versions])
 
 
 def _check_counted(versions: Sequence[Sequence[TraceRequest]], measured_from_s: float) -> None:
@@ -92,12 +92,12 @@ def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float
     )
 
 
-def _variants(
+def _run_variants(
     config: SimulationConfig, family: Family, versions: Sequence[Sequence[TraceRequest]]
-) -> Iterator[Compared]:
+) -> Iterator[ComparedPolicy]:
     name, variants = family
-    for variant, make in variants:
-        results = [_run(config, version, make()) for version in versions]
+    for variant, make_policy in variants:
+        results = [_run(config, version, make_policy()) for version in versions]
         figures = [
             figures_of(
                 result,
@@ -106,21 +106,23 @@ def _variants(
             )
             for result in results
         ]
-        yield Compared(name, variant, mean_figures(figures), results[0].samples)
+        yield ComparedPolicy(name, variant, mean_figures(figures), results[0].samples)
 
 
-def _run(config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy) -> Result:
+def _run(
+    config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy
+) -> SimulationResult:
     replicas = config.replicas
-    if isinstance(policy, StaticReplicas):  # all of them have always been there
+    if isinstance(policy, StaticReplicas):  # all of its replicas are there from the start
         replicas = replicas.model_copy(update={"initial": policy.num_replicas})
     return Simulation(
         trace, config.capacity, replicas, policy, objective_ttft_s=config.objective_ttft_s
     ).run()
 
 
-def _best(found: Sequence[Compared], hours: float) -> Compared:
-    """The highest attainment for no more replica-hours; else the fewest of these."""
-    fair = [each for each in found if each.figures.replica_hours <= hours * _HOURS_SLACK]
+def _best(variants: Sequence[ComparedPolicy], max_hours: float) -> ComparedPolicy:
+    """Return the variant of highest attainment within the replica-hours, else the cheapest."""
+    fair = [each for each in variants if each.figures.replica_hours <= max_hours * _HOURS_SLACK]
     if fair:
         return max(fair, key=lambda each: each.figures.slo_attainment)
-    return min(found, key=lambda each: each.figures.replica_hours)
+    return min(variants, key=lambda each: each.figures.replica_hours)

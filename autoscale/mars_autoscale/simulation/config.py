@@ -1,4 +1,4 @@
-"""What ``marsray simulate`` is told, and the policies that follow from it."""
+"""The configuration of ``marsray simulate``, and the policies that follow from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pydantic import Field, model_validator
 
 from mars_autoscale.model.capacity import Capacity, Rung, StepTime, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
-from mars_autoscale.policy.decide import OuterSettings
-from mars_autoscale.policy.inner_loop import LocalSettings
+from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.joint import Joint
-from mars_autoscale.simulation.policies import FixedRung, Local, Policy, StaticReplicas
+from mars_autoscale.simulation.policies import (
+    FixedThreshold,
+    InnerLoopPolicy,
+    Policy,
+    StaticReplicas,
+)
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.rivals import (
     Knative,
@@ -26,92 +30,94 @@ from mars_autoscale.traces.synthetic import SyntheticTrace, TraceChange
 from mars_platform.config import Settings
 
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
-"""What must be given in place of ``frontier_file``."""
+"""Keys that must be given if ``frontier_file`` is not."""
 
 
 class LinearStepTime(Settings):
-    """Step time of ``t0 * (1 + positions / K)``."""
+    """A step time of ``t0 * (1 + positions / K)``."""
 
     t0_s: float = Field(gt=0)
     """Seconds of a step without positions."""
     positions_to_double: float = Field(gt=0)
-    """K: positions that take as long again."""
+    """K: number of positions that double the time."""
 
     def step_time(self) -> StepTime:
-        """As the simulator uses it."""
+        """Return the table that the simulator uses."""
         return linear_step_time(self.t0_s, self.positions_to_double)
 
 
 class LadderPoint(Settings):
-    """What a threshold gives and costs."""
+    """Speed and loss of decoding with one threshold."""
 
     threshold: float = Field(gt=0, le=1)
-    """τ."""
+    """τ in (0, 1]."""
     tokens_per_forward: float = Field(ge=1)
-    """Mean tokens a pass."""
+    """Mean tokens that a pass gives a row."""
     loss: float = Field(ge=0)
-    """Points of quality below τ = 1, of 100."""
+    """Points of quality (of 100) below τ = 1."""
 
 
 class ExactPoint(Settings):
-    """What mode exact gives and costs."""
+    """Speed of mode exact."""
 
     tokens_per_forward: float = Field(ge=1)
-    """Mean tokens a pass."""
+    """Mean tokens that a pass gives a row."""
     positions_per_row: float = Field(ge=1)
     """Mean positions that a row costs in a step."""
 
 
 class RivalSettings(Settings):
-    """What rivals' parameters are tried; the best of each is shown."""
+    """Parameters of the rivals that are tried; the best variant of each rival is shown."""
 
     ray_targets: tuple[float, ...] = (8.0, 10.0, 12.0)
     """``target_ongoing_requests`` of Ray Serve's autoscaling."""
     knative_targets: tuple[float, ...] = (8.0, 9.6, 11.2)
-    """Concurrent requests of a replica, utilisation included."""
+    """Concurrent requests per replica, with Knative's target utilisation already applied."""
     static_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of Knative's autoscaling at a fixed threshold."""
+    """τ of the variant of Knative's autoscaling that decodes with a fixed threshold."""
 
 
 class SimulationConfig(Settings):
-    """One comparison: a kind of replica, limits, a trace's changes and the policies' constants.
+    """One comparison: the replicas, the changes of the trace and the settings of the policies.
 
     What a replica can do comes from ``frontier_file``, or from ``step_time``,
     ``prefill_tokens_per_s`` and ``frontier``.
     """
 
     slots_per_replica: int = Field(ge=1)
-    """Rows of a step at the most."""
+    """Highest number of rows in a step."""
     frontier_file: Path | None = None
-    """Directory of a checkpoint with the ``frontier.json`` of ``marsray calibrate``."""
+    """Directory of a checkpoint with the ``frontier.json`` that ``marsray calibrate`` wrote."""
     mean_stored_tokens: float = Field(default=512, ge=0, allow_inf_nan=False)
-    """That a row reads in a step, by which that file's step times are chosen."""
+    """Cached tokens that a row reads in a step; it selects the step times in ``frontier_file``."""
     step_time: LinearStepTime | None = None
-    """Of a replica's steps."""
+    """Time of a replica's step by its number of positions."""
     prefill_tokens_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Prompt tokens that a replica computes a second; its rows wait meanwhile."""
+    """Prompt tokens that a replica computes each second, during which its rows wait."""
     num_masks: int = Field(default=3, ge=1)
-    """That a row feeds below τ = 1."""
+    """Masks that a row feeds below τ = 1."""
     frontier: tuple[LadderPoint, ...] = ()
-    """The ladder; τ = 1 must be in it, with one token a pass and no loss."""
+    """The ladder; it must contain τ = 1 with one token a pass and no loss."""
     exact: ExactPoint | None = None
-    """Mode exact in place of plain AR decoding, where that is faster; None for never."""
+    """Mode exact, which replaces plain AR decoding while it is faster; None for never."""
     replicas: ReplicaSettings = ReplicaSettings()
+    """Limits of the number of replicas, and their cold start."""
     synthetic: SyntheticTrace | None = None
-    """The trace, where no file is given."""
+    """Trace to generate if no file is given."""
     trace: TraceChange = TraceChange()
-    """What is done to the trace."""
+    """Changes that are made to the trace."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
-    """Of the trace's changes; figures are means over them."""
+    """Seeds of the trace's changes; the figures are means over them."""
     measured_from_s: float = Field(default=0.0, ge=0)
-    """Requests that arrive earlier do not count."""
+    """Seconds into the trace; requests that arrive earlier do not count."""
     objective_ttft_s: float = Field(default=1.0, gt=0)
-    """Seconds to the first token that are promised."""
+    """Promised seconds to the first token."""
     outer: OuterSettings = OuterSettings()
-    """The joint policy's; replicas and cold start are those above."""
-    inner: LocalSettings = LocalSettings()
-    """The joint policy's."""
+    """Outer loop of the joint policy; limits and cold start are taken from ``replicas``."""
+    inner: InnerSettings = InnerSettings()
+    """Inner loop of the joint policy."""
     rivals: RivalSettings = RivalSettings()
+    """Parameters of the rivals."""
 
     @model_validator(mode="after")
     def _check(self) -> SimulationConfig:
@@ -147,7 +153,7 @@ class SimulationConfig(Settings):
 
     @cached_property
     def capacity(self) -> Capacity:
-        """Of a replica.
+        """Speed of a replica.
 
         Raises:
             UserError: ``frontier_file`` is missing or refused.
@@ -184,13 +190,13 @@ class SimulationConfig(Settings):
 
 
 Variant = tuple[str, Callable[[], Policy]]
-"""What tells a variant of a policy from the others, and what makes it."""
+"""Name of a policy's variant, and a function that makes the policy."""
 Family = tuple[str, list[Variant]]
-"""A policy's name and its variants."""
+"""Name of a policy, and its variants."""
 
 
 def families(config: SimulationConfig) -> list[Family]:
-    """The joint policy first, then its rivals."""
+    """Return the joint policy and its rivals, in this order, each with its variants."""
     capacity = config.capacity
     limits = {
         "min_replicas": config.replicas.min,
@@ -198,17 +204,15 @@ def families(config: SimulationConfig) -> list[Family]:
         "cold_start_s": config.replicas.cold_start_s,
     }
     outer = config.outer.model_copy(update=limits)
-    most = config.replicas.max
-    by_threshold = {rung.threshold: rung for rung in capacity.rungs}
-    fixed = by_threshold[config.rivals.static_threshold]
+    most, static_threshold = config.replicas.max, config.rivals.static_threshold
 
-    plain = partial(FixedRung, capacity.rungs[0])
-    static = partial(FixedRung, fixed)
+    plain = partial(FixedThreshold, capacity.rungs[0].threshold)
+    static = partial(FixedThreshold, static_threshold)
     integral = partial(ProportionalIntegral, capacity.rungs, capacity.max_num_seqs)
 
-    def knative(local: Callable[[], Local]) -> list[Variant]:
+    def knative(make_inner_loop: Callable[[], InnerLoopPolicy]) -> list[Variant]:
         return [
-            (f"target {target:g}", partial(Knative, target, local, max_replicas=most))
+            (f"target {target:g}", partial(Knative, target, make_inner_loop, max_replicas=most))
             for target in config.rivals.knative_targets
         ]
 
@@ -221,7 +225,7 @@ def families(config: SimulationConfig) -> list[Family]:
         (f"static, {most} replicas", [("", partial(StaticReplicas, most, capacity.rungs[0]))]),
         ("ray", ray),
         ("knative", knative(plain)),
-        (f"knative, τ={fixed.threshold:g}", knative(static)),
+        (f"knative, τ={static_threshold:g}", knative(static)),
         ("knative, PI on τ", knative(integral)),
         ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer))]),
     ]

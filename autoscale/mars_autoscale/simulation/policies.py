@@ -1,4 +1,4 @@
-"""What a simulated cluster is steered by: the interface, and the simplest policies."""
+"""The interface by which policies steer a simulated cluster, and the simplest policies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mars_autoscale.model.capacity import Rung
-from mars_autoscale.policy.inner_loop import Stage
-from mars_autoscale.policy.observe import Look, Snapshot
+from mars_autoscale.policy.decision import AT_TARGET, ThresholdRange
+from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
+from mars_autoscale.policy.observe import Snapshot
+from mars_platform.method.live import LiveDecoding
 
 
 @dataclass(frozen=True)
@@ -15,60 +17,58 @@ class Target:
     """What a policy wants from now on."""
 
     num_replicas: int
-    floor_threshold: float = 1.0
-    """The lowest τ that replicas may go down to by themselves for class default."""
-    feed_forward: float = 1.0
-    """Gain in speed over plain AR decoding that replicas need for what arrives."""
-    flex_floor_threshold: float = 1.0
-    """The lowest τ for class flex."""
-    is_saturated: bool = False
-    """Whether what would come too late is to be refused."""
+    """Replicas to order, including those that are starting."""
+    range: ThresholdRange = AT_TARGET
+    """Limits of τ for every replica."""
 
 
-class Local(Protocol):
-    """What chooses a replica's τ."""
+class InnerLoopPolicy(Protocol):
+    """Chooses one replica's τ."""
 
-    def update(self, look: Look, /) -> Stage:
-        """What to decode with from now on."""
+    def update(self, look: Look, /) -> InnerLoopDecision:
+        """Choose how to decode from now on."""
 
 
 class Policy(Protocol):
-    """Steers a cluster."""
+    """Chooses the number of replicas, and gives each of them an inner loop."""
 
     @property
     def period_s(self) -> float:
         """Seconds between two decisions."""
 
     def decide(self, snapshot: Snapshot, /) -> Target:
-        """How many replicas there should be, those that start included, and their range of τ."""
+        """Choose the number of replicas and their range of τ."""
 
-    def local(self) -> Local:
-        """The inner loop of a new replica."""
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make the inner loop of a new replica."""
 
 
 @dataclass
-class FixedRung:
-    """A replica that always decodes with one τ, whatever the class but priority."""
+class FixedThreshold:
+    """An inner loop that always decodes tiers default and flex with one τ."""
 
-    rung: Rung
+    threshold: float
 
-    def update(self, _: Look, /) -> Stage:
-        """The same; its gain is left at 1, as it is no choice of its own."""
-        return Stage(self.rung, self.rung)
+    def update(self, _: Look, /) -> InnerLoopDecision:
+        """Return the same decision at every look.
+
+        It reports a gain of 1 and no loss, so that a constant τ is no debt and spends no budget.
+        """
+        return InnerLoopDecision(LiveDecoding(self.threshold))
 
 
 @dataclass
 class StaticReplicas:
-    """As many replicas as ever, at one τ."""
+    """A constant number of replicas at one τ."""
 
     num_replicas: int
     rung: Rung
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:
-        """The same."""
+        """Return the same number at every decision."""
         return Target(self.num_replicas)
 
-    def local(self) -> Local:
-        """One τ."""
-        return FixedRung(self.rung)
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make an inner loop that keeps the one τ."""
+        return FixedThreshold(self.rung.threshold)

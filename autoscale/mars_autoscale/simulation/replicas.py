@@ -1,4 +1,4 @@
-"""How many replicas a simulated cluster may have, and has at its start."""
+"""Limits of a simulated cluster's replicas, and their number at the start."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from mars_autoscale.traces.files import TraceRequest
 from mars_platform.config import Settings
 
 _INITIAL_UTILIZATION = 0.8
-"""Share of the initial replicas' time that the trace takes on average at τ = 1, where their number
-is not given."""
+"""Share of the initial replicas' time that the trace takes on average at the target τ, if their
+number is not given."""
 
 
 class ReplicaSettings(Settings):
-    """How many replicas there may be."""
+    """Limits of the number of replicas, and their cold start."""
 
     min: int = Field(default=1, ge=1)
-    """At the least."""
+    """Lowest number of replicas."""
     max: int = Field(default=16, ge=1)
-    """At the most."""
+    """Highest number of replicas."""
     initial: int | None = Field(default=None, ge=1)
-    """Ready at the start; None for as many as the trace keeps busy for 80% of the time."""
+    """Replicas that are ready at the start; None for as many as the trace keeps busy for 80% of the
+    time."""
     cold_start_s: float = Field(default=60.0, ge=0)
-    """Seconds from asking for one to its first request."""
+    """Seconds from ordering a replica to its first request."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> ReplicaSettings:
@@ -34,11 +35,11 @@ class ReplicaSettings(Settings):
         return self
 
     def num_initial(self, trace: Sequence[TraceRequest], capacity: Capacity) -> int:
-        """Ready at the start, within the limits.
+        """Return the number of replicas that are ready at the start, within the limits.
 
         Args:
-            trace: that they serve.
-            capacity: of each.
+            trace: requests that they serve.
+            capacity: speed of each replica.
         """
         wanted = self.initial or _num_kept_busy(trace, capacity)
         return min(max(wanted, self.min), self.max)

@@ -1,4 +1,4 @@
-"""Other autoscalers, to compare with: Ray Serve's own, Knative's, and static thresholds with them.
+"""Other autoscalers to compare with: Ray Serve's, Knative's, and a PI controller on τ.
 
 Ray's arithmetic is Ray's own code. Knative's follows its documentation, "About autoscaling" and
 "Configuring the autoscaler (KPA)": stable and panic window, panic threshold, rates of change.
@@ -12,25 +12,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.serve.autoscaling_policy import _apply_delay_logic, _apply_scaling_factors
 from ray.serve.config import AutoscalingConfig
 
 from mars_autoscale.model.capacity import Capacity, Rung
-from mars_autoscale.policy.decide import OuterSettings, OuterState, decide
-from mars_autoscale.policy.inner_loop import Stage
-from mars_autoscale.policy.observe import Look, Snapshot
-from mars_autoscale.simulation.policies import FixedRung, Local, Target
+from mars_autoscale.policy.decide import decide
+from mars_autoscale.policy.decision import OuterState
+from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
+from mars_autoscale.policy.observe import Snapshot
+from mars_autoscale.policy.settings import OuterSettings
+from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Target
+from mars_platform.cluster.ray_private import autoscaled
+from mars_platform.method.live import LiveDecoding
 
 
-class _Mean:
-    """Of what was observed within a window."""
+class _WindowMean:
+    """Mean of the values that were observed within a window."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._values: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, value: float) -> float:
-        """Observe, and the mean."""
+        """Add a value, and return the mean."""
         self._values.append((now_s, value))
         while self._values[0][0] <= now_s - self._window_s:
             self._values.popleft()
@@ -38,15 +41,15 @@ class _Mean:
 
 
 def _concurrency(snapshot: Snapshot) -> float:
-    return sum(load.num_running + load.num_waiting for load in snapshot.replicas)
+    return sum(replica.num_running + replica.num_waiting for replica in snapshot.replicas)
 
 
 @dataclass
 class RayDefault:
-    """``autoscaling_config`` of a deployment."""
+    """Ray Serve's default autoscaling on concurrency."""
 
     target_ongoing_requests: float
-    local_of: Callable[[], Local]
+    make_inner_loop: Callable[[], InnerLoopPolicy]
     period_s: float = 1.0
     config: AutoscalingConfig = field(init=False)
     _num_replicas: int | None = None
@@ -56,22 +59,25 @@ class RayDefault:
         self.config = AutoscalingConfig(
             max_replicas=1_000, target_ongoing_requests=self.target_ongoing_requests
         )
-        self._mean = _Mean(self.config.look_back_period_s)
+        self._mean = _WindowMean(self.config.look_back_period_s)
 
     def decide(self, snapshot: Snapshot, /) -> Target:
-        """As Ray Serve's controller does."""
+        """Choose the number of replicas as Ray Serve's controller does."""
         current = self._num_replicas or len(snapshot.replicas) + snapshot.num_starting
         mean = self._mean.add(snapshot.now_s, _concurrency(snapshot))
-        desired = _apply_scaling_factors(mean / self.target_ongoing_requests, current, self.config)
-        number, self._state = _apply_delay_logic(
-            max(desired, 1), current, self.config, self._state, snapshot.now_s
+        number, self._state = autoscaled(
+            mean / self.target_ongoing_requests,
+            current,
+            self.config,
+            self._state,
+            snapshot.now_s,
         )
         self._num_replicas = number
         return Target(number)
 
-    def local(self) -> Local:
-        """As given."""
-        return self.local_of()
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make the given inner loop."""
+        return self.make_inner_loop()
 
 
 @dataclass
@@ -79,8 +85,8 @@ class Knative:
     """Knative's pod autoscaler on concurrency."""
 
     target: float
-    """Concurrent requests of a replica, utilisation included."""
-    local_of: Callable[[], Local]
+    """Concurrent requests per replica, with Knative's target utilisation already applied."""
+    make_inner_loop: Callable[[], InnerLoopPolicy]
     period_s: float = 2.0
     max_replicas: int = 16
     stable_window_s: float = 60.0
@@ -91,11 +97,11 @@ class Knative:
     _panic_replicas: int = 0
 
     def __post_init__(self) -> None:
-        self._stable = _Mean(self.stable_window_s)
-        self._panic = _Mean(self.panic_window_s)
+        self._stable = _WindowMean(self.stable_window_s)
+        self._panic = _WindowMean(self.panic_window_s)
 
     def decide(self, snapshot: Snapshot, /) -> Target:
-        """As its autoscaler does at each tick."""
+        """Choose the number of replicas as Knative's autoscaler does at each tick."""
         now, ready = snapshot.now_s, max(len(snapshot.replicas), 1)
         concurrency = _concurrency(snapshot)
         least = math.floor(ready / self.max_scale_down_rate)
@@ -110,37 +116,38 @@ class Knative:
         self._panic_replicas = max(self._panic_replicas, min(panic, self.max_replicas), stable)
         return Target(self._panic_replicas)
 
-    def local(self) -> Local:
-        """As given."""
-        return self.local_of()
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make the given inner loop."""
+        return self.make_inner_loop()
 
 
 @dataclass
 class ProportionalIntegral:
-    """τ by a PI controller on a replica's load alone, without a model of speed."""
+    """An inner loop that sets τ by a PI controller on the load, without a model of speed."""
 
     rungs: tuple[Rung, ...]
     max_num_seqs: int
     setpoint: float = 0.9
+    """(running + waiting) / max_num_seqs to keep."""
     proportional: float = 2.0
     integral_per_s: float = 0.2
     period_s: float = 0.5
     _integral: float = 0.0
 
-    def update(self, look: Look, /) -> Stage:
-        """A rung by how far the load is above the set point; it knows no gains."""
+    def update(self, look: Look, /) -> InnerLoopDecision:
+        """Choose a rung by how far the load is above the set point. It reports a gain of 1."""
         error = look.load / self.max_num_seqs - self.setpoint
         most = len(self.rungs) - 1
         grown = self._integral + self.integral_per_s * error * self.period_s * most
         self._integral = min(max(grown, 0.0), float(most))
         wanted = round(self.proportional * error * most + self._integral)
         rung = self.rungs[min(max(wanted, 0), most)]
-        return Stage(rung, rung)
+        return InnerLoopDecision(LiveDecoding(rung.threshold))
 
 
 @dataclass
 class ModelReplicas:
-    """The joint policy's replicas alone: by token rate, at τ = 1."""
+    """The joint policy without its inner loop: replicas by token rate, at the target τ."""
 
     capacity: Capacity
     outer: OuterSettings
@@ -148,14 +155,14 @@ class ModelReplicas:
 
     @property
     def period_s(self) -> float:
-        """Of its decisions."""
+        """Seconds between two decisions."""
         return self.outer.period_s
 
     def decide(self, snapshot: Snapshot, /) -> Target:
-        """Take the decision and leave its range of τ out."""
+        """Take the joint policy's decision, and leave out its range of τ."""
         decision, self.state = decide(snapshot, self.state, self.capacity, self.outer)
         return Target(decision.num_replicas)
 
-    def local(self) -> Local:
-        """τ = 1."""
-        return FixedRung(self.capacity.rungs[0])
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make an inner loop that stays at the target τ."""
+        return FixedThreshold(self.capacity.rungs[0].threshold)

@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.admission import estimated_wait_s
-from mars_autoscale.policy.control import RATE_WINDOW_S
-from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
-from mars_autoscale.policy.observe import Arrivals, Look, ReplicaLoad, Snapshot
+from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
+from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
 from mars_autoscale.simulation.cluster import Events, Replica, Served
-from mars_autoscale.simulation.policies import Local, Policy, Target
+from mars_autoscale.simulation.policies import InnerLoopPolicy, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
 
+_ENDED_WEIGHT = 0.01
+"""Weight of one ended request in the running mean of output tokens, as in the server."""
+
 
 @dataclass
-class Sample:
+class ClusterSample:
     """The cluster at one moment."""
 
     time_s: float
@@ -27,23 +30,25 @@ class Sample:
     num_starting: int
     num_waiting: int
     threshold: float
-    """Of class default, mean over the replicas."""
+    """Mean τ of tier default over the ready replicas."""
     requests_per_s: float
 
 
 @dataclass
-class Result:
+class SimulationResult:
     """What a policy made of a trace."""
 
-    served: list[Served]
-    replica_seconds: float
-    num_threshold_changes: int
-    num_replica_changes: int
-    samples: list[Sample] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
+    """Every request, by arrival."""
+    replica_seconds: float = 0.0
+    num_threshold_changes: int = 0
+    num_replica_changes: int = 0
+    samples: list[ClusterSample] = field(default_factory=list)
+    """The cluster after each decision."""
 
 
 class Simulation:
-    """One trace, one policy."""
+    """One trace under one policy."""
 
     def __init__(
         self,
@@ -54,15 +59,15 @@ class Simulation:
         *,
         objective_ttft_s: float = 1.0,
     ) -> None:
-        """Make ready to run.
+        """Prepare a run.
 
         Args:
-            trace: by arrival, not empty.
-            capacity: of a replica.
-            settings: how many there may be.
-            policy: that steers them.
-            objective_ttft_s: seconds to the first token that are promised: what would wait longer
-                is refused while the policy says that there is nothing left to give.
+            trace: requests by arrival, at least one.
+            capacity: speed of a replica.
+            settings: limits of their number.
+            policy: what steers them.
+            objective_ttft_s: promised seconds to the first token; requests that would wait longer
+                are refused while the policy says that nothing is left to give.
         """
         self._trace = trace
         self._capacity = capacity
@@ -73,18 +78,22 @@ class Simulation:
         self._events = Events()
         self._end_s = trace[-1].arrival_s
         self._replicas: list[Replica] = []
-        self._locals: dict[int, Local] = {}
+        self._inner_loops: dict[int, InnerLoopPolicy] = {}
         self._stepping: set[int] = set()
+        """Identities of the replicas that are in a step."""
         self._homeless: deque[Served] = deque()
+        """Requests that arrived while no replica was ready."""
         self._window: deque[TraceRequest] = deque()
+        """Requests that arrived within the rate window."""
         self._window_prompt_tokens = 0
         self._mean_output = 0.0
         self._target = Target(self._num_initial)
         self._next = 0
-        self._result = Result([], 0.0, 0, 0)
+        """Index in the trace of the next request to arrive."""
+        self._result = SimulationResult()
 
-    def run(self) -> Result:
-        """From the first arrival until the last request has ended."""
+    def run(self) -> SimulationResult:
+        """Simulate from the first arrival until the last request has ended."""
         for _ in range(self._num_initial):
             self._start(cold_start_s=0.0)
         self._events.at(0.0, self._decide)
@@ -115,7 +124,7 @@ class Simulation:
             self._homeless.append(served)
             return
         chosen = min(ready, key=lambda replica: replica.load)
-        if self._target.is_saturated and self._is_too_late(chosen, served):
+        if self._target.range.is_saturated and self._is_too_late(chosen, served):
             served.is_rejected = True
             return
         chosen.enqueue(served)
@@ -128,7 +137,7 @@ class Simulation:
             replica.num_ahead(served.request.tier),
             mean_output_tokens=self._mean_output,
             mean_prompt_tokens=self._window_prompt_tokens / max(len(self._window), 1),
-            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.stage.gain,
+            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.decision.gain,
             prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         )
         return wait_s > self._objective_ttft_s
@@ -141,28 +150,26 @@ class Simulation:
                 replica.ended_s = self._events.now_s
             return
         self._stepping.add(id(replica))
-        self._events.at(self._events.now_s + seconds, lambda: self._stepped(replica))
+        self._events.at(self._events.now_s + seconds, lambda: self._finish_step(replica))
 
-    def _stepped(self, replica: Replica) -> None:
+    def _finish_step(self, replica: Replica) -> None:
         for served in replica.finish_step(self._events.now_s):
-            tokens = served.request.output_tokens
-            # the estimate that a server would have: of requests that have ended
-            weight = 0.01 if self._mean_output else 1.0
-            self._mean_output += weight * (tokens - self._mean_output)
+            weight = _ENDED_WEIGHT if self._mean_output else 1.0
+            self._mean_output += weight * (served.request.output_tokens - self._mean_output)
         self._step(replica)
 
     # Replicas
 
     def _start(self, cold_start_s: float) -> None:
         now = self._events.now_s
-        local = self._policy.local()
-        stage = local.update(Look(now, 0.0))
-        replica = Replica(self._capacity, stage, started_s=now, ready_s=now + cold_start_s)
+        inner_loop = self._policy.inner_loop()
+        decision = inner_loop.update(Look(now, 0.0))
+        replica = Replica(self._capacity, decision, started_s=now, ready_s=now + cold_start_s)
         self._replicas.append(replica)
-        self._locals[id(replica)] = local
-        self._events.at(replica.ready_s, self._take_homeless)
+        self._inner_loops[id(replica)] = inner_loop
+        self._events.at(replica.ready_s, self._route_homeless)
 
-    def _take_homeless(self) -> None:
+    def _route_homeless(self) -> None:
         waiting, self._homeless = self._homeless, deque()
         for served in waiting:
             self._route(served)
@@ -189,11 +196,11 @@ class Simulation:
             (each for each in alive if each.ready_s <= now), key=lambda each: each.load
         )
         for replica in [*reversed(starting), *running][: max(0, len(alive) - wanted)]:
-            self._end(replica)
+            self._stop(replica)
         self._sample(now)
         self._events.at(now + self._policy.period_s, self._decide)
 
-    def _end(self, replica: Replica) -> None:
+    def _stop(self, replica: Replica) -> None:
         replica.is_draining = True
         if id(replica) not in self._stepping:
             replica.ended_s = self._events.now_s
@@ -201,22 +208,23 @@ class Simulation:
     def _look(self) -> None:
         now = self._events.now_s
         for replica in self._ready():
-            before = replica.stage
-            replica.stage = stage = self._locals[id(replica)].update(self._seen_by(replica))
-            same = (stage.default, stage.flex) == (before.default, before.flex)
-            self._result.num_threshold_changes += not same
+            before = replica.decision.live
+            replica.follow(self._inner_loops[id(replica)].update(self._look_of(replica)))
+            live = replica.decision.live
+            is_same = (live.threshold, live.flex_threshold) == (
+                before.threshold,
+                before.flex_threshold,
+            )
+            self._result.num_threshold_changes += not is_same
         if now < self._end_s or self._stepping:
             self._events.at(now + LOOK_PERIOD_S, self._look)
 
-    def _seen_by(self, replica: Replica) -> Look:
-        target = self._target
+    def _look_of(self, replica: Replica) -> Look:
         return Look(
             self._events.now_s,
             replica.load,
-            floor_threshold=target.floor_threshold,
-            feed_forward=target.feed_forward,
+            self._target.range,
             prompt_share=replica.prompt_share,
-            flex_floor_threshold=target.flex_floor_threshold,
             flex_share=replica.share(Tier.FLEX),
             pinned_share=replica.share(Tier.PRIORITY),
         )
@@ -232,9 +240,9 @@ class Simulation:
                 now,
                 each.num_running,
                 each.num_waiting,
-                gain=each.stage.gain,
-                loss=each.stage.default.loss - self._capacity.rungs[0].loss,
-                is_lowest=each.stage.is_lowest,
+                gain=each.decision.gain,
+                loss=each.decision.loss,
+                is_lowest=each.decision.is_lowest,
             )
             for each in ready
         ]
@@ -246,13 +254,14 @@ class Simulation:
     def _sample(self, now: float) -> None:
         snapshot, ready = self._snapshot(), self._ready()
         assert snapshot.arrivals is not None
+        thresholds = [each.decision.live.threshold for each in ready]
         self._result.samples.append(
-            Sample(
-                now,
-                len(ready),
-                snapshot.num_starting,
-                sum(each.num_waiting for each in ready) + len(self._homeless),
-                sum(each.stage.default.threshold for each in ready) / max(len(ready), 1),
-                snapshot.arrivals.requests_per_s,
+            ClusterSample(
+                time_s=now,
+                num_ready=len(ready),
+                num_starting=snapshot.num_starting,
+                num_waiting=sum(each.num_waiting for each in ready) + len(self._homeless),
+                threshold=sum(thresholds) / max(len(ready), 1),
+                requests_per_s=snapshot.arrivals.requests_per_s,
             )
         )

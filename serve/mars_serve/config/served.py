@@ -1,4 +1,7 @@
-"""A model that requests can name, and what runs it. Knows neither HTTP nor Ray."""
+"""The interface between a model that requests can name and the replicas that run it.
+
+Imports no Ray or HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -6,89 +9,79 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mars_autoscale.policy.control import Plan, Record
+from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.request import EngineStatus, Request, StepOutput
+from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import CPU_PAGES
 
-if TYPE_CHECKING:  # a replica's process has no use for torch, which takes seconds to import
+if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does not need it
     from mars_platform.checkpoint.directory import Checkpoint
 
 
 @dataclass(frozen=True)
-class ThresholdRange:
-    """Within which each replica chooses its τ by its own load."""
-
-    floor_threshold: float
-    """The lowest for tier default."""
-    flex_floor_threshold: float
-    """The lowest for tier flex."""
-    feed_forward: float
-    """Gain in speed over the target τ that what arrives needs of the replicas that are ready."""
-    is_saturated: bool
-    """Whether nothing is left to give, so that what would come too late is refused."""
-
-
-@dataclass(frozen=True)
-class LiveThreshold:
-    """τ of the requests that give none of their own, as it was set last."""
+class PublishedThreshold:
+    """What the governor tells a model's replicas about the live τ; the latest version counts."""
 
     version: int
-    """Grows with every change."""
+    """Number that grows with every change."""
     threshold: float
-    """In (0, 1]; where replicas choose for themselves, their mean."""
+    """τ in (0, 1] for requests that name none; if ``range`` is given, the replicas' mean τ."""
     range: ThresholdRange | None = None
-    """Where the autoscaler has given one; else all replicas use ``threshold``."""
+    """Limits within which each replica sets its own τ; None if all use ``threshold``."""
     is_pinned: bool = False
-    """Whether somebody has set it by hand, which the autoscaler leaves alone."""
+    """Whether τ was set by hand; the autoscaler then leaves it alone."""
 
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """One replica of a model, as it is now."""
+    """The present state of one replica."""
 
     replica: str
-    """Name, unique among all replicas that ever ran."""
+    """Name of the replica, unique among all that ever ran."""
     status: EngineStatus
-    live: LiveThreshold
-    """What its next step decodes with."""
+    live: PublishedThreshold
+    """Latest version that the replica has applied, with the τ that its next step uses."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """An autoscaler's latest decisions, and what it goes by."""
+    """The autoscaler's latest decisions for a model, and what they are based on."""
 
-    plan: Plan | None
-    """None until a replica has told it."""
-    records: list[Record]
-    """The oldest first."""
+    basis: AutoscalingBasis | None
+    """Capacity and settings of the model; None until a replica has reported them."""
+    records: list[DecisionRecord]
+    """Latest decisions, the oldest first."""
 
 
 class Backend(Protocol):
-    """A model's replicas."""
+    """The replicas of one model."""
 
     async def complete(self, request: Request) -> list[StepOutput]:
         """Run a request to its end."""
 
     def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Run a request, one item a forward pass; closing the generator early cancels it."""
+        """Run a request and yield one item per forward pass; closing the generator cancels it."""
 
     async def replicas(self) -> list[ReplicaReport]:
-        """Every replica that can serve; empty where none can."""
+        """Return the state of every replica that can serve."""
 
-    async def live_threshold(self) -> LiveThreshold:
-        """What was set last, whether or not every replica has it yet."""
+    async def live_threshold(self) -> PublishedThreshold:
+        """Return the latest live τ, whether or not every replica has applied it yet."""
 
-    async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
-        """Change τ of the requests that give none, those that run now included; None gives it back
-        to the autoscaler.
+    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
+        """Set τ by hand for all requests that name none, including those that run now.
+
+        Args:
+            threshold: τ in (0, 1]; None gives it back to the autoscaler.
         """
 
     async def autoscaler(self) -> Explanation | None:
-        """What the autoscaler has decided lately; None where the model has none."""
+        """Return the autoscaler's latest decisions; None if the model is not autoscaled."""
 
     async def metrics(self) -> list[str]:
-        """What every replica counted, in Prometheus' text format."""
+        """Return every replica's metrics in Prometheus' text format."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +92,13 @@ class ServedModel:
     checkpoint: Checkpoint
     backend: Backend
     created: int
-    """Unix time, in seconds."""
+    """Unix time in seconds at which the model was loaded into this server."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of a request, prompt and output together, at the most."""
+        """Highest number of tokens in a request, prompt and output together."""
         sizes = self.settings.engine
         if sizes.num_pages is None and self.settings.num_gpus:
-            return self.checkpoint.max_length  # the replica takes what its GPU holds
+            return self.checkpoint.max_length  # a replica uses as many pages as its GPU holds
         page_size = sizes.page_size_on("cuda" if self.settings.num_gpus else "cpu")
         return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * page_size)

@@ -1,9 +1,8 @@
-"""Where the live τ of an application's models is kept and their autoscaling is decided.
+"""Keeps the live τ of an application's models, and runs the outer loops that autoscale them.
 
-One named actor for each application holds the values; replicas wait at it for newer ones, and tell
-it their load. It may die at any time: replicas go on with what they have, whoever needs it next
-starts it again, and tells the new one what the old one knew. It ends by itself once no replica has
-waited for a while, which is when the application is gone.
+Replicas wait here for newer values and report their load; Ray Serve's controller asks for the
+number of replicas. Every value lives in memory only: replicas and controller hand what they know
+to a governor that was started again. `mars_serve.control.governor_actor` makes a Ray actor of it.
 """
 
 from __future__ import annotations
@@ -12,38 +11,29 @@ import asyncio
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
-from mars_autoscale.policy.control import (
-    Answer,
-    Cluster,
-    Control,
-    ControlState,
+from mars_autoscale.policy.decide import decide
+from mars_autoscale.policy.decision import Decision, DecisionRecord, Reason, ThresholdRange
+from mars_autoscale.policy.metrics import exposition
+from mars_autoscale.policy.outer_loop import (
+    AutoscalingBasis,
+    ClusterView,
     Decide,
-    LoadReport,
-    Plan,
-    Record,
+    DecisionAndState,
+    OuterLoop,
+    SavedState,
 )
-from mars_autoscale.policy.decide import Decision, Reason, decide
-from mars_autoscale.policy.metrics import AutoscalerMetrics, exposition
-from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
-from mars_serve.config.served import Explanation, LiveThreshold, ThresholdRange
-from mars_serve.observability.ray_metrics import RayMirror
+from mars_autoscale.policy.reports import LoadReport
+from mars_serve.config.served import Explanation, PublishedThreshold
 
 WAIT_S = 10.0
-"""Longest that one call waits; a replica shows by the next that it is still there."""
-_IDLE_S = 60.0
-"""An actor at which nobody has waited for so long ends itself, and one that goes on for others
-forgets an autoscaled model of which it has not heard for so long."""
-
-_LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
+"""Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
+replica is still there."""
+IDLE_S = 60.0
+"""Seconds without a call after which an autoscaled model is forgotten."""
 
 _LATE = "the decision takes longer than its period"
 
@@ -51,8 +41,11 @@ _log = logging.getLogger(__name__)
 
 
 class Governor:
-    """The live τ of some models, and their outer loops. Knows no Ray; all methods run on one event
-    loop.
+    """The live τ of some models, and their outer loops; all methods run on one event loop.
+
+    Args:
+        decide: the policy.
+        clock: time in seconds by which models are forgotten.
     """
 
     def __init__(
@@ -61,50 +54,52 @@ class Governor:
         self._decide = decide
         self._clock = clock
         self._used_s: dict[str, float] = {}
-        self._live: dict[str, LiveThreshold] = {}
-        self._controls: dict[str, Control] = {}
-        self._loops: dict[str, asyncio.Task[None]] = {}
+        """Time of each model's latest call."""
+        self._published: dict[str, PublishedThreshold] = {}
+        self._loops: dict[str, OuterLoop] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The tasks that take each model's decisions."""
         self._changed = asyncio.Event()
         self.last_wait = time.monotonic()
-        """When a replica asked last."""
+        """Time at which a replica last called `wait`."""
 
     async def wait(
-        self, model: str, known: LiveThreshold, timeout_s: float = WAIT_S
-    ) -> LiveThreshold:
-        """A value newer than ``known``, as soon as there is one; else the same after a while.
+        self, model: str, known: PublishedThreshold, timeout_s: float = WAIT_S
+    ) -> PublishedThreshold:
+        """Wait for a value newer than ``known``; after ``timeout_s``, return the present one.
 
-        A ``known`` that is newer than the governor's own replaces it: the governor is the one that
-        was started again.
+        If ``known`` is newer than the governor's value, it becomes the governor's: a governor that
+        was started again learns it that way.
         """
         self.last_wait = time.monotonic()
         self._use(model)
-        self._take(model, known)
+        self._take_newer(model, known)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._live[model].version <= known.version:
+                while self._published[model].version <= known.version:
                     await self._changed.wait()
         self.last_wait = time.monotonic()
-        return self._live[model]
+        return self._published[model]
 
-    async def value(self, model: str, known: LiveThreshold) -> LiveThreshold:
-        """What was set last."""
-        self._take(model, known)
-        return self._live[model]
+    async def value(self, model: str, known: PublishedThreshold) -> PublishedThreshold:
+        """Return the latest value, which may be the caller's ``known`` one."""
+        self._take_newer(model, known)
+        return self._published[model]
 
-    async def set(self, model: str, threshold: float | None) -> LiveThreshold:
+    async def set(self, model: str, threshold: float | None) -> PublishedThreshold:
         """Set a model's τ by hand, in (0, 1]; None gives it back to the autoscaler."""
         if threshold is not None:
             return self._publish(model, threshold, is_pinned=True)
-        known = self._live.get(model)
+        known = self._published.get(model)
         return self._publish(model, known.threshold if known else 1.0)
 
-    async def report(self, model: str, report: LoadReport, plan: Plan) -> None:
-        """Take a replica's report in; the first one begins the model's decisions."""
+    async def report(self, model: str, report: LoadReport, basis: AutoscalingBasis) -> None:
+        """Take a replica's report in; the first one starts the model's decisions."""
         self._use(model)
-        control = self._controls.setdefault(model, Control(self._decide))
-        control.hear(time.time(), report, plan)
-        if model not in self._loops:
-            self._loops[model] = asyncio.create_task(self._go_on_deciding(model, control))
+        loop = self._loops.setdefault(model, OuterLoop(self._decide))
+        loop.hear(time.time(), report, basis)
+        if model not in self._tasks:
+            self._tasks[model] = asyncio.create_task(self._decide_forever(model, loop))
 
     async def tick(
         self,
@@ -112,85 +107,77 @@ class Governor:
         ready: list[str],
         num_target: int,
         stats: dict[str, dict[str, float]],
-        known: ControlState | None,
-    ) -> tuple[ControlState, int | None, float]:
-        """What the cluster's controller asks for about once a second.
+        known: SavedState | None,
+    ) -> tuple[SavedState, int | None, float]:
+        """Exchange views with the cluster's controller, which calls this about once a second.
 
         Args:
-            model: whose replicas.
-            ready: names of the replicas that serve.
-            num_target: replicas that were asked for.
-            stats: what replicas told the controller, by name; see `LoadReport.stats`.
-            known: what this returned last, so that a new governor goes on where the old one was.
+            model: name of the model.
+            ready: names of its replicas that serve.
+            num_target: replicas that are ordered.
+            stats: numbers that replicas told the controller, by replica; see `LoadReport.stats`.
+            known: state that the last call returned, from which a new governor continues.
 
         Returns:
-            What to hand back next time, the replicas that are decided on, None before the first
-            decision, and the seconds since then.
+            The state to hand in next time, the number of replicas decided on (None before the
+            first decision) and the age of that decision in seconds.
         """
         self._use(model)
-        control = self._controls.setdefault(model, Control(self._decide))
+        loop = self._loops.setdefault(model, OuterLoop(self._decide))
         if known is not None:
-            control.restore(known)
-        control.see(Cluster(frozenset(ready), num_target))
+            loop.restore(known)
+        loop.see(ClusterView(frozenset(ready), num_target))
         for replica, values in stats.items():
-            control.overhear(time.time(), replica, values)
-        if not control.records:
-            return control.state, None, math.inf
-        age_s = abs(time.time() - control.records[-1].time_s)
-        return control.state, control.state.outer.num_replicas, age_s
+            loop.overhear(time.time(), replica, values)
+        if not loop.records:
+            return loop.state, None, math.inf
+        age_s = abs(time.time() - loop.records[-1].time_s)
+        return loop.state, loop.state.outer.num_replicas, age_s
 
     async def explain(self, model: str) -> Explanation | None:
-        """The latest decisions; None where a model is not autoscaled."""
-        control = self._controls.get(model)
-        return None if control is None else Explanation(control.plan, list(control.records))
+        """Return a model's latest decisions; None if it is not autoscaled."""
+        loop = self._loops.get(model)
+        return None if loop is None else Explanation(loop.basis, list(loop.records))
 
     async def metrics(self, model: str) -> str:
-        """Of a model's autoscaling, in Prometheus' text format."""
-        return exposition({name: each for name, each in self._controls.items() if name == model})
+        """Return the metrics of a model's autoscaling in Prometheus' text format."""
+        return exposition({name: each for name, each in self._loops.items() if name == model})
 
-    async def _go_on_deciding(self, model: str, control: Control) -> None:
-        assert control.plan is not None, "a replica has reported"
-        # those who know what was before, the τ set by hand included, come first
-        await asyncio.sleep(control.plan.settings.period_s)
-        late: asyncio.Task[Answer] | None = None
+    async def _decide_forever(self, model: str, loop: OuterLoop) -> None:
+        assert loop.basis is not None, "a replica has reported"
+        # callers that know the state before, such as a τ set by hand, get a period to tell it
+        await asyncio.sleep(loop.basis.settings.period_s)
+        late: asyncio.Task[DecisionAndState] | None = None
         while True:
-            period_s, began_s = control.plan.settings.period_s, time.monotonic()
-            record, late = await _decide_once(control, late)
-            self._note(model, control, record)
+            period_s, began_s = loop.basis.settings.period_s, time.monotonic()
+            record, late = await _decide_once(loop, late)
+            self._announce(model, loop, record)
             await asyncio.sleep(max(period_s - (time.monotonic() - began_s), 0.0))
 
     def _use(self, model: str) -> None:
-        """Note that a model is there, and forget those that have been taken away. Of one without
-        autoscaling nobody says so: its replicas may all be starting again.
+        """Note that a model is in use, and forget autoscaled models that no longer are.
+
+        A model without autoscaling is never forgotten: all of its replicas may be restarting.
         """
         now = self._clock()
-        for name in [each for each in self._controls if now - self._used_s[each] > _IDLE_S]:
-            del self._controls[name]
-            self._live.pop(name, None)
-            if name in self._loops:
-                self._loops.pop(name).cancel()
+        for name in [each for each in self._loops if now - self._used_s[each] > IDLE_S]:
+            del self._loops[name]
+            self._published.pop(name, None)
+            if name in self._tasks:
+                self._tasks.pop(name).cancel()
         self._used_s[model] = now
 
-    def _note(self, model: str, control: Control, record: Record) -> None:
-        """Tell the replicas, and the log where something changes."""
+    def _announce(self, model: str, loop: OuterLoop, record: DecisionRecord) -> None:
+        """Publish a decision's range to the replicas, and log the decision if it changes much."""
         decision = record.decision
-        before = control.records[-2].decision if len(control.records) > 1 else None
+        before = loop.records[-2].decision if len(loop.records) > 1 else None
         is_new = before is None or _gist(before) != _gist(decision)
         if is_new or decision.num_replicas != record.replicas_before or record.problem is not None:
             _log.info("autoscaling %s: %s", model, json.dumps(record.as_dict()))
-        live = self._live.get(model)
-        if live is None or not live.is_pinned:
+        published = self._published.get(model)
+        if published is None or not published.is_pinned:
             threshold = record.threshold if record.threshold is not None else 1.0
-            self._publish(
-                model,
-                threshold,
-                ThresholdRange(
-                    decision.floor_threshold,
-                    decision.flex_floor_threshold,
-                    decision.feed_forward,
-                    decision.is_saturated,
-                ),
-            )
+            self._publish(model, threshold, decision.range)
 
     def _publish(
         self,
@@ -199,106 +186,54 @@ class Governor:
         range_: ThresholdRange | None = None,
         *,
         is_pinned: bool = False,
-    ) -> LiveThreshold:
-        """Tell the replicas.
+    ) -> PublishedThreshold:
+        """Publish a new value to the replicas.
 
-        Versions are milliseconds since 1970, so that one given by a governor that was started again
-        is newer than all that its predecessor gave.
+        Versions are milliseconds since 1970: those of a governor that was started again exceed all
+        of its predecessor's.
         """
-        before = self._live.get(model, LiveThreshold(0, threshold))
+        before = self._published.get(model, PublishedThreshold(0, threshold))
         version = max(time.time_ns() // 1_000_000, before.version + 1)
-        self._take(model, LiveThreshold(version, threshold, range_, is_pinned))
-        return self._live[model]
+        self._take_newer(model, PublishedThreshold(version, threshold, range_, is_pinned))
+        return self._published[model]
 
-    def _take(self, model: str, offered: LiveThreshold) -> None:
-        current = self._live.get(model)
+    def _take_newer(self, model: str, offered: PublishedThreshold) -> None:
+        current = self._published.get(model)
         if current is None or offered.version > current.version:
-            self._live[model] = offered
-            self._changed.set()  # wakes all that wait now
+            self._published[model] = offered
+            self._changed.set()  # wakes all callers that wait now
             self._changed.clear()
 
 
 def _gist(decision: Decision) -> tuple[Reason, bool, bool]:
-    """What a decision says, beside its numbers."""
-    return decision.reason, decision.is_saturated, decision.is_overspent
+    """Return what a decision says beside its numbers."""
+    return decision.reason, decision.range.is_saturated, decision.is_overspent
 
 
 async def _decide_once(
-    control: Control, late: asyncio.Task[Answer] | None
-) -> tuple[Record, asyncio.Task[Answer] | None]:
-    """Take a decision, or hold where it cannot be had within its period.
+    loop: OuterLoop, late: asyncio.Task[DecisionAndState] | None
+) -> tuple[DecisionRecord, asyncio.Task[DecisionAndState] | None]:
+    """Take a decision, or hold if there is none within its period.
 
     Args:
-        control: of the model.
-        late: an answer that an earlier decision still waits for; it is not used any more.
+        loop: the model's outer loop.
+        late: answer that an earlier decision still waits for; its result is discarded.
 
     Returns:
-        The decision, and the answer that is late by now.
+        The decision, and the answer that is late now.
     """
-    assert control.plan is not None, "a replica has reported"
-    question = control.question(time.time())
-    # it may hang: its thread is left to itself, and everything else goes on
-    answer = late or asyncio.create_task(asyncio.to_thread(control.answer, *question))
-    await asyncio.wait([answer], timeout=control.plan.settings.period_s)
+    assert loop.basis is not None, "a replica has reported"
+    question = loop.question(time.time())
+    # a policy that hangs keeps its thread, and everything else goes on
+    answer = late or asyncio.create_task(asyncio.to_thread(loop.answer, *question))
+    await asyncio.wait([answer], timeout=loop.basis.settings.period_s)
     if not answer.done():
-        return control.hold(question[0], _LATE), answer
+        return loop.hold(question[0], _LATE), answer
     error = answer.exception()
     if error is not None:
         _log.error("the autoscaler cannot decide; nothing changes", exc_info=error)
-        return control.hold(question[0], f"{type(error).__name__}: {error}"), None
+        return loop.hold(question[0], f"{type(error).__name__}: {error}"), None
     if late is not None:
-        return control.hold(question[0], _LATE), None
+        return loop.hold(question[0], _LATE), None
     decision, state = answer.result()
-    return control.commit(question[0], decision, state), None
-
-
-class _GovernorActor(Governor):
-    """Ray's actor around a governor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)  # Ray sets none
-        RayMirror(AutoscalerMetrics(self._controls)).start()
-        threading.Thread(target=self._end_when_idle, daemon=True).start()
-
-    def _end_when_idle(self) -> None:
-        while time.monotonic() - self.last_wait < _IDLE_S:
-            time.sleep(_IDLE_S / 4)
-        ray.kill(ray.get_runtime_context().current_actor)
-
-
-def end_governor(application: str) -> None:
-    """End an application's governor, if there is one."""
-    with suppress(ValueError):
-        ray.kill(ray.get_actor(governor_name(application), namespace=NAMESPACE))
-
-
-class GovernorClient:
-    """Reaches an application's governor from one of its processes, starting it where needed."""
-
-    def __init__(self, application: str) -> None:
-        self._name = governor_name(application)
-        self._actor: Any = None
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `Governor`, once more at a new actor where the old one has died."""
-        try:
-            return await self._call(method, *arguments)
-        except RayError:
-            self._actor = None
-            return await self._call(method, *arguments)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        if self._actor is None:
-            self._actor = await asyncio.to_thread(self._find)
-        return await getattr(self._actor, method).remote(*arguments)
-
-    def _find(self) -> Any:
-        actor = ray.remote(_GovernorActor).options(
-            name=self._name,
-            namespace=NAMESPACE,
-            lifetime="detached",  # else it would end with the replica that came first
-            get_if_exists=True,
-            num_cpus=0,
-        )
-        return actor.remote()
+    return loop.commit(question[0], decision, state), None

@@ -1,1 +1,1 @@
-"""A replica of a model: its engine process, its inner loop, and its link to the governor."""
+"""A replica of a model: its engine process, its part in autoscaling, its link to the governor."""

@@ -1,6 +1,7 @@
-"""``python -m mars_serve.replica.engine_main FD``: the process that `engine_process` starts.
+"""The engine process that `mars_serve.replica.engine_process` starts.
 
-``FD`` is its end of a socket pair, by which it first gets an `EngineStart`.
+It runs as ``python -m mars_serve.replica.engine_main FD``. ``FD`` is the file descriptor of its end
+of a socket pair, through which an `EngineStart` arrives first.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from mars_platform.errors import UserError
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.worker import EngineWorker
+from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import load_engine
-from mars_serve.replica.planning import plan_of
 
 _SWITCH_S = 0.0005
-"""Longest that an order waits until the thread that steps lets another one run Python code. 5 ms,
-Python's own, are several steps of a small model."""
+"""Seconds after which the stepping thread lets the thread that takes orders run. Python's default
+of 5 ms is as long as several steps of a small model."""
 
 _log = logging.getLogger("mars_serve.engine")
 
 
 def main() -> None:
-    """Serve the channel until its other end is closed."""
+    """Run the engine until the other end of the channel is closed."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's to obey
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles a terminal's Ctrl-C
     sys.setswitchinterval(_SWITCH_S)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     (start,) = channel.receive()
@@ -43,12 +44,12 @@ def main() -> None:
         channel.send(NotLoaded(str(error)))
         return
     times = engine.warm_up(_log_progress)
-    plan = plan_of(start.settings, engine, times)
-    EngineWorker(engine, channel, on_closed=_leave, plan=plan).run()
+    basis = autoscaling_basis(start.settings, engine, times)
+    EngineWorker(engine, channel, on_closed=_leave, basis=basis).run()
 
 
 def _leave() -> None:
-    """Whatever a step still does, nobody waits for it."""
+    """End the process without waiting for a step that still runs."""
     os._exit(0)
 
 

@@ -1,6 +1,4 @@
-"""Starts an engine in a process of its own, so that it shares no interpreter lock with what speaks
-HTTP.
-"""
+"""Starts an engine in a child process, which has an interpreter lock of its own."""
 
 from __future__ import annotations
 
@@ -23,25 +21,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStart:
-    """The first message to the process."""
+    """The first message to the engine process."""
 
     settings: ModelSettings
     num_threads: int
-    """Of torch, on CPU."""
+    """Number of torch's CPU threads."""
 
 
 class _Process:
-    """`mars_serve.engine.ipc.loop.Worker` of a child process."""
+    """A child process as a `mars_serve.engine.ipc.loop.Worker`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def join(self, timeout: float) -> None:
-        """Wait until it has ended; one that does not in time is killed."""
+        """Wait until the process has ended, and kill it after ``timeout`` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -50,14 +48,14 @@ class _Process:
 
 
 def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
-    """Start a process with a model's engine and wait until that is warm, in a rehearsal until the
-    cold start is over, too.
+    """Start a process with a model's engine, and wait until the engine is warmed up.
 
-    The process ends with this one, however that ends.
+    In a rehearsal, wait until the configured cold start is over, too. The process ends when this
+    one does, however that happens.
 
     Args:
-        settings: the model's.
-        num_threads: of torch, on CPU.
+        settings: the model's settings.
+        num_threads: number of torch's CPU threads.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -66,14 +64,14 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
     started_s = time.monotonic()
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(  # noqa: S603 - this interpreter, and arguments of our own
+        process = subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
             [sys.executable, "-m", "mars_serve.replica.engine_main", str(theirs.fileno())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
     channel = Channel(ours)
-    with suppress(ChannelClosed):  # a process that has ended already is told of below
+    with suppress(ChannelClosed):  # EngineLoop reports a process that has ended
         channel.send(EngineStart(settings, num_threads))
     loop = EngineLoop(channel, _Process(process))
     if settings.rehearsal is not None:
@@ -88,13 +86,13 @@ def wait_out(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until a cold start has taken its time; one that has already is no error.
+    """Wait until a cold start has lasted its configured time; return at once if it has already.
 
     Args:
-        cold_start_s: seconds that it takes.
-        started_s: when it began, by ``clock``.
-        clock: in seconds.
-        sleep: waits for so many seconds.
+        cold_start_s: seconds that the cold start lasts.
+        started_s: time at which it began, by ``clock``.
+        clock: returns the time in seconds.
+        sleep: waits for a number of seconds.
     """
     left_s = started_s + cold_start_s - clock()
     if left_s <= 0:

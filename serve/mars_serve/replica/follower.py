@@ -1,4 +1,4 @@
-"""How a replica follows its application's governor, and tells it its load."""
+"""How a replica follows its application's governor, and reports its load to it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from contextlib import suppress
 
 from ray.exceptions import RayError
 
-from mars_autoscale.policy.control import LoadReport, Plan
 from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
-from mars_serve.config.served import LiveThreshold
-from mars_serve.control.governor import WAIT_S, GovernorClient
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.reports import LoadReport
+from mars_serve.config.served import PublishedThreshold
+from mars_serve.control.governor import WAIT_S
+from mars_serve.control.governor_actor import GovernorClient
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.replica.steering import Steering
 
 _RETRY_S = (0.05, 2.0)
-"""First and longest pause before an actor that does not answer is tried again."""
+"""First and longest pause in seconds before a governor that does not answer is called again."""
 _START_S = 10.0
-"""Longest that a starting replica waits for its first value."""
+"""Longest time in seconds that a starting replica waits for its first value."""
 
 _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Keeps a replica's τ up to date, in a thread of its own that ends with the process.
+    """Keeps a replica's τ up to date, in a daemon thread.
 
-    Where the model is autoscaled, the same thread takes the replica's own part in that.
+    If the model is autoscaled, the same thread runs the replica's `Steering`.
     """
 
     def __init__(
         self,
         application: str,
         model: str,
-        initial: LiveThreshold,
-        apply: Callable[[LiveThreshold], None],
+        initial: PublishedThreshold,
+        apply: Callable[[PublishedThreshold], None],
         steering: Steering | None = None,
     ) -> None:
         self._client = GovernorClient(application)
@@ -51,8 +53,8 @@ class Follower:
             _log.warning("the governor does not answer; starting with τ %g", initial.threshold)
 
     @property
-    def live(self) -> LiveThreshold:
-        """What was applied last."""
+    def live(self) -> PublishedThreshold:
+        """Latest value that was applied."""
         return self._live
 
     async def _run(self) -> None:
@@ -63,7 +65,7 @@ class Follower:
 
     async def _follow(self) -> None:
         pause_s, longest_s = _RETRY_S
-        timeout_s = 0.0  # the first call is only to learn what was set before
+        timeout_s = 0.0  # the first call only fetches the present value
         while True:
             try:
                 newest = await self._client.call("wait", self._model, self._live, timeout_s)
@@ -85,10 +87,10 @@ class Follower:
                 report = steering.step(time.monotonic())
             except EngineDied:
                 return  # Ray Serve replaces the replica
-            if sending is None or sending.done():  # one that is not answered is not repeated
-                sending = asyncio.create_task(self._send(report, steering.plan))
+            if sending is None or sending.done():  # one unanswered report at a time
+                sending = asyncio.create_task(self._send(report, steering.basis))
             await asyncio.sleep(LOOK_PERIOD_S)
 
-    async def _send(self, report: LoadReport, plan: Plan) -> None:
-        with suppress(RayError):  # `_follow` says so
-            await self._client.call("report", self._model, report, plan)
+    async def _send(self, report: LoadReport, basis: AutoscalingBasis) -> None:
+        with suppress(RayError):  # `_follow` logs it
+            await self._client.call("report", self._model, report, basis)

@@ -1,4 +1,4 @@
-"""From a served model's settings to its engine, with a drafting one where that is asked for."""
+"""Loads a served model's engine, and the engine of the model that drafts for it, if any."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 
 _DRAFT_MEMORY = 0.1
-"""Share of a GPU's memory fraction that the drafting model's pages take: they are far smaller."""
+"""Memory fraction of the drafting model's pages, as a share of the served model's; a drafting
+model is far smaller."""
 
 _log = logging.getLogger(__name__)
 
 
 def load_engine(settings: ModelSettings) -> Engine:
-    """Load a model, and the one that drafts for it.
+    """Load a model, and the model that drafts for it.
 
     Raises:
-        UserError: a checkpoint cannot be read or served, the two do not fit together, or there is
-            no frontier to rehearse by.
+        UserError: a checkpoint cannot be read or served, the two do not fit together, or a
+            rehearsal has no frontier.
     """
     checkpoint, drafter = read_checkpoint(settings.path), None
     dtype = getattr(torch, settings.dtype)
@@ -50,7 +51,7 @@ def load_engine(settings: ModelSettings) -> Engine:
 
 
 def _pacer(checkpoint: Checkpoint) -> Pacer:
-    """What holds the steps of a model back, by its frontier."""
+    """Make the pacer that stretches steps to the times in the model's frontier."""
     try:
         frontier = read_frontier(checkpoint.path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""One replica of a model: an engine in a process of its own, as Ray Serve calls it."""
+"""One replica of a model, as Ray Serve calls it; its engine runs in a child process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import replace
 
 from ray import serve
 
-from mars_serve.config.served import LiveThreshold, ReplicaReport
+from mars_platform.method.live import LiveDecoding
+from mars_serve.config.served import PublishedThreshold, ReplicaReport
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.request import LiveDecoding, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import start_engine
@@ -19,12 +21,12 @@ from mars_serve.replica.follower import Follower
 from mars_serve.replica.steering import Steering
 
 _BEAT_S = 2.0
-"""Seconds without an output after which a request's caller is shown that it still runs; several of
-them fit into what `mars_serve.deploy.backend` takes for the replica's end."""
+"""Seconds without an output after which a sign of life is sent to the request's caller; a few
+of them may be lost before `mars_serve.deploy.backend` takes the replica for dead."""
 
 
 class ModelReplica:
-    """Ray Serve's deployment class. Its construction ends when the engine is warm."""
+    """Ray Serve's deployment class; its construction ends when the engine is warmed up."""
 
     def __init__(self, settings: ModelSettings, num_threads: int) -> None:
         context = serve.get_replica_context()
@@ -33,15 +35,16 @@ class ModelReplica:
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry).start()
         self._steering = self._steering_of(settings)
-        initial = LiveThreshold(0, settings.initial_threshold)
+        initial = PublishedThreshold(0, settings.initial_threshold)
         self._apply(initial)
         self._follower = Follower(
             context.app_name, settings.name, initial, self._apply, self._steering
         )
 
     async def complete(self, request: Request) -> AsyncGenerator[list[StepOutput] | None]:
-        """Run a request to its end: one item, and None every few seconds before; a cancelled call
-        cancels it.
+        """Run a request to its end and yield all its outputs as one item.
+
+        Yields None every few seconds before. A cancelled call cancels the request.
         """
         outputs, shown_s = list[StepOutput](), time.monotonic()
         async with aclosing(self.stream(request)) as items:
@@ -54,11 +57,12 @@ class ModelReplica:
         yield outputs
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput | None]:
-        """Run a request, one item a forward pass, and None where that takes seconds; a cancelled
-        call cancels it.
+        """Run a request and yield one item per forward pass.
+
+        Yields None after seconds without an output. A cancelled call cancels the request.
 
         Raises:
-            QueueFull: there is no room, or it would come too late.
+            QueueFull: there is no room, or the request would come too late.
             Exception: see `EngineLoop.stream`.
         """
         if self._steering is not None:
@@ -69,36 +73,34 @@ class ModelReplica:
                 yield output
 
     async def exposition(self) -> str:
-        """What it counted, in Prometheus' text format."""
+        """Return the replica's metrics in Prometheus' text format."""
         return self._telemetry.exposition()
 
     async def report(self) -> ReplicaReport:
-        """How full the engine is and what it decodes with.
+        """Return how full the engine is and what it decodes with.
 
         Raises:
-            EngineDied: it has stopped.
+            EngineDied: the engine has stopped.
         """
-        decoding, live = self._loop.live, self._follower.live
-        return ReplicaReport(
-            self._name, self._loop.status(), replace(live, threshold=decoding.threshold)
-        )
+        live = replace(self._follower.live, threshold=self._loop.live.threshold)
+        return ReplicaReport(self._name, self._loop.status(), live)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Ray Serve, which passes it on to `mars_autoscale.ray.ray_policy`."""
+        """Return the load for Ray Serve, which passes it to `mars_autoscale.ray.ray_policy`."""
         return {} if self._steering is None else self._steering.stats(time.time())
 
     async def check_health(self) -> None:
-        """Called by Ray Serve, which replaces a replica that raises here."""
+        """Raise if the engine has stopped; Ray Serve then replaces the replica."""
         self._loop.status()
 
     def _steering_of(self, settings: ModelSettings) -> Steering | None:
-        plan, autoscaling = self._loop.plan, settings.autoscaling
-        if plan is None or autoscaling is None:
+        basis, autoscaling = self._loop.basis, settings.autoscaling
+        if basis is None or autoscaling is None:
             return None
-        return Steering(self._name, plan, autoscaling, self._loop, self._telemetry.load)
+        return Steering(self._name, basis, autoscaling, self._loop, self._telemetry.load)
 
-    def _apply(self, live: LiveThreshold) -> None:
+    def _apply(self, published: PublishedThreshold) -> None:
         if self._steering is None:
-            self._loop.set_live(LiveDecoding(live.threshold))
+            self._loop.set_live(LiveDecoding(published.threshold))
         else:
-            self._steering.take(live, time.monotonic())
+            self._steering.take(published, time.monotonic())

@@ -1,7 +1,7 @@
-"""A replica's own part in autoscaling: its inner loop, what it reports, and whom it refuses.
+"""A replica's part in autoscaling: it runs the inner loop, reports load and refuses late requests.
 
-Twice a second it looks at its engine and chooses τ within the range that the governor allows.
-Where no news come it goes on with the last range. Knows no Ray.
+Twice a second it looks at its engine, and sets τ within the range that the governor allows. While
+the governor is silent, it goes on with the last range. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -11,75 +11,82 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mars_autoscale.policy.admission import estimated_wait_s
-from mars_autoscale.policy.control import LoadReport, Plan
-from mars_autoscale.policy.inner_loop import LocalController, Stage
-from mars_autoscale.policy.observe import Look
+from mars_autoscale.policy.decision import ThresholdRange
+from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.reports import LoadReport
+from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
-from mars_serve.config.served import LiveThreshold, ThresholdRange
+from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop, QueueFull
-from mars_serve.engine.request import EngineStatus, LiveDecoding, Request
+from mars_serve.engine.outputs import EngineStatus
+from mars_serve.engine.request import Request
 from mars_serve.observability.request_load import RequestLoad
 
 _PROMPT_WINDOW_S = 5.0
-"""Over which the share of time is taken that prompts need."""
+"""Seconds over which the share of time that prompts take is measured."""
 _FRESH_PERIODS = 6
-"""Of the outer loop, for which its view of the arrivals holds."""
+"""Periods of the outer loop for which its view of the arrivals holds."""
 
 
 class Steering:
-    """One replica's; `take` and `step` belong to one thread."""
+    """One replica's part in autoscaling; `take` and `step` belong to one thread."""
 
     def __init__(
         self,
         replica: str,
-        plan: Plan,
+        basis: AutoscalingBasis,
         settings: AutoscalingSettings,
         loop: EngineLoop,
         load: RequestLoad,
     ) -> None:
-        self.plan = plan
+        self.basis = basis
         self._replica = replica
         self._settings = settings
         self._loop = loop
         self._load = load
-        self._controller = LocalController(plan.capacity, settings.inner)
+        self._inner_loop = InnerLoop(basis.capacity, settings.inner)
         self._range = ThresholdRange(
-            plan.settings.floor_threshold, plan.settings.flex_floor_threshold, 1.0, False
+            basis.settings.floor_threshold, basis.settings.flex_floor_threshold
         )
         self._range_s = 0.0
+        """Time at which the range came."""
         self._pinned: float | None = None
-        self._stage = Stage(plan.capacity.rungs[0], plan.capacity.rungs[0])
+        """τ that was set by hand; None if the inner loop sets it."""
+        target = basis.capacity.rungs[0].threshold
+        self._decision = InnerLoopDecision(LiveDecoding(target, target))
         self._prompts = deque[tuple[float, int]]()
-        self._apply(self._decoding())
+        """(time in s, prompt tokens computed since the start) within the window."""
+        self._apply()
 
-    def take(self, live: LiveThreshold, now_s: float) -> None:
-        """Follow the governor: its range from the next step on, a τ that was set by hand at once.
+    def take(self, published: PublishedThreshold, now_s: float) -> None:
+        """Follow the governor: a τ set by hand at once, a range from the next look on.
 
         Raises:
             EngineDied: the engine has stopped.
         """
-        self._pinned = live.threshold if live.is_pinned else None
-        if live.range is not None:
-            self._range, self._range_s = live.range, now_s
-        self._apply(self._decoding())
+        self._pinned = published.threshold if published.is_pinned else None
+        if published.range is not None:
+            self._range, self._range_s = published.range, now_s
+        self._apply()
 
     def step(self, now_s: float) -> LoadReport:
-        """Look, choose, apply, and say so.
+        """Look at the engine, choose τ, apply it and report.
 
         Args:
-            now_s: by any clock that does not jump.
+            now_s: time in seconds on any clock that does not jump.
 
         Raises:
             EngineDied: the engine has stopped.
         """
         status = self._loop.status()
-        self._stage = self._controller.update(self._look(status, now_s))
-        self._apply(self._decoding())
+        self._decision = self._inner_loop.update(self._look(status, now_s))
+        self._apply()
         return self._report(status)
 
     def stats(self, now_s: float) -> dict[str, float]:
-        """See `LoadReport.stats`; empty where the engine has stopped.
+        """Return the report as numbers, see `LoadReport.stats`; empty if the engine has stopped.
 
         Args:
             now_s: seconds since 1970.
@@ -89,20 +96,21 @@ class Steering:
         return {}
 
     def refuse_late(self, request: Request) -> None:
-        """Refuse what would come too late although everything has been given; it has arrived all
-        the same.
+        """Refuse a request that would come too late, if nothing is left to give.
+
+        A refused request counts as arrived.
 
         Raises:
-            QueueFull: so it is.
+            QueueFull: the request is refused.
         """
         if not self._range.is_saturated or self._pinned is not None:
             return
-        capacity, totals = self.plan.capacity, self._load.totals
+        capacity, totals = self.basis.capacity, self._load.totals
         wait_s = estimated_wait_s(
             self._load.num_ahead(request.options.tier),
             mean_output_tokens=totals.output_tokens / max(totals.ended, 1),
             mean_prompt_tokens=totals.prompt_tokens / max(totals.arrived, 1),
-            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * self._stage.gain,
+            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * self._decision.gain,
             prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         )
         objective_s = self._settings.objective_ttft_s
@@ -111,26 +119,20 @@ class Steering:
             raise QueueFull(f"it would wait {wait_s:.1f} s, longer than the {objective_s:g} s")
 
     def _look(self, status: EngineStatus, now_s: float) -> Look:
-        self._forget_old_range(now_s)
-        allowed = self._range
+        if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:
+            # the governor is silent: its floors still hold, but not what it said about arrivals
+            self._range = replace(self._range, feed_forward=1.0, is_saturated=False)
         return Look(
-            now_s,
-            status.num_requests,
-            allowed.floor_threshold,
-            allowed.feed_forward,
-            self._prompt_share(status, now_s),
-            allowed.flex_floor_threshold,
-            self._load.share(Tier.FLEX),
-            self._load.share(None),
+            now_s=now_s,
+            load=status.num_requests,
+            allowed=self._range,
+            prompt_share=self._prompt_share(status, now_s),
+            flex_share=self._load.share(Tier.FLEX),
+            pinned_share=self._load.share(None),
         )
 
-    def _forget_old_range(self, now_s: float) -> None:
-        """Of a governor that is silent only the floors hold: nobody knows what arrives by now."""
-        if now_s - self._range_s > _FRESH_PERIODS * self.plan.settings.period_s:
-            self._range = replace(self._range, feed_forward=1.0, is_saturated=False)
-
     def _prompt_share(self, status: EngineStatus, now_s: float) -> float:
-        """Of the latest seconds, the share that computing prompts took."""
+        """Return the share of the latest seconds that computing prompts took."""
         self._prompts.append((now_s, status.num_prompt_tokens - status.num_prefix_hit_tokens))
         while self._prompts[0][0] < now_s - _PROMPT_WINDOW_S:
             self._prompts.popleft()
@@ -138,30 +140,25 @@ class Steering:
         if last_s <= first_s:
             return 0.0
         rate = max(last - first, 0) / (last_s - first_s)
-        return min(rate / self.plan.capacity.prefill_tokens_per_s, 1.0)
+        return min(rate / self.basis.capacity.prefill_tokens_per_s, 1.0)
 
-    def _decoding(self) -> LiveDecoding:
-        if self._pinned is not None:
-            return LiveDecoding(self._pinned)
-        stage = self._stage
-        return LiveDecoding(stage.default.threshold, stage.flex.threshold, stage.is_exact)
-
-    def _apply(self, decoding: LiveDecoding) -> None:
-        if decoding != self._loop.live:
-            self._loop.set_live(decoding)
+    def _apply(self) -> None:
+        live = self._decision.live if self._pinned is None else LiveDecoding(self._pinned)
+        if live != self._loop.live:
+            self._loop.set_live(live)
 
     def _report(self, status: EngineStatus) -> LoadReport:
-        live, stage, is_pinned = self._loop.live, self._stage, self._pinned is not None
+        live, decision = self._loop.live, self._decision
+        is_pinned = self._pinned is not None  # replicas must not pay for a τ that was set by hand
         return LoadReport(
-            self._replica,
-            self._loop.age_s,
-            status.num_running,
-            status.num_waiting,
-            live.threshold,
-            live.threshold_of(Tier.FLEX),
-            # what somebody has set by hand is no debt for replicas to pay
-            gain=1.0 if is_pinned else stage.gain,
-            loss=0.0 if is_pinned else stage.default.loss - self.plan.capacity.rungs[0].loss,
-            is_lowest=stage.is_lowest,
+            replica=self._replica,
+            age_s=self._loop.age_s,
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            threshold=live.threshold,
+            flex_threshold=live.threshold_of(Tier.FLEX),
+            gain=1.0 if is_pinned else decision.gain,
+            loss=0.0 if is_pinned else decision.loss,
+            is_lowest=decision.is_lowest,
             totals=self._load.totals,
         )

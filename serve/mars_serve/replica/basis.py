@@ -1,4 +1,4 @@
-"""What a model is autoscaled by: the speed of its replicas on each rung, and its settings."""
+"""Makes the basis on which a model is autoscaled: its replicas' speed on each rung."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ import time
 
 from mars_autoscale.model.capacity import Capacity, StepTime
 from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, ar_only, read_frontier
-from mars_autoscale.policy.control import Plan
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
 from mars_serve.config.settings import AutoscalingSettings, ModelSettings
-from mars_serve.engine.adaptive.window import StepTimes
+from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.engine import Engine
 
-_MEAN_STORED = 512
-"""Tokens that a row is taken to read, where the model's context holds twice as many."""
+_MEAN_CACHED = 512
+"""Cached tokens that a row is assumed to read; half the model's context if that is less."""
 
 _DTYPES = {"bf16": "bfloat16"}
-"""Names of ``marsray calibrate`` that a server's settings have otherwise."""
+"""Names of number types in ``marsray calibrate`` that differ from those in a server's settings."""
 
 _log = logging.getLogger(__name__)
 
 
-def plan_of(settings: ModelSettings, engine: Engine, times: StepTimes) -> Plan | None:
-    """The plan of a model; None where τ is not autoscaled.
+def autoscaling_basis(
+    settings: ModelSettings, engine: Engine, times: StepTimes
+) -> AutoscalingBasis | None:
+    """Make the basis of a model's autoscaling; None if its τ is not autoscaled.
 
-    A frontier that is refused is an error in the log, and leaves τ = 1 alone with the step times
-    that the engine has measured. One of other hardware or another number type is used, with a
-    warning in the log; a rehearsal is meant to go by such a one.
+    A frontier that is refused is logged as an error; only τ = 1 remains, with the step times that
+    the engine has measured. A frontier of other hardware or another number type is used and logged
+    as a warning, except in a rehearsal, which is meant to use one.
 
     Args:
-        settings: the model's.
-        engine: its engine, warm.
-        times: of that one's steps.
+        settings: the model's settings.
+        engine: its engine, warmed up.
+        times: step times that the engine has measured.
     """
     autoscaling = settings.autoscaling
     if autoscaling is None or not settings.is_governed:
@@ -53,12 +55,15 @@ def plan_of(settings: ModelSettings, engine: Engine, times: StepTimes) -> Plan |
         capacity = _capacity(frontier, autoscaling, engine)
     except UserError as error:
         _log.error("autoscaling goes by τ = 1 alone, nothing carries a burst: %s", error)
-        return Plan(_ar_capacity(engine, times), outer, str(error), time.time())
+        return AutoscalingBasis(
+            _ar_capacity(engine, times), outer, refused=str(error), made_s=time.time()
+        )
     mismatch = _mismatch(frontier, settings, engine)
-    return Plan(capacity, outer, made_s=time.time(), mismatch=mismatch)
+    return AutoscalingBasis(capacity, outer, made_s=time.time(), mismatch=mismatch)
 
 
 def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> str | None:
+    """Describe how the frontier's hardware and number type differ from the replica's, and warn."""
     measured = (frontier.hardware, _DTYPES.get(frontier.dtype, frontier.dtype))
     here = (hardware_name("cuda" if settings.num_gpus else "cpu"), settings.dtype)
     if settings.rehearsal is not None or measured == here:
@@ -72,22 +77,24 @@ def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> st
     return mismatch
 
 
-def _mean_stored(engine: Engine) -> float:
-    return min(_MEAN_STORED, engine.max_length / 2)
+def _mean_cached(engine: Engine) -> float:
+    return min(_MEAN_CACHED, engine.max_length / 2)
 
 
 def _capacity(frontier: Frontier, autoscaling: AutoscalingSettings, engine: Engine) -> Capacity:
     return frontier.capacity(
-        engine.settings.max_num_seqs, _mean_stored(engine), autoscaling.target_threshold
+        engine.settings.max_num_seqs, _mean_cached(engine), autoscaling.target_threshold
     )
 
 
 def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
+    """Return the capacity of plain AR decoding by the measured step times."""
     max_num_seqs = engine.settings.max_num_seqs
-    stored = max_num_seqs * _mean_stored(engine)
-    seconds = [float(times.at(positions, stored)) for positions in times.positions]
-    prompts = [positions / times.at(positions, 0) for positions in times.positions]
+    cached = max_num_seqs * _mean_cached(engine)
+    seconds = [float(times.at(positions, cached)) for positions in times.positions]
+    prefill_tokens_per_s = max(positions / times.at(positions, 0) for positions in times.positions)
     if len(seconds) == 1:
-        return ar_only(StepTime((0.0, 1.0), (seconds[0], seconds[0])), max_num_seqs, max(prompts))
-    step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
-    return ar_only(step_time, max_num_seqs, max(prompts))
+        step_time = StepTime((0.0, 1.0), (seconds[0], seconds[0]))
+    else:
+        step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
+    return ar_only(step_time, max_num_seqs, prefill_tokens_per_s)

@@ -1,0 +1,275 @@
+"""One model's outer loop between its replicas' reports and its decisions.
+
+Reports come at any time; a decision uses the latest ones. The state that has to survive the process
+is one plain value, `SavedState`, that others may keep and hand back. Imports no Ray or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.policy.decide import decide, hold
+from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
+from mars_autoscale.policy.observe import Arrivals, Snapshot
+from mars_autoscale.policy.reports import LoadReport, Totals, is_complete
+from mars_autoscale.policy.settings import OuterSettings
+
+NUM_RECORDS = 100
+"""Number of latest decisions that are kept for inspection."""
+RATE_WINDOW_S = 10.0
+"""Seconds over which arrivals are averaged."""
+
+_SILENT_S = 60.0
+"""Seconds without a report after which a replica is forgotten, if the cluster says nothing."""
+_ENDED_WEIGHT = 0.01
+"""Weight of one ended request in the running mean of output tokens."""
+
+DecisionAndState = tuple[Decision, OuterState]
+Decide = Callable[[Snapshot, OuterState, Capacity, OuterSettings], DecisionAndState]
+
+
+@dataclass(frozen=True)
+class AutoscalingBasis:
+    """What a model is autoscaled by: a replica's speed on each rung, and the settings.
+
+    All of its replicas have the same one, except during an update.
+    """
+
+    capacity: Capacity
+    settings: OuterSettings
+    refused: str | None = None
+    """Why the frontier is not used; the ladder is then τ = 1 alone. None if it is used."""
+    made_s: float = 0.0
+    """Seconds since 1970 at which it was made; the one with the latest time replaces others."""
+    mismatch: str | None = None
+    """Hardware and number type that the frontier was measured on and the replica runs on, if they
+    differ."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What the cluster says about a model's replicas."""
+
+    ready: frozenset[str]
+    """Names of the replicas that serve."""
+    num_target: int
+    """Replicas that are ordered, including those that are starting."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What survives a restart of the outer loop."""
+
+    outer: OuterState = field(default_factory=OuterState)
+    mean_output_tokens: float = 0.0
+    """Running mean of the ended requests' output tokens; 0 before the first."""
+
+
+@dataclass
+class _KnownReplica:
+    """A replica's latest report, and its totals within the rate window."""
+
+    report: LoadReport
+    basis: AutoscalingBasis
+    heard_s: float
+    """Time of the latest report."""
+    totals: deque[tuple[float, Totals]] = field(default_factory=deque)
+    """(time in s, totals) of each report in the window, the oldest first."""
+
+
+class OuterLoop:
+    """One model's outer loop.
+
+    Args:
+        decide: the policy.
+    """
+
+    def __init__(self, decide: Decide = decide) -> None:
+        self._decide = decide
+        self._replicas: dict[str, _KnownReplica] = {}
+        self._cluster: ClusterView | None = None
+        self._served = frozenset[str]()
+        """Replicas that the cluster has called ready at some time."""
+        self.basis: AutoscalingBasis | None = None
+        """The latest basis among the staying replicas; None until a replica has reported."""
+        self.state = SavedState()
+        self.records: deque[DecisionRecord] = deque(maxlen=NUM_RECORDS)
+        """The latest decisions, the oldest first."""
+        self.counts = Counter[Reason]()
+        """Number of decisions since the start, by reason."""
+
+    def hear(self, now_s: float, report: LoadReport, basis: AutoscalingBasis) -> None:
+        """Take a replica's report in."""
+        if self.basis is None:
+            self.basis = basis
+        known = self._replicas.setdefault(report.replica, _KnownReplica(report, basis, now_s))
+        if known.totals and _has_jumped(known.totals[-1], now_s, report.totals):
+            known.totals.clear()
+        before = known.totals[-1][1] if known.totals else report.totals
+        known.report, known.basis, known.heard_s = report, basis, now_s
+        known.totals.append((now_s, report.totals))
+        while len(known.totals) > 2 and known.totals[1][0] < now_s - RATE_WINDOW_S:
+            known.totals.popleft()
+        self._note_ended(before, report.totals)
+
+    def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
+        """Take in what a known replica told the cluster, if it has been silent here."""
+        known = self._replicas.get(replica)
+        if known is None or self.basis is None or not is_complete(stats):
+            return
+        is_silent = now_s - known.heard_s > 2 * self.basis.settings.period_s
+        if is_silent and stats["observed_s"] > known.heard_s:
+            self.hear(now_s, LoadReport.of_stats(replica, stats, now_s), known.basis)
+
+    def see(self, cluster: ClusterView) -> None:
+        """Take in what the cluster says."""
+        if self._cluster is None:  # replicas that have not reported yet are ordered all the same
+            outer = replace(self.state.outer, num_replicas=cluster.num_target)
+            self.state = replace(self.state, outer=outer)
+        self._cluster = cluster
+        self._served |= cluster.ready
+
+    def restore(self, state: SavedState) -> None:
+        """Continue from another outer loop's state.
+
+        Without effect once this one has seen the cluster. Decisions that it took before are
+        dropped, because they were taken on too little.
+        """
+        if self._cluster is None:
+            self.state = state
+
+    def question(self, now_s: float) -> tuple[Snapshot, OuterState, AutoscalingBasis]:
+        """Return the arguments for `answer`, and forget replicas that have gone.
+
+        At least one replica must have reported.
+        """
+        assert self.basis is not None, "a replica has reported"
+        self._forget_gone(now_s, self.basis.settings)
+        staying = self._staying()
+        # old replicas go on reporting during an update, and a withdrawn update's replicas vanish
+        self.basis = max(
+            (each.basis for each in staying), key=lambda basis: basis.made_s, default=self.basis
+        )
+        num_starting = 0
+        if self._cluster is not None:  # a replica reports before the cluster calls it ready
+            num_there = max(len(self._cluster.ready), len(staying))
+            num_starting = max(0, self._cluster.num_target - num_there)
+        latest_s = max((each.heard_s for each in self._replicas.values()), default=now_s)
+        snapshot = Snapshot(
+            now_s=now_s,
+            replicas=[each.report.load(each.heard_s) for each in staying],
+            num_starting=num_starting,
+            arrivals=self._arrivals(now_s),
+            arrivals_observed_s=min(latest_s, now_s),
+        )
+        return snapshot, self.state.outer, self.basis
+
+    def answer(
+        self, snapshot: Snapshot, state: OuterState, basis: AutoscalingBasis
+    ) -> DecisionAndState:
+        """Decide. It changes nothing, and may run in another thread."""
+        return self._decide(snapshot, state, basis.capacity, basis.settings)
+
+    def commit(
+        self, snapshot: Snapshot, decision: Decision, state: OuterState, problem: str | None = None
+    ) -> DecisionRecord:
+        """Make a decision the current one, and record it."""
+        replicas_before = (
+            self.state.outer.num_replicas or len(snapshot.replicas) + snapshot.num_starting
+        )
+        self.state = replace(self.state, outer=state)
+        reports = [each.report for each in self._staying()]
+        arrivals = snapshot.arrivals
+        if arrivals is not None and not arrivals.is_valid:
+            arrivals = None
+        record = DecisionRecord(
+            time_s=snapshot.now_s,
+            replicas_before=replicas_before,
+            decision=decision,
+            num_ready=len(snapshot.replicas),
+            num_starting=snapshot.num_starting,
+            num_running=sum(_finite(report.num_running for report in reports)),
+            num_waiting=sum(_finite(report.num_waiting for report in reports)),
+            threshold=_mean(_finite(report.threshold for report in reports)),
+            flex_threshold=_mean(_finite(report.flex_threshold for report in reports)),
+            requests_per_s=arrivals.requests_per_s if arrivals else None,
+            prompt_tokens_per_s=arrivals.prompt_tokens_per_s if arrivals else None,
+            mean_output_tokens=arrivals.mean_output_tokens if arrivals else None,
+            problem=problem,
+        )
+        self.records.append(record)
+        self.counts[decision.reason] += 1
+        return record
+
+    def hold(self, snapshot: Snapshot, problem: str) -> DecisionRecord:
+        """Record that the replicas stay and τ goes to the target, and why."""
+        assert self.basis is not None, "a replica has reported"
+        decision, state = hold(snapshot, self.state.outer, self.basis.settings)
+        return self.commit(snapshot, decision, state, problem)
+
+    def _staying(self) -> list[_KnownReplica]:
+        """Return the replicas that are not being stopped.
+
+        Stopped ones go on reporting until they are empty, but get no new requests.
+        """
+        ready = self._cluster.ready if self._cluster is not None else None
+        if not ready:  # a restarted cluster controller knows no replica for a moment
+            return list(self._replicas.values())
+        leaving = self._served - ready
+        return [each for name, each in self._replicas.items() if name not in leaving]
+
+    def _forget_gone(self, now_s: float, settings: OuterSettings) -> None:
+        """Forget silent replicas, except those that the cluster says serve.
+
+        A silent replica that serves may be a busy one; while it is known, none is stopped.
+        """
+        ready = self._cluster.ready if self._cluster is not None else frozenset()
+        longest_s = _SILENT_S if self._cluster is None else 2 * settings.period_s
+        for name, each in list(self._replicas.items()):
+            silent_s = abs(now_s - each.heard_s)  # the clock may have been put back
+            if silent_s > longest_s and name not in ready:
+                del self._replicas[name]
+        self._served &= self._replicas.keys() | ready
+
+    def _arrivals(self, now_s: float) -> Arrivals | None:
+        """Return the rates over the window; None if no replica has reported for long enough."""
+        requests = prompts = span = 0.0
+        for each in self._replicas.values():
+            if abs(now_s - each.heard_s) > RATE_WINDOW_S:
+                continue
+            (first_s, first), (last_s, last) = each.totals[0], each.totals[-1]
+            requests += last.arrived - first.arrived
+            prompts += last.prompt_tokens - first.prompt_tokens
+            span = max(span, last_s - first_s)
+        if span < 1.0:
+            return None
+        # a request's prefix hits are subtracted after it was counted: the difference may be below 0
+        return Arrivals(requests / span, max(prompts, 0) / span, self.state.mean_output_tokens)
+
+    def _note_ended(self, before: Totals, after: Totals) -> None:
+        ended = after.ended - before.ended
+        if ended <= 0:
+            return
+        mean = (after.output_tokens - before.output_tokens) / ended
+        if not 0 <= mean < math.inf:  # it would spoil the running mean for good
+            return
+        known = self.state.mean_output_tokens
+        weight = 1 - (1 - _ENDED_WEIGHT) ** ended if known else 1.0
+        self.state = replace(self.state, mean_output_tokens=known + weight * (mean - known))
+
+
+def _has_jumped(latest: tuple[float, Totals], now_s: float, totals: Totals) -> bool:
+    """Return whether the clock was put back, or the replica has restarted its counts."""
+    return now_s < latest[0] or totals.arrived < latest[1].arrived
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,105 @@
+"""What replicas report to the outer loop.
+
+Imports no Ray or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mars_autoscale.policy.observe import ReplicaLoad
+
+_NUMBERS = (
+    "num_running",
+    "num_waiting",
+    "threshold",
+    "flex_threshold",
+    "gain",
+    "loss",
+    "is_lowest",
+)
+"""Fields of a `LoadReport` that are numbers themselves, unlike its totals."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a replica has counted since it started."""
+
+    arrived: int = 0
+    """Requests that have arrived."""
+    prompt_tokens: int = 0
+    """Prompt tokens of those requests, prefix hits not counted."""
+    ended: int = 0
+    """Requests that had output and have ended."""
+    output_tokens: int = 0
+    """Output tokens of the requests that have ended."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a replica reports twice a second."""
+
+    replica: str
+    """Name of the replica, unique among all that ever ran."""
+    age_s: float
+    """Seconds for which the engine has shown no progress although it has work."""
+    num_running: float
+    num_waiting: float
+    threshold: float
+    """τ of tier default."""
+    flex_threshold: float
+    """τ of tier flex."""
+    gain: float
+    """Speed of a full batch as a multiple of that at the target τ."""
+    loss: float
+    """Points of quality that a token of tier default loses now, beyond those at the target τ."""
+    is_lowest: bool
+    """Whether no lower τ is allowed or of any use."""
+    totals: Totals
+
+    def stats(self, now_s: float) -> dict[str, float]:
+        """Return the report as numbers alone, which is what Ray Serve carries.
+
+        Args:
+            now_s: seconds since 1970, on a clock that the reader shares.
+        """
+        content = {key: float(value) for key, value in asdict(self.totals).items()}
+        for name in _NUMBERS:
+            content[name] = float(getattr(self, name))
+        return {**content, "observed_s": now_s - self.age_s}
+
+    @classmethod
+    def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport:
+        """Return the report from which `stats` made these numbers.
+
+        Raises:
+            KeyError: a number is missing.
+        """
+        totals = Totals(*(int(stats[each.name]) for each in fields(Totals)))
+        numbers: dict[str, Any] = {name: stats[name] for name in _NUMBERS}
+        numbers["is_lowest"] = bool(numbers["is_lowest"])
+        return cls(replica, max(now_s - stats["observed_s"], 0.0), **numbers, totals=totals)
+
+    def load(self, now_s: float) -> ReplicaLoad:
+        """Return the part of the report that decisions use.
+
+        Args:
+            now_s: time at which the report came.
+        """
+        return ReplicaLoad(
+            observed_s=now_s - self.age_s,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            gain=self.gain,
+            loss=self.loss,
+            is_lowest=self.is_lowest,
+        )
+
+
+def is_complete(stats: Mapping[str, float]) -> bool:
+    """Return whether `LoadReport.of_stats` can use these numbers: all there, and finite."""
+    names = (*(each.name for each in fields(Totals)), *_NUMBERS, "observed_s")
+    return all(math.isfinite(stats.get(name, math.nan)) for name in names)

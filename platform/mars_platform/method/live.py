@@ -1,0 +1,36 @@
+"""What live requests are decoded with: the one type that autoscaler, replica and engine share.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mars_platform.errors import UserError
+from mars_platform.tier import Tier
+
+
+@dataclass(frozen=True)
+class LiveDecoding:
+    """How requests in mode threshold that name no τ are decoded right now."""
+
+    threshold: float
+    """τ of tier default, in (0, 1]."""
+    flex_threshold: float | None = None
+    """τ of tier flex, in (0, 1]; None for the same as tier default."""
+    is_exact: bool = False
+    """Whether rows at τ = 1 run in mode exact: the same tokens, from fewer and wider passes."""
+
+    def __post_init__(self) -> None:
+        for value in (self.threshold, self.threshold_of(Tier.FLEX)):
+            if not 0.0 < value <= 1.0:
+                raise UserError(
+                    f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
+                )
+
+    def threshold_of(self, tier: Tier) -> float:
+        """Return the τ of a tier's requests."""
+        if tier is Tier.FLEX and self.flex_threshold is not None:
+            return self.flex_threshold
+        return self.threshold
