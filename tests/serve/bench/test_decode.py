@@ -16,7 +16,7 @@ from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.bench.decode.block_cache import ATTENTION_NAME, BlockSyncDecoder, Row
+from mars_serve.bench.decode.block_cache import ATTENTION_NAME, BlockSyncDecoder, BlockSyncRow
 from mars_serve.bench.decode.contenders import (
     ORDERS,
     Contender,
@@ -26,11 +26,12 @@ from mars_serve.bench.decode.contenders import (
 )
 from mars_serve.bench.decode.hugging_face import HfContinuous, HfGenerate
 from mars_serve.bench.decode.models import PRESETS, untrained_model
+from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions
 from mars_serve.bench.decode.report import ratio
-from mars_serve.bench.decode.run import CONTENDERS, DecodeOptions, Result, Timing, compare
+from mars_serve.bench.decode.run import ContenderResult, Timing, compare
 from mars_serve.bench.decode.workload import (
     PAPER_ACCEPTANCE,
-    Acceptance,
+    AcceptanceDistribution,
     BenchRequest,
     Draws,
     RaggedShape,
@@ -39,10 +40,10 @@ from mars_serve.bench.decode.workload import (
     read_acceptance,
     requests_in_run,
 )
+from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.failures import Step
+from mars_serve.engine.execution.fault_isolation import Step
 from mars_serve.engine.execution.linear import pack_linears
-from mars_serve.engine.request import DecodingOptions, Outcomes
 
 MASK, WINDOW = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, MASK}))
@@ -101,7 +102,7 @@ def block_sync(
     threshold: float,
     block_length: int,
     draw: Callable[[str, int, int], int] | None = None,
-) -> list[Row]:
+) -> list[BlockSyncRow]:
     copied = copy.deepcopy(model)
     copied.set_attn_implementation(ATTENTION_NAME)
     decoder = BlockSyncDecoder(
@@ -249,8 +250,8 @@ def test_drawn_lengths_are_those_of_the_mode(
     assert decoded.num_passes == 6 * len(passes)
 
 
-def fixed_length(tokens: int) -> Acceptance:
-    return Acceptance(tokens_per_forward={tokens: 1.0})
+def fixed_length(tokens: int) -> AcceptanceDistribution:
+    return AcceptanceDistribution(tokens_per_forward={tokens: 1.0})
 
 
 @pytest.mark.parametrize("outcomes", [None, *Outcomes])
@@ -507,8 +508,8 @@ def test_agreement_is_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_ratios_are_taken_in_each_round() -> None:
-    ours = Result(timings=[Timing(1.0, 100, 100), Timing(1.0, 10, 10), Timing(1.0, 3, 3)])
-    theirs = Result(timings=[Timing(1.0, 50, 50), Timing(1.0, 10, 10), Timing(1.0, 1, 1)])
+    ours = ContenderResult(timings=[Timing(1.0, 100, 100), Timing(1.0, 10, 10), Timing(1.0, 3, 3)])
+    theirs = ContenderResult(timings=[Timing(1.0, 50, 50), Timing(1.0, 10, 10), Timing(1.0, 1, 1)])
     assert ratio(ours, theirs) == (2.0, 1.0, 3.0)
 
 

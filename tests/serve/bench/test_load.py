@@ -24,8 +24,8 @@ from rich.console import Console
 
 from local_loop import LocalLoop
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
-from mars_autoscale.policy.decide import OuterSettings
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
 from mars_autoscale.simulation.report import policy_columns
 from mars_autoscale.traces.files import TraceRequest, write_trace

@@ -37,7 +37,7 @@ from mars_serve.measure.calibration.collect import (
     measure_calibration,
     observe,
 )
-from mars_serve.measure.evaluation.scoring import EvalItem, read_items
+from mars_serve.measure.evaluation.items import EvalItem, read_items
 
 BLOCK_SIZE, MASK = 4, 3
 SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, MASK}))

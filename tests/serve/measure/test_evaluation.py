@@ -33,20 +33,25 @@ from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
-from mars_serve.engine.request import DecodingOptions, FinishReason, Outcomes, Request, Sampling
-from mars_serve.measure.evaluation.scoring import (
-    ONE_TOKEN,
-    EvalItem,
-    Outcome,
-    Setting,
-    evaluation_engine,
-    read_items,
-    run_setting,
-    score,
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    FinishReason,
+    Outcomes,
+    Sampling,
 )
+from mars_serve.engine.request import Request
+from mars_serve.measure.evaluation.decoding import (
+    ONE_TOKEN,
+    DecodedItem,
+    DecodingSetting,
+    evaluation_engine,
+    run_setting,
+)
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_serve.measure.evaluation.scoring import score
 
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, 3}))
-CAREFUL, HASTY = Setting(Mode.THRESHOLD, 0.3), Setting(Mode.THRESHOLD, 0.05)
+CAREFUL, HASTY = DecodingSetting(Mode.THRESHOLD, 0.3), DecodingSetting(Mode.THRESHOLD, 0.05)
 MAX_TOKENS = 24
 
 # Answers
@@ -225,10 +230,10 @@ def items() -> list[EvalItem]:
 
 
 @pytest.fixture(scope="module")
-def run(model: PreTrainedModel, checkpoint: Checkpoint) -> Callable[..., list[Outcome]]:
+def run(model: PreTrainedModel, checkpoint: Checkpoint) -> Callable[..., list[DecodedItem]]:
     def run(
-        items: list[EvalItem], setting: Setting, *, max_num_seqs: int = 5, **options: Any
-    ) -> list[Outcome]:
+        items: list[EvalItem], setting: DecodingSetting, *, max_num_seqs: int = 5, **options: Any
+    ) -> list[DecodedItem]:
         fields = {"max_tokens": MAX_TOKENS, **options}
         engine = evaluation_engine(
             checkpoint,
@@ -244,12 +249,14 @@ def run(model: PreTrainedModel, checkpoint: Checkpoint) -> Callable[..., list[Ou
     return run
 
 
-Run = Callable[..., list[Outcome]]
+Run = Callable[..., list[DecodedItem]]
 
 
-@pytest.mark.parametrize("setting", [ONE_TOKEN, CAREFUL, HASTY, Setting(Mode.THRESHOLD, 1.0)])
+@pytest.mark.parametrize(
+    "setting", [ONE_TOKEN, CAREFUL, HASTY, DecodingSetting(Mode.THRESHOLD, 1.0)]
+)
 def test_outcomes_equal_the_oracles(
-    model: PreTrainedModel, items: list[EvalItem], run: Run, setting: Setting
+    model: PreTrainedModel, items: list[EvalItem], run: Run, setting: DecodingSetting
 ) -> None:
     decoded = [
         reference.decode(
@@ -277,7 +284,7 @@ def test_outcomes_equal_the_oracles(
 
 @pytest.mark.parametrize("setting", [ONE_TOKEN, HASTY])
 def test_outcomes_do_not_depend_on_the_batch(
-    items: list[EvalItem], run: Run, setting: Setting
+    items: list[EvalItem], run: Run, setting: DecodingSetting
 ) -> None:
     together = run(items, setting)
     assert together == run(items, setting, max_num_seqs=1)
@@ -286,7 +293,7 @@ def test_outcomes_do_not_depend_on_the_batch(
 
 
 def test_a_split_set_put_together_scores_as_the_whole(items: list[EvalItem], run: Run) -> None:
-    def share(rank: int, setting: Setting) -> list[Outcome]:
+    def share(rank: int, setting: DecodingSetting) -> list[DecodedItem]:
         return pickle.loads(pickle.dumps(run(items[rank::3], setting)))  # noqa: S301
 
     whole = score(run(items, CAREFUL), run(items, ONE_TOKEN))
@@ -367,7 +374,7 @@ def test_a_plain_checkpoint_decodes_in_ar_only(
 
 # Mode exact and sampling
 
-EXACT = Setting(Mode.EXACT, 1.0, outcomes=Outcomes.ALL)
+EXACT = DecodingSetting(Mode.EXACT, 1.0, outcomes=Outcomes.ALL)
 EXACT_LAST = replace(EXACT, outcomes=Outcomes.LAST)
 
 
@@ -379,7 +386,7 @@ def numbered(items: list[EvalItem]) -> list[EvalItem]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("setting", [EXACT, EXACT_LAST])
 def test_mode_exact_says_what_mode_ar_does(
-    numbered: list[EvalItem], run: Run, setting: Setting, temperature: float
+    numbered: list[EvalItem], run: Run, setting: DecodingSetting, temperature: float
 ) -> None:
     sampling = Sampling(temperature=temperature, top_p=0.9, seed=7)
     ours = run(numbered, replace(setting, sampling=sampling))
@@ -400,7 +407,7 @@ def test_positions_are_those_of_decoding(items: list[EvalItem], run: Run) -> Non
 
 
 def test_a_draw_depends_on_the_item_and_the_seed(numbered: list[EvalItem], run: Run) -> None:
-    setting = Setting(Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=2**63 - 2))
+    setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=2**63 - 2))
     whole = run(numbered, setting)
     assert whole[1::3] == run(numbered[1::3], setting)
     assert whole == run(numbered, setting, max_num_seqs=2)
@@ -441,9 +448,9 @@ def outcome(
     correct: bool | None = None,
     cut: bool = False,
     first: int = 0,
-) -> Outcome:
+) -> DecodedItem:
     reason = FinishReason.LENGTH if cut else FinishReason.STOP
-    return Outcome(name, (first, *range(1, tokens)), passes, positions, reason, correct)
+    return DecodedItem(name, (first, *range(1, tokens)), passes, positions, reason, correct)
 
 
 def test_known_score() -> None:
@@ -583,7 +590,7 @@ def test_command_equals_the_core(
     assert thresholds == [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
     items = read(data, model=taught_dir)
     engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_num_seqs=3)
-    setting = Setting(Mode.THRESHOLD, 0.7)
+    setting = DecodingSetting(Mode.THRESHOLD, 0.7)
     ours, theirs = (run_setting(engine, items, s, max_tokens=32) for s in (setting, ONE_TOKEN))
     expected = asdict(score(ours, theirs))
     for key in ("accuracy", "difference", "tokens_per_forward", "positions_per_forward"):

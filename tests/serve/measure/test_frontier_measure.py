@@ -21,21 +21,20 @@ from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import proportion, ratio_of_totals
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.execution.warm_up import measure_prefill, measure_steps
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import FinishReason
-from mars_serve.engine.scheduler import Work
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.measure.calibration.run import CalibrateOptions
-from mars_serve.measure.evaluation.scoring import (
+from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
-    EvalItem,
-    Outcome,
-    Setting,
+    DecodedItem,
+    DecodingSetting,
     evaluation_engine,
-    read_items,
     run_setting,
-    score,
 )
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_serve.measure.evaluation.scoring import score
 from mars_serve.measure.frontier.likelihood import log_likelihoods
 from mars_serve.measure.frontier.measure import (
     FrontierOptions,
@@ -159,7 +158,7 @@ def test_points_are_what_decoding_by_itself_gives(
         assert (found.mean, found.low, found.high) == pytest.approx(expected, abs=1e-4)
 
 
-def pairs(items: Sequence[EvalItem], outcomes: Sequence[Outcome]) -> list[tuple[Any, Any]]:
+def pairs(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> list[tuple[Any, Any]]:
     return list(zip(items, outcomes, strict=True))
 
 
@@ -243,11 +242,11 @@ def test_a_run_is_known_by_all_that_its_figures_depend_on() -> None:
 # Points
 
 
-def outcome(tokens: Sequence[int], correct: bool | None, passes: int = 1) -> Outcome:
-    return Outcome("", tuple(tokens), passes, 2 * passes, FinishReason.STOP, correct)
+def outcome(tokens: Sequence[int], correct: bool | None, passes: int = 1) -> DecodedItem:
+    return DecodedItem("", tuple(tokens), passes, 2 * passes, FinishReason.STOP, correct)
 
 
-def found_of(ar: Sequence[Outcome], low: Sequence[Outcome]) -> Found:
+def found_of(ar: Sequence[DecodedItem], low: Sequence[DecodedItem]) -> Found:
     return Found(
         key="",
         outcomes={"mode ar": tuple(ar), "τ 0.5": tuple(low)},
@@ -260,7 +259,7 @@ def found_of(ar: Sequence[Outcome], low: Sequence[Outcome]) -> Found:
 
 def test_accuracy_is_over_the_items_with_an_answer() -> None:
     low = [outcome([1], True), outcome([1, 2], False), outcome([7], None), outcome([1], True)]
-    point = point_of(found_of([outcome([1], True)] * 4, low), Setting(Mode.THRESHOLD, 0.5))
+    point = point_of(found_of([outcome([1], True)] * 4, low), DecodingSetting(Mode.THRESHOLD, 0.5))
     value, below, above = (100 * part for part in proportion(2, 3))
     assert (point["quality"], point["quality_low"], point["quality_high"]) == (value, below, above)
     assert point["tokens_per_forward"] == 5 / 4
@@ -271,7 +270,7 @@ def test_accuracy_is_over_the_items_with_an_answer() -> None:
 def test_without_answers_agreement_is_over_all_items() -> None:
     ar = [outcome([1, 2], None), outcome([3], None), outcome([4], None)]
     found = found_of(ar, [outcome([1, 2], None), outcome([3], None), outcome([4, 4], None)])
-    low = point_of(found, Setting(Mode.THRESHOLD, 0.5))
+    low = point_of(found, DecodingSetting(Mode.THRESHOLD, 0.5))
     assert low["quality"] == pytest.approx(100 * 2 / 3)
     assert low["quality_low"] == 100 * proportion(2, 3).low
     same = point_of(found, ONE_TOKEN)
@@ -318,8 +317,10 @@ def test_a_contradiction_is_told_and_the_figures_are_kept(
 # Times of steps
 
 
-def pool_and_run() -> tuple[PagePool, list[list[Work]], Callable[[Sequence[Work]], object]]:
-    steps: list[list[Work]] = []
+def pool_and_run() -> tuple[
+    PagePool, list[list[ScheduledRow]], Callable[[Sequence[ScheduledRow]], object]
+]:
+    steps: list[list[ScheduledRow]] = []
     return PagePool(200, 4), steps, lambda works: steps.append(list(works))
 
 

@@ -1,16 +1,16 @@
-"""A rival of the engine: static batches on one block-synchronised cache.
+"""Decodes static batches on one block-synchronised cache, to be measured beside the engine.
 
 This is the cache that the MARS paper describes (arXiv 2604.07023, sections 3.4 and 3.5), written
 from the description and meant to be as fast as that scheme allows. All rows of a batch share one
-cache length. The batch goes on in blocks of a fixed number of tokens: within a block every step
-feeds all tokens that the block has so far, then masks, against the frozen cache; a row that has
-filled its block waits until all rows have; then one forward stores the block.
+cache length. The batch advances in blocks of a fixed number of tokens: within a block every step
+feeds all tokens that the block has so far, then masks, against the frozen cache. A row that has
+filled its block waits until all rows have; then one forward pass caches the block.
 
-Three choices are in the scheme's favour. The forward that stores a block also feeds the masks of
-the next one, so that storing costs no pass of its own. Rows that have ended leave the batch with
-the block. The cache is one tensor that steps write behind its length: nothing is copied or cropped.
+Three choices favour the scheme. The pass that caches a block also feeds the masks of the next
+block and costs no pass of its own. Rows that have ended leave the batch with the block. The cache
+is one tensor that steps write behind its length: nothing is copied or cropped.
 
-Knows no engine but its acceptance rule, which it shares.
+The acceptance rule is the engine's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence
 from mars_serve.bench.decode.workload import BenchRequest
-from mars_serve.engine.acceptance import Reads, accept, unpack
+from mars_serve.engine.execution.acceptance import Reads, accept, unpack
 
 ATTENTION_NAME = "marsray_block_sync"
 
 
 class SharedCache:
-    """Keys and values of a batch: each [layers, rows, kv_heads, capacity, head_dim]."""
+    """The keys and values of a batch, each [layers, rows, kv_heads, capacity, head_dim]."""
 
     def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int) -> None:
+        """Allocate ``capacity`` slots for each of ``num_rows`` rows."""
         config = model.config
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -44,48 +45,51 @@ class SharedCache:
         self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.values = torch.empty_like(self.keys)
         self.group_size = heads // kv_heads
-        """Query heads that share a key/value head."""
+        """Number of query heads that share a key/value head."""
         self.length = 0
-        """Stored tokens of every row, padding on the left included."""
+        """Number of cached tokens of every row, padding on the left included."""
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all other rows."""
+        """Drop all rows but the given ones."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
 
 @dataclass(frozen=True)
 class BlockStep:
-    """What attention needs to know of one forward over ``rows * width`` places."""
+    """The attention metadata of one forward pass over ``rows * width`` positions."""
 
     cache: SharedCache
     bias: Tensor  # [rows, 1, group_size * width, length + width], 0 or -inf
 
 
 @dataclass
-class Row:
-    """One request of a batch, with what it has got so far."""
+class BlockSyncRow:
+    """One request of a batch and its output so far."""
 
     request: BenchRequest
+    """The request."""
     padding: int
-    """Places left of its prompt."""
+    """Number of empty slots before the prompt."""
     passes: list[list[int]] = field(default_factory=list)
-    """Tokens of each pass that gave it some."""
+    """Tokens of each pass that gave the row some."""
     num_waits: int = 0
-    """Passes in which it waited for other rows to fill their block."""
+    """Number of passes in which the row waited for other rows to fill their block."""
     done: bool = False
+    """Whether the output has ended."""
     tokens: list[int] = field(init=False)
+    """Committed tokens, the prompt included."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def place(self) -> int:
-        """Where its next token goes, padding included."""
+    def next_slot(self) -> int:
+        """Slot of the next token, counted from the start of the padding."""
         return self.padding + len(self.tokens)
 
 
@@ -103,17 +107,17 @@ class BlockSyncDecoder:
         mask_token_id: int,
         draw: Callable[[str, int, int], int] | None = None,
     ) -> None:
-        """Take over a model whose attention is switched to `ATTENTION_NAME`.
+        """Take over a model that attends through `ATTENTION_NAME`.
 
         Args:
             model: any decoder that the engine serves.
-            special: ids that end a row, and ids never emitted.
-            block_length: tokens that rows store together.
+            special: token ids that end a row, and token ids that are never emitted.
+            block_length: tokens that all rows cache together.
             threshold: τ in (0, 1]; at 1 no mask is fed.
-            num_masks: window, masks behind the cursor; the end of a block cuts it short.
-            mask_token_id: id of the mask.
-            draw: replaces the acceptance rule: from request id, output tokens so far and number
-                of proposals to accepted tokens.
+            num_masks: window; the end of a block cuts it short.
+            mask_token_id: token id of the mask.
+            draw: function that replaces the acceptance rule; it takes the request's id, its number
+                of output tokens and its number of proposals, and returns the accepted number.
         """
         self.model, self.special = model, special
         self.block_length = block_length
@@ -126,17 +130,17 @@ class BlockSyncDecoder:
         )
 
     @torch.inference_mode()
-    def decode(self, requests: Sequence[BenchRequest]) -> list[Row]:
-        """Decode one batch to the end; rows come back in the order of the requests."""
+    def decode(self, requests: Sequence[BenchRequest]) -> list[BlockSyncRow]:
+        """Decode one batch to the end and return its rows in the order of the requests."""
         prompt_length = max(len(request.prompt) for request in requests)
-        rows = [Row(request, prompt_length - len(request.prompt)) for request in requests]
+        rows = [BlockSyncRow(request, prompt_length - len(request.prompt)) for request in requests]
         num_blocks = -(-max(request.max_tokens for request in requests) // self.block_length)
         capacity = prompt_length + num_blocks * self.block_length
         cache, live, start = SharedCache(self.model, len(rows), capacity), rows, prompt_length
         while live:
             end = start + self.block_length
             self._step(live, cache, end)
-            cache.length = start  # the step has written everything before the block
+            cache.length = start  # the step has cached everything before the block
             while any(_is_open(row, end) for row in live):
                 self._step(live, cache, end)
             if any(row.done for row in live):
@@ -146,20 +150,20 @@ class BlockSyncDecoder:
             start = end
         return rows
 
-    def _step(self, rows: list[Row], cache: SharedCache, end: int) -> None:
-        """Feed each row what is not stored yet, then masks, and commit what is accepted."""
+    def _step(self, rows: list[BlockSyncRow], cache: SharedCache, end: int) -> None:
+        """Feed the uncached tokens and masks of each row, and commit the accepted tokens."""
         masks = [self._num_masks(row, end) for row in rows]
-        unstored = [row.place - cache.length for row in rows]
+        num_uncached = [row.next_slot - cache.length for row in rows]
         is_open = [_is_open(row, end) for row in rows]
-        # rows that wait are cut: nothing is read from them
-        width = max(n + m for n, m, used in zip(unstored, masks, is_open, strict=True) if used)
-        cursors = [index * width + n - 1 for index, n in enumerate(unstored)]
+        # rows that wait may be cut off: none of their logits are read
+        width = max(n + m for n, m, used in zip(num_uncached, masks, is_open, strict=True) if used)
+        cursors = [index * width + n - 1 for index, n in enumerate(num_uncached)]
         chosen = [index for index, used in enumerate(is_open) if used]
         depths = [range(masks[index] + 1) for index in chosen]
-        places = [
+        read_positions = [
             cursors[i] + depth for i, each in zip(chosen, depths, strict=True) for depth in each
         ]
-        logits = self._forward(rows, cache, width, places)
+        logits = self._forward(rows, cache, width, read_positions)
         packed = accept(
             logits,
             self._reads([len(each) for each in depths]),
@@ -171,40 +175,40 @@ class BlockSyncDecoder:
         for row, used in zip(rows, is_open, strict=True):
             row.num_waits += not used and not row.done
 
-    def _num_masks(self, row: Row, end: int) -> int:
-        room = min(end - row.place, row.request.max_tokens - row.num_output)
+    def _num_masks(self, row: BlockSyncRow, end: int) -> int:
+        room = min(end - row.next_slot, row.request.max_tokens - row.num_output)
         return max(0, min(self.window, room - 1))
 
     def _forward(
-        self, rows: list[Row], cache: SharedCache, width: int, places: list[int]
+        self, rows: list[BlockSyncRow], cache: SharedCache, width: int, read_positions: list[int]
     ) -> Tensor:
-        """Logits at ``places`` of the rows laid flat: [places, vocabulary]."""
+        """Return the logits at ``read_positions`` of the flattened rows: [reads, vocabulary]."""
         device = self.model.device
         begin = cache.length
         ids = []
         for row in rows:
             own = row.tokens[max(begin - row.padding, 0) :]
-            # the padding of the prompts only occurs where nothing is stored yet
+            # only the first pass of a batch feeds padding
             own = [self.mask_token_id] * max(row.padding - begin, 0) + own
             ids += (own + [self.mask_token_id] * width)[:width]
-        place = torch.arange(begin, begin + width)
+        slots = torch.arange(begin, begin + width)
         padding = torch.tensor([row.padding for row in rows])[:, None]
-        positions = (place - padding).clamp(min=0)  # [rows, width]
+        position_ids = (slots - padding).clamp(min=0)  # [rows, width]
         output = self.model(
             input_ids=torch.tensor([ids], device=device),
-            position_ids=positions.view(1, -1).to(device),
+            position_ids=position_ids.view(1, -1).to(device),
             use_cache=False,
-            logits_to_keep=torch.tensor(places, device=device),
-            block=BlockStep(cache, self._bias(cache, place, padding).to(device)),
+            logits_to_keep=torch.tensor(read_positions, device=device),
+            block=BlockStep(cache, self._attention_bias(cache, slots, padding).to(device)),
         )
         logits: Tensor = output.logits[0]
         return logits
 
-    def _bias(self, cache: SharedCache, place: Tensor, padding: Tensor) -> Tensor:
-        """What each place of each row sees: the row's own tokens up to the place itself."""
-        key = torch.arange(int(place[-1]) + 1)
-        causal = key <= place[:, None]  # [width, keys]
-        itself = key == place[:, None]  # padding sees at least itself: no empty row
+    def _attention_bias(self, cache: SharedCache, slots: Tensor, padding: Tensor) -> Tensor:
+        """Return the attention bias: each slot sees its row's own tokens up to itself."""
+        key = torch.arange(int(slots[-1]) + 1)
+        causal = key <= slots[:, None]  # [width, keys]
+        itself = key == slots[:, None]  # padding sees itself, as softmax needs one visible key
         visible = (causal & (key >= padding[:, :, None])) | itself  # [rows, width, keys]
         bias = torch.zeros(visible.shape, dtype=self.model.dtype)
         bias = bias.masked_fill_(~visible, -torch.inf).unsqueeze(1)
@@ -222,7 +226,7 @@ class BlockSyncDecoder:
             max_depth=max(counts),
         )
 
-    def _counts(self, rows: list[Row], depths: list[range]) -> Tensor | None:
+    def _counts(self, rows: list[BlockSyncRow], depths: list[range]) -> Tensor | None:
         if self._draw is None:
             return None
         counts = [
@@ -231,7 +235,7 @@ class BlockSyncDecoder:
         ]
         return torch.tensor(counts, device=self.model.device)
 
-    def _commit(self, row: Row, tokens: list[int]) -> None:
+    def _commit(self, row: BlockSyncRow, tokens: list[int]) -> None:
         ends = [index for index, token in enumerate(tokens) if token in self.special.eos]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         row.passes.append(tokens)
@@ -239,9 +243,9 @@ class BlockSyncDecoder:
         row.done = bool(ends) or row.num_output >= row.request.max_tokens
 
 
-def _is_open(row: Row, end: int) -> bool:
-    """Whether a row still has tokens to find in the block."""
-    return not row.done and row.place < end
+def _is_open(row: BlockSyncRow, end: int) -> bool:
+    """Return whether a row has not filled the block that ends at slot ``end``."""
+    return not row.done and row.next_slot < end
 
 
 def _attention(
@@ -255,7 +259,7 @@ def _attention(
     block: BlockStep,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer; ``block`` comes through the forward."""
+    """Attend as transformers asks of each layer; ``block`` is handed through the forward pass."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache, head_dim = block.cache, query.shape[-1]
     rows, kv_heads = cache.keys.shape[1:3]
@@ -269,7 +273,7 @@ def _attention(
     keys, values = cache.keys[layer], cache.values[layer]
     keys[:, :, begin:end] = by_row(key)
     values[:, :, begin:end] = by_row(value)
-    # Query heads that share a key/value head become further queries of it: nothing is repeated.
+    # Query heads that share a key/value head become more queries of it: no key is repeated.
     output = F.scaled_dot_product_attention(
         by_row(query),
         keys[:, :, :end],

@@ -1,6 +1,6 @@
-"""Marsray's engine, and the interface of everything that is measured beside it.
+"""Defines the contenders of a benchmark: marsray's engine, and the interface of all others.
 
-A contender decodes a list of requests as fast as it can, with greedy choice. Knows no clock.
+A contender decodes a list of requests as fast as it can, choosing tokens greedily.
 """
 
 from __future__ import annotations
@@ -15,60 +15,63 @@ from typing import Any
 from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.block_cache import ATTENTION_NAME, BlockSyncDecoder
 from mars_serve.bench.decode.models import BenchModel, ModelForms
-from mars_serve.bench.decode.workload import Acceptance, BenchRequest, Draws
+from mars_serve.bench.decode.workload import AcceptanceDistribution, BenchRequest, Draws
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import positions_fed, widest_row
+from mars_serve.measure.evaluation.decoding import decoding_positions, widest_row
 
 ORDERS = ("as given", "by prompt length")
-"""How static batches are made up. Output lengths stand for what nobody knows beforehand."""
+"""Orders in which requests are put into static batches; output lengths are not known beforehand."""
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What one run gave."""
+class DecodedRun:
+    """The result of one run over all requests."""
 
     outputs: list[list[int]]
-    """Output tokens of each request, in the order of the requests; an end token included."""
+    """Output tokens of each request, end token included, in the order of the requests."""
     num_passes: int
-    """Forward passes, counted for each request from its first token to its last."""
+    """Number of forward passes, counted for each request from its first token to its last."""
     num_positions: int | None = None
-    """What those passes fed, a prompt before its last token left out; None: not known."""
+    """Number of positions in those passes, the prompts before their last token left out; None if it
+    is not known."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of all requests."""
+        """Number of output tokens of all requests."""
         return sum(map(len, self.outputs))
 
 
 class NotAvailable(Exception):
-    """A contender cannot run here; the message says why."""
+    """The error of a contender that cannot run here; its message says why."""
 
 
 class Contender(ABC):
     """One way to decode, at one batch size."""
 
     choices: Mapping[str, tuple[Any, ...]] = {}
-    """Settings to try and the values of each, the first as default; the fastest are measured."""
+    """Settings to try, each with its values, the default first; the fastest ones are measured."""
 
     def configure(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 - many have no settings
-        """Take on a value for each of `choices`.
+        """Set a value for each of `choices`.
 
         Raises:
-            NotAvailable: it cannot run here.
+            NotAvailable: the contender cannot run here.
         """
 
     @abstractmethod
-    def run(self, requests: Sequence[BenchRequest]) -> Decoded:
+    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
         """Decode all requests.
 
         Raises:
-            NotAvailable: it cannot run here.
+            NotAvailable: the contender cannot run here.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing but memory
-        """End what it runs beside the caller."""
+        """End threads and other resources of the contender."""
 
 
 def build_engine(
@@ -80,14 +83,14 @@ def build_engine(
     exact: bool = False,
     compiled: bool = False,
 ) -> Engine:
-    """Engine with the pages for any ``batch`` of the requests at once, its step times measured.
+    """Build an engine with pages for any ``batch`` of the requests, and warm it up.
 
     Args:
-        model: the engine gets a copy of its own.
-        requests: all that will be run.
-        batch: requests that run at once.
-        draws: replace the acceptance rule where given.
-        exact: whether it decodes in mode exact, whose steps are wider.
+        model: the model, of which the engine gets a copy of its own.
+        requests: all requests that will be run.
+        batch: number of requests that run at once.
+        draws: drawn lengths that replace the acceptance rule; None keeps the rule.
+        exact: whether the engine will decode in mode exact, whose steps are wider.
         compiled: see `EngineSettings.compile`.
     """
     defaults = EngineSettings()
@@ -122,22 +125,22 @@ def _draw(draws: Draws, request: Request, num_proposed: int) -> int:
 
 
 class EngineContender(Contender):
-    """Marsray's engine with continuous batching."""
+    """A contender that is marsray's engine with continuous batching."""
 
     def __init__(
         self, engine: Callable[[], Engine], options: DecodingOptions, draws: Draws | None = None
     ) -> None:
-        """Decode with an engine that is made when first asked for.
+        """Decode with an engine that is made at first use.
 
         Args:
-            engine: makes it.
-            options: what is asked of it; a request's ``max_tokens`` are its own.
-            draws: those that the engine was made with.
+            engine: function that makes the engine.
+            options: options of every request; ``max_tokens`` is replaced by the request's.
+            draws: drawn lengths that the engine was made with.
         """
         self._engine, self._options, self._draws = engine, options, draws
 
-    def run(self, requests: Sequence[BenchRequest]) -> Decoded:
-        """All requests are there from the start; the engine takes them in as places get free."""
+    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
+        """Add all requests at once; the engine admits them as others end."""
         engine = self._engine()
         running = {each.id: self._request(each) for each in requests}
         passes: dict[str, list[StepOutput]] = {name: [] for name in running}
@@ -150,10 +153,10 @@ class EngineContender(Contender):
                 passes[output.request_id].append(output)
                 if self._draws is not None:
                     _rate_drafts(running[output.request_id], self._draws.exact)
-        return Decoded(
-            [request.tokens[request.num_prompt :] for request in running.values()],
-            sum(map(len, passes.values())),
-            sum(map(positions_fed, passes.values())),
+        return DecodedRun(
+            outputs=[request.tokens[request.num_prompt :] for request in running.values()],
+            num_passes=sum(map(len, passes.values())),
+            num_positions=sum(map(decoding_positions, passes.values())),
         )
 
     def _request(self, request: BenchRequest) -> Request:
@@ -161,9 +164,11 @@ class EngineContender(Contender):
         return Request(request.id, list(request.prompt), options)
 
 
-def _rate_drafts(request: Request, acceptance: Acceptance) -> None:
-    """Tell the engine, which goes by the confidence of drafts, how often they will be right: what
-    the weights say has nothing to do with what is drawn.
+def _rate_drafts(request: Request, acceptance: AcceptanceDistribution) -> None:
+    """Replace the confidence of the drafts by the probability that a draw accepts them.
+
+    The engine chooses which outcomes get masks by this confidence, and the weights do not know
+    what is drawn.
     """
     request.drafts = [
         draft._replace(confidence=acceptance.chance(depth))
@@ -172,7 +177,7 @@ def _rate_drafts(request: Request, acceptance: Acceptance) -> None:
 
 
 class BlockSync(Contender):
-    """Static batches on one block-synchronised cache, with the engine's layout of the weights."""
+    """A contender with static batches on one block-synchronised cache and packed linear layers."""
 
     choices: Mapping[str, tuple[Any, ...]] = {
         "cache_block": (32, 4, 8, 16, 64, 128),
@@ -187,18 +192,18 @@ class BlockSync(Contender):
         threshold: float,
         draws: Draws | None,
     ) -> None:
-        """Decode with threshold ``threshold`` in batches of ``batch``."""
+        """Decode in mode threshold, in batches of ``batch`` requests."""
         self._model, self._forms = model, forms
         self._batch, self._threshold = batch, threshold
         self._draw = partial(draws.acceptance.draw, draws.seed) if draws else None
         self._settings = {name: values[0] for name, values in self.choices.items()}
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Take on the tokens that rows store together, and the order."""
+        """Set the number of tokens that rows cache together, and the order of the requests."""
         self._settings = dict(settings)
 
-    def run(self, requests: Sequence[BenchRequest]) -> Decoded:
-        """One static batch after the other."""
+    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
+        """Decode one static batch after the other."""
         checkpoint = self._model.checkpoint
         assert checkpoint.metadata is not None
         model = self._forms.packed()
@@ -218,13 +223,19 @@ class BlockSync(Contender):
             for row in decoder.decode(part):
                 outputs[row.request.id] = row.tokens[len(row.request.prompt) :]
                 num_passes += len(row.passes) + row.num_waits
-        return Decoded([outputs[request.id] for request in requests], num_passes)
+        return DecodedRun([outputs[request.id] for request in requests], num_passes)
 
 
 def static_batches(
     requests: Sequence[BenchRequest], batch: int, order: str
 ) -> list[list[BenchRequest]]:
-    """Requests in batches of ``batch``, the last one maybe smaller; ``order`` is of `ORDERS`."""
+    """Split requests into batches of ``batch``; the last may be smaller.
+
+    Args:
+        requests: the requests.
+        batch: requests of a batch.
+        order: one of `ORDERS`.
+    """
     assert order in ORDERS
     ordered = list(requests)
     if order == "by prompt length":

@@ -1,7 +1,7 @@
-"""Rivals of the engine: what transformers itself offers, ``generate`` and continuous batching.
+"""Decodes with transformers itself: ``generate`` and continuous batching, as rivals of the engine.
 
-Both decode one token a pass. ``packed`` gives them the engine's layout of the linear layers, so
-that the engine's gain is told apart from that of its kernels.
+Both decode one token in each pass. With packed linear layers, as the engine has them, they show how
+much of the engine's gain is due to its kernels.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.bench.decode.contenders import (
     ORDERS,
     Contender,
-    Decoded,
+    DecodedRun,
     NotAvailable,
     static_batches,
 )
 from mars_serve.bench.decode.workload import BenchRequest
 
-_NO_TOKEN = -1  # continuous batching's end token where there is none
-_FLASH = "flash"  # whichever version transformers finds
+_NO_TOKEN = -1  # the end token for continuous batching if there is none
+_FLASH = "flash"  # any version of flash attention that transformers finds
 _OPTIONS = {option.name for option in fields(ContinuousBatchingConfig)}
 _POLL_S = 1.0
 
 
 class HfGenerate(Contender):
-    """``generate`` on static batches, padded on the left, with its default cache.
+    """A contender that is ``generate`` on static batches, left-padded, with its default cache.
 
-    A batch runs until its longest output is done; of each request only its own tokens count.
+    A batch runs until its longest output is done; only the tokens that a request asked for count.
     """
 
     choices: Mapping[str, tuple[Any, ...]] = {"order": ORDERS}
@@ -41,30 +41,30 @@ class HfGenerate(Contender):
     def __init__(
         self, model: Callable[[], PreTrainedModel], special: SpecialTokens, batch: int
     ) -> None:
-        """Decode in batches of ``batch`` with a model that is made when first asked for."""
+        """Decode in batches of ``batch`` with a model that is made at first use."""
         self._model, self._special, self._batch = model, special, batch
         self._order = ORDERS[0]
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Take on the order."""
+        """Set the order of the requests."""
         self._order = settings["order"]
 
-    def run(self, requests: Sequence[BenchRequest]) -> Decoded:
-        """One static batch after the other."""
+    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
+        """Decode one static batch after the other."""
         model = self._model()
         model.set_attn_implementation("sdpa")
         outputs: dict[str, list[int]] = {}
         for part in static_batches(requests, self._batch, self._order):
             outputs |= self._generate(model, part)
         decoded = [outputs[request.id] for request in requests]
-        return Decoded(decoded, num_passes=sum(map(len, decoded)))
+        return DecodedRun(decoded, num_passes=sum(map(len, decoded)))
 
     def _generate(
         self, model: PreTrainedModel, requests: list[BenchRequest]
     ) -> dict[str, list[int]]:
         width = max(len(request.prompt) for request in requests)
         padding = [width - len(request.prompt) for request in requests]
-        # the mask hides the padding, so that any id will do
+        # any id will do: the attention mask hides the padding
         ids = [[0] * n + list(r.prompt) for n, r in zip(padding, requests, strict=True)]
         visible = [[0] * n + [1] * (width - n) for n in padding]
         config = _generation_config(
@@ -72,7 +72,7 @@ class HfGenerate(Contender):
             max_tokens=max(request.max_tokens for request in requests),
             end_tokens=sorted(self._special.eos) or None,
         )
-        model.generation_config = config  # else a checkpoint's own fills what is None
+        model.generation_config = config  # a checkpoint's own would replace what is None
         output = model.generate(
             torch.tensor(ids, device=model.device),
             attention_mask=torch.tensor(visible, device=model.device),
@@ -86,10 +86,10 @@ class HfGenerate(Contender):
 
 
 class HfContinuous(Contender):
-    """Transformers' continuous batching on paged keys and values.
+    """A contender that is transformers' continuous batching on paged keys and values.
 
-    Its manager is started with its settings, which is not timed, and ended after a run. Sharing of
-    stored prefixes is off, because rounds repeat the same prompts.
+    Its manager starts when it is configured, which is not timed, and ends when it is closed. Prefix
+    caching is off, because rounds repeat the same prompts.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HfContinuous(Contender):
         requests: Sequence[BenchRequest],
         device: str,
     ) -> None:
-        """Run up to ``batch`` of the requests at once, with storage for any ``batch`` of them."""
+        """Run up to ``batch`` of the requests at once, with pages for any ``batch`` of them."""
         flash = (_FLASH,) if device == "cuda" else ()
         self.choices = {
             "attention": ("sdpa", "paged|eager", *flash),
@@ -112,18 +112,18 @@ class HfContinuous(Contender):
         self._settings = {name: values[0] for name, values in self.choices.items()}
         self._manager: Any = None
         self._attention = ""
-        """What the manager has set the model's attention to; contenders share models."""
+        """Attention that the manager gave the model; set before each run, as models are shared."""
         self._num_runs = 0
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Take on attention, page size in tokens, and most tokens a step."""
+        """Set the attention, the page size in tokens and the most tokens of a step."""
         self.close()
         self._settings = dict(settings)
         self._start()
 
-    def run(self, requests: Sequence[BenchRequest]) -> Decoded:
-        """All requests are there from the start; at most the batch size runs at once."""
-        assert self._manager is not None, "configured before a run"
+    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
+        """Add all requests at once; at most the batch size of them run together."""
+        assert self._manager is not None, "configure comes before run"
         self._model().set_attn_implementation(self._attention)
         self._num_runs += 1
         for request in requests:
@@ -139,7 +139,7 @@ class HfContinuous(Contender):
         outputs = [
             _own_tokens(finished[self._name(request)], self._special) for request in requests
         ]
-        return Decoded(outputs, num_passes=sum(map(len, outputs)))
+        return DecodedRun(outputs, num_passes=sum(map(len, outputs)))
 
     def close(self) -> None:
         """End the manager's thread and free its pages."""
@@ -184,9 +184,9 @@ class HfContinuous(Contender):
 
 
 def _attention_to_ask_for(attention: str) -> str:
-    """Name that leads to an attention: flash is found by the manager itself.
+    """Return the name to request an attention by; the manager itself looks for flash attention.
 
-    Before transformers had ``auto_switch_to_flash``, the name alone kept it from looking.
+    Before transformers had ``auto_switch_to_flash``, only a name kept it from looking.
     """
     if attention == _FLASH:
         return "sdpa"
@@ -196,7 +196,7 @@ def _attention_to_ask_for(attention: str) -> str:
 
 
 def _versioned_options(page_size: int, attention: str) -> dict[str, Any]:
-    """Options whose names depend on the version of transformers."""
+    """Return the options whose names depend on the version of transformers."""
     options: dict[str, Any] = {}
     options["page_size" if "page_size" in _OPTIONS else "block_size"] = page_size
     if "auto_switch_to_flash" in _OPTIONS:
@@ -217,6 +217,6 @@ def _generation_config(
 
 
 def _own_tokens(tokens: list[int], special: SpecialTokens) -> list[int]:
-    """Tokens up to the first end token: what follows it is padding."""
+    """Return the tokens up to the first end token; the rest is padding."""
     ends = [index for index, token in enumerate(tokens) if token in special.eos]
     return tokens[: ends[0] + 1] if ends else tokens

@@ -1,7 +1,7 @@
-"""The model that a benchmark decodes with: a checkpoint, or random weights of a given shape.
+"""Makes the model that a benchmark decodes with: a checkpoint, or random weights of a given shape.
 
-Contenders change their model in place (attention, layout of the weights), so that each form of it
-is made anew; the same seed gives the same random weights every time. Knows no contender.
+Contenders change their model in place (attention, layout of the weights), and each form of it is
+made anew; the same seed gives the same random weights every time.
 """
 
 from __future__ import annotations
@@ -76,34 +76,40 @@ class BenchModel:
     """A model that can be made as often as contenders need it."""
 
     name: str
+    """Name that the user gave."""
     checkpoint: Checkpoint
+    """Configuration, tokenizer and special tokens."""
     is_trained: bool
+    """Whether the weights are a checkpoint's and not random."""
     create: Callable[[], PreTrainedModel]
-    """Makes it anew, on its device, in evaluation mode, with sdpa attention."""
+    """Function that makes the model anew, on its device, for evaluation, with sdpa attention."""
     dtype: torch.dtype
+    """Type of the weights."""
     device: str
+    """Device of the weights."""
 
     def without_end(self) -> BenchModel:
-        """The same model with no end token: an output ends at its limit alone."""
+        """Return the same model without end tokens: an output ends only at its limit."""
         special = replace(self.checkpoint.special, eos=frozenset())
         return replace(self, checkpoint=replace(self.checkpoint, special=special))
 
 
 class ModelForms:
-    """The forms of a model that contenders share, each made when first asked for."""
+    """The forms of a model that contenders share, each made at first use."""
 
     def __init__(self, model: BenchModel) -> None:
+        """Share the forms of ``model``."""
         self.plain: Callable[[], PreTrainedModel] = cache(model.create)
-        """As transformers makes it."""
+        """Returns the model as transformers makes it."""
         self.packed: Callable[[], PreTrainedModel] = cache(lambda: _packed(model.create()))
-        """With the engine's layout of the linear layers' weights."""
+        """Returns the model with the engine's layout of the linear layers' weights."""
 
 
 def trained_model(name: str, dtype: torch.dtype, device: str) -> BenchModel:
-    """A checkpoint directory or hub id.
+    """Return the model of a checkpoint directory or hub id.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the checkpoint cannot be read.
     """
     checkpoint = read_checkpoint(name)
 
@@ -114,9 +120,15 @@ def trained_model(name: str, dtype: torch.dtype, device: str) -> BenchModel:
 
 
 def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> BenchModel:
-    """Random weights, as the family initialises them, for a preset or a ``config.json``.
+    """Return a model with random weights, as its family initialises them.
 
-    Its last token id is the mask, its block size is 4, and it has no tokenizer and no end token.
+    The last token id is the mask, the block size is 4, and there is no tokenizer and no end token.
+
+    Args:
+        name: a preset or a ``config.json``.
+        dtype: type of the weights.
+        device: device of the weights.
+        seed: seed of the weights.
 
     Raises:
         UserError: there is no such preset or file, or the family is not supported.
@@ -133,7 +145,7 @@ def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> Be
         with torch.random.fork_rng(devices=devices), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
-                deepcopy(config),  # a model's attention is noted in its config
+                deepcopy(config),  # a model writes its attention into its config
                 dtype=dtype,
                 attn_implementation="sdpa",
             )

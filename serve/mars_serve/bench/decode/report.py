@@ -1,8 +1,7 @@
-"""Shows what `mars_serve.bench.decode.run` measured: tables, JSON and a plot."""
+"""Shows the result of ``marsray bench decode``: tables with notes, JSON and a plot."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -18,7 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_platform import __version__
-from mars_serve.bench.decode.run import BatchResult, Comparison, DecodeOptions, Result
+from mars_platform.cli.report import (
+    Column,
+    finish_axes,
+    print_json,
+    print_notes,
+    table_of,
+    write_picture,
+)
+from mars_serve.bench.decode.options import DecodeOptions
+from mars_serve.bench.decode.run import BatchResult, ContenderResult, DecodeComparison
 from mars_serve.config.hardware import cpu_name
 
 RATIOS = (
@@ -37,82 +45,87 @@ RATIOS = (
 )
 
 
-class Range(NamedTuple):
-    """Median of the rounds, with the lowest and the highest."""
+class RoundRange(NamedTuple):
+    """A median over the rounds, with the lowest and the highest value."""
 
     median: float
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RoundRange:
+        """Return the range of at least one value."""
+        return cls(median(values), min(values), max(values))
 
-def range_of(values: Sequence[float]) -> Range:
-    """Median and range of at least one value."""
-    return Range(median(values), min(values), max(values))
+    def text(self, spec: str) -> str:
+        """Return the range in words, with the format ``spec`` for each number."""
+        middle, low, high = (format(part, spec) for part in self)
+        return f"{middle} ({low}-{high})"
 
 
-def ratio(above: Result, below: Result) -> Range:
-    """Ratio of tokens a second, taken in each round, then its median and range."""
+def ratio(above: ContenderResult, below: ContenderResult) -> RoundRange:
+    """Return the ratio of tokens/s, taken within each round."""
     pairs = zip(above.timings, below.timings, strict=True)
-    return range_of([ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs])
+    return RoundRange.of([ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs])
 
 
-def print_comparison(comparison: Comparison, console: Console, *, as_json: bool) -> None:
-    """Print tables with their notes, or JSON."""
+def _speed(result: ContenderResult) -> RoundRange:
+    return RoundRange.of([timing.tokens_per_s for timing in result.timings])
+
+
+def print_comparison(comparison: DecodeComparison, console: Console, *, as_json: bool) -> None:
+    """Print the result as tables with their notes, or as JSON."""
     if as_json:
-        console.print_json(json.dumps(figures(comparison)))
+        print_json(console, figures_json(comparison))
         return
-    console.print(_speeds(comparison))
-    ratios = _ratios(comparison)
+    console.print(_speed_table(comparison))
+    ratios = _ratio_table(comparison)
     if ratios.columns[1:]:
         console.print(ratios)
-    for note in _notes(comparison):
-        console.print(note, style="dim", highlight=False, markup=False)
+    print_notes(console, _notes(comparison))
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw tokens a second over batch size, a line for each contender with the rounds' range.
+def plot_comparison(comparison: DecodeComparison, path: Path) -> None:
+    """Draw tokens/s over batch size, with the range of the rounds, a line for each contender.
 
     Args:
-        comparison: what was measured.
-        path: the picture; its suffix says the format.
+        comparison: the result.
+        path: the picture; its suffix names the format.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
-    axis = figure.subplots()
+    axes = figure.subplots()
     for name in comparison.options.contenders:
-        points = [
-            (result.batch, range_of([t.tokens_per_s for t in result.results[name].timings]))
-            for result in comparison.batches
-            if result.results[name].timings
-        ]
-        if points:
-            middles = [speed.median for _, speed in points]
-            below = [speed.median - speed.low for _, speed in points]
-            above = [speed.high - speed.median for _, speed in points]
-            axis.errorbar(
-                [batch for batch, _ in points],
-                middles,
-                yerr=[below, above],
+        speeds = {
+            batch.batch: _speed(batch.results[name])
+            for batch in comparison.batches
+            if batch.results[name].timings
+        }
+        if speeds:
+            axes.errorbar(
+                list(speeds),
+                [speed.median for speed in speeds.values()],
+                yerr=[
+                    [speed.median - speed.low for speed in speeds.values()],
+                    [speed.high - speed.median for speed in speeds.values()],
+                ],
                 marker=".",
                 capsize=3,
                 label=name,
                 linestyle="--" if "hf" in name else "-",
             )
     batches = [result.batch for result in comparison.batches]
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
-    axis.set_xticks(batches, [str(batch) for batch in batches])
-    axis.set_xlabel("batch size")
-    axis.set_ylabel("output tokens / s")
-    axis.set_title(_label(comparison), fontsize="small")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    title = _label(comparison)
+    finish_axes(axes, title=title, x="batch size", y="output tokens / s", legend="best")
+    write_picture(path, figure)
 
 
-def figures(comparison: Comparison) -> dict[str, Any]:
-    """Everything that was measured and what it was measured with, for JSON."""
+def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
+    """Return all that was measured, and the conditions, for JSON."""
     options, draws = comparison.options, comparison.draws
     return {
         "benchmark": "decode",
@@ -143,7 +156,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 def _workload(options: DecodeOptions) -> dict[str, Any]:
     if options.prompts is not None:
-        return {"prompts": str(options.prompts), "max_tokens": options.max_tokens}
+        return {"prompts": options.prompts, "max_tokens": options.max_tokens}
     return {"prompts": None, **asdict(options.shape), "ends_early": False}
 
 
@@ -157,107 +170,90 @@ def _batch_figures(batch: BatchResult) -> dict[str, Any]:
             for name, result in batch.results.items()
         },
         "ratios": {
-            f"{above}/{below}": ratio(batch.results[above], batch.results[below])._asdict()
-            for above, below in _comparable(batch)
+            f"{above}/{below}": ratio(batch.results[above], batch.results[below])
+            for above, below in _measured_ratios(batch)
         },
     }
 
 
-def _result_figures(result: Result, baseline: Result | None) -> dict[str, Any]:
+def _result_figures(result: ContenderResult, baseline: ContenderResult | None) -> dict[str, Any]:
     if result.unavailable is not None:
         return {"unavailable": result.unavailable}
-    same = None
+    identical = None
     if baseline is not None and baseline.outputs:
         pairs = zip(result.outputs, baseline.outputs, strict=True)
-        same = sum(ours == theirs for ours, theirs in pairs) / len(result.outputs)
+        identical = sum(ours == theirs for ours, theirs in pairs) / len(result.outputs)
     return {
-        "tokens_per_s": range_of([t.tokens_per_s for t in result.timings])._asdict(),
-        "tokens_per_forward": _tokens_per_forward(result),
-        "positions_per_forward": _positions_per_forward(result),
-        "identical_to_ar": same,
+        "tokens_per_s": _speed(result),
+        "tokens_per_forward": result.tokens_per_forward,
+        "positions_per_forward": result.positions_per_forward,
+        "identical_to_ar": identical,
         "settings": result.settings,
         "trials": result.trials,
-        "rounds": [asdict(timing) for timing in result.timings],
+        "rounds": result.timings,
     }
 
 
-def _tokens_per_forward(result: Result) -> float:
-    tokens = sum(timing.num_tokens for timing in result.timings)
-    return tokens / sum(timing.num_passes for timing in result.timings)
-
-
-def _positions_per_forward(result: Result) -> float | None:
-    positions = [timing.num_positions for timing in result.timings]
-    known = [number for number in positions if number is not None]
-    return sum(known) / sum(timing.num_passes for timing in result.timings) if known else None
-
-
-def _comparable(batch: BatchResult) -> list[tuple[str, str]]:
+def _measured_ratios(batch: BatchResult) -> list[tuple[str, str]]:
     measured = {name for name, result in batch.results.items() if result.timings}
     return [(above, below) for above, below in RATIOS if {above, below} <= measured]
 
 
-def _speeds(comparison: Comparison) -> Table:
-    table = Table(title=_label(comparison))
-    table.add_column("batch", justify="right")
-    table.add_column("contender", no_wrap=True)
-    table.add_column("tokens/s (range)", justify="right", no_wrap=True)
-    table.add_column("tok/fwd", justify="right")
-    table.add_column("pos/fwd", justify="right")
-    table.add_column("settings")
-    for batch in comparison.batches:
-        for index, (name, result) in enumerate(batch.results.items()):
-            last = index == len(batch.results) - 1
-            number = str(batch.batch) if index == 0 else ""
-            table.add_row(number, name, *_speed_cells(result), end_section=last)
-    return table
-
-
-def _speed_cells(result: Result) -> list[str]:
-    if result.unavailable is not None:
-        return ["not available", "", "", result.unavailable]
-    speed = range_of([timing.tokens_per_s for timing in result.timings])
-    settings = ", ".join(f"{name}: {value}" for name, value in result.settings.items())
-    positions = _positions_per_forward(result)
-    return [
-        f"{speed.median:,.1f} ({speed.low:,.1f}-{speed.high:,.1f})",
-        f"{_tokens_per_forward(result):.2f}",
-        "" if positions is None else f"{positions:.2f}",
-        settings,
+def _speed_table(comparison: DecodeComparison) -> Table:
+    columns = [
+        Column("batch", "batch", justify="right"),
+        Column("contender", "contender", no_wrap=True),
+        Column("tokens/s (range)", "speed", justify="right", no_wrap=True),
+        Column("tok/fwd", "tokens_per_forward", ".2f", justify="right"),
+        Column("pos/fwd", "positions_per_forward", ".2f", justify="right"),
+        Column("settings", "settings"),
     ]
+    return table_of(columns, *map(_speed_rows, comparison.batches), title=_label(comparison))
 
 
-def _ratios(comparison: Comparison) -> Table:
-    table = Table(title="tokens/s, one over the other: median of the rounds (range)")
-    table.add_column("ratio", no_wrap=True)
-    for batch in comparison.batches:
-        table.add_column(f"batch {batch.batch}", justify="right")
-    for pair in RATIOS:
-        cells = [
-            _ratio_cell(ratio(batch.results[pair[0]], batch.results[pair[1]]))
-            if pair in _comparable(batch)
-            else ""
-            for batch in comparison.batches
-        ]
-        if any(cells):
-            table.add_row(" / ".join(pair), *cells)
-    return table
+def _speed_rows(batch: BatchResult) -> list[dict[str, Any]]:
+    rows = []
+    for index, (name, result) in enumerate(batch.results.items()):
+        row: dict[str, Any] = {"batch": None if index else batch.batch, "contender": name}
+        if result.unavailable is not None:
+            row |= {"speed": "not available", "settings": result.unavailable}
+        else:
+            row |= {
+                "speed": _speed(result).text(",.1f"),
+                "tokens_per_forward": result.tokens_per_forward,
+                "positions_per_forward": result.positions_per_forward,
+                "settings": ", ".join(f"{key}: {value}" for key, value in result.settings.items()),
+            }
+        rows.append(row)
+    return rows
 
 
-def _ratio_cell(value: Range) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
+def _ratio_table(comparison: DecodeComparison) -> Table:
+    columns = [Column("ratio", "ratio", no_wrap=True)]
+    rows: dict[tuple[str, str], dict[str, str]] = {pair: {} for pair in RATIOS}
+    for index, batch in enumerate(comparison.batches):
+        columns.append(Column(f"batch {batch.batch}", str(index), justify="right"))
+        for above, below in _measured_ratios(batch):
+            value = ratio(batch.results[above], batch.results[below])
+            rows[above, below][str(index)] = value.text(".2f")
+    return table_of(
+        columns,
+        [{"ratio": " / ".join(pair), **row} for pair, row in rows.items() if row],
+        title="tokens/s, one over the other: median of the rounds (range)",
+    )
 
 
-def _label(comparison: Comparison) -> str:
+def _label(comparison: DecodeComparison) -> str:
     name = comparison.model.name
-    drawn = comparison.draws is not None
-    if drawn and not comparison.model.is_trained:
-        return f"{name}: step-cost measurement: accepted lengths drawn, weights untrained"
-    return f"{name}: accepted lengths drawn" if drawn else name
+    if comparison.draws is None:
+        return name
+    if comparison.model.is_trained:
+        return f"{name}: accepted lengths drawn"
+    return f"{name}: step-cost measurement: accepted lengths drawn, weights untrained"
 
 
-def _notes(comparison: Comparison) -> list[str]:
-    options = comparison.options
+def _notes(comparison: DecodeComparison) -> list[str]:
+    options, draws = comparison.options, comparison.draws
     sizes = ", ".join(f"{len(batch.requests)}" for batch in comparison.batches)
     notes = [
         f"{options.dtype} on {options.device}, {torch.get_num_threads()} CPU threads, "
@@ -267,17 +263,17 @@ def _notes(comparison: Comparison) -> list[str]:
     ]
     if options.compiled:
         notes.append("The engine's model is compiled.")
-    draws = comparison.draws
-    if draws is not None:
+    if draws is None:
+        return notes
+    notes.append(
+        f"Lengths of accepted runs are drawn, {draws.acceptance.mean:.2f} on average "
+        f"where enough masks are fed: {draws.acceptance.source}"
+    )
+    if draws.exact is not draws.acceptance:
         notes.append(
-            f"Lengths of accepted runs are drawn, {draws.acceptance.mean:.2f} on average "
-            f"where enough masks are fed: {draws.acceptance.source}"
+            f"Lengths in mode exact are drawn otherwise, {draws.exact.mean:.2f} on average "
+            f"where as many drafts are fed: {draws.exact.source}"
         )
-        if draws.exact is not draws.acceptance:
-            notes.append(
-                f"Lengths in mode exact are drawn otherwise, {draws.exact.mean:.2f} on average "
-                f"where as many drafts are fed: {draws.exact.source}"
-            )
     return notes
 
 

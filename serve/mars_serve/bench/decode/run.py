@@ -1,8 +1,8 @@
-"""``marsray bench decode``: contenders in turn, in rounds, at several batch sizes.
+"""Runs ``marsray bench decode``: times contenders in turn, in rounds, at several batch sizes.
 
-In each round every contender decodes the same requests once; who goes first moves on from round
-to round, so that a drift of the machine's speed hits all alike. Before that each contender is
-warmed up and its settings are tried out, which is not counted.
+In each round every contender decodes the same requests once. The first contender changes from round
+to round, and a drift of the machine's speed affects all alike. Before the rounds each contender is
+warmed up and tries its settings, which is not counted.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,70 +31,22 @@ from mars_serve.bench.decode.contenders import (
 )
 from mars_serve.bench.decode.hugging_face import HfContinuous, HfGenerate
 from mars_serve.bench.decode.models import BenchModel, ModelForms, trained_model, untrained_model
+from mars_serve.bench.decode.options import CONTENDERS, EXACT_OUTCOMES, NEED_MASKS, DecodeOptions
 from mars_serve.bench.decode.workload import (
     PAPER_ACCEPTANCE,
     BenchRequest,
     Draws,
-    RaggedShape,
     agreeing,
     generated_requests,
     prompted_requests,
     read_acceptance,
     requests_in_run,
 )
-from mars_serve.engine.request import DecodingOptions, Outcomes
-from mars_serve.measure.evaluation.scoring import read_items
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.measure.evaluation.items import read_items
 
-CONTENDERS = (
-    "ar",
-    "threshold",
-    "exact",
-    "exact-all",
-    "exact-last",
-    "hf-generate",
-    "hf-generate+packed",
-    "hf-continuous",
-    "hf-continuous+packed",
-    "block-sync",
-)
-_LAYOUTS = {"exact": None, "exact-all": Outcomes.ALL, "exact-last": Outcomes.LAST}
-"""Contenders in mode exact and the outcomes that they feed masks for; None: the engine's choice."""
-_NEED_MASKS = ("threshold", *_LAYOUTS, "block-sync")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """What ``marsray bench decode`` is asked for."""
-
-    model: str | None = None
-    """Checkpoint directory or hub id; None where ``untrained`` is given."""
-    untrained: str | None = None
-    """Preset or ``config.json`` to make random weights from."""
-    prompts: Path | None = None
-    """Conversations to decode; None for generated requests."""
-    contenders: Sequence[str] = CONTENDERS
-    batches: Sequence[int] = (1, 4, 8, 16, 32)
-    rounds: int = 5
-    num_requests: int = 48
-    """Requests a run, where two batches are not more."""
-    shape: RaggedShape = field(default_factory=RaggedShape)
-    """Lengths of generated requests."""
-    max_tokens: int = 256
-    """Output tokens for a conversation at the most."""
-    threshold: float = 0.95
-    """τ in (0, 1]."""
-    acceptance: str | None = None
-    """File or name of a distribution of accepted runs; None: the model's own, or the paper's where
-    the weights are untrained or ``agreement`` is given."""
-    agreement: float | None = None
-    """In mode exact, draw each draft right with this probability, in [0, 1], instead."""
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "float32"
-    compiled: bool = False
-    """Compile the engine's model."""
 
 
 @dataclass(frozen=True)
@@ -103,31 +54,49 @@ class Timing:
     """One run of one contender."""
 
     seconds: float
+    """Time of the run."""
     num_tokens: int
+    """Number of output tokens."""
     num_passes: int
+    """Number of forward passes; see `DecodedRun`."""
     num_positions: int | None = None
-    """What the passes fed; see `Decoded`."""
+    """Number of positions in those passes; see `DecodedRun`."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second, prompts' time included."""
+        """Output tokens for each second, the time of the prompts included."""
         return self.num_tokens / self.seconds
 
 
 @dataclass
-class Result:
+class ContenderResult:
     """One contender at one batch size."""
 
     timings: list[Timing] = field(default_factory=list)
-    """One for each round."""
+    """Timing of each round."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The fastest of the tried ones."""
+    """Fastest of the tried settings."""
     trials: list[dict[str, Any]] = field(default_factory=list)
-    """What was tried, and the tokens a second it gave."""
+    """Settings that were tried, each with its tokens for each second."""
     outputs: list[list[int]] = field(default_factory=list)
-    """Of the last trial, in the order of the requests."""
+    """Outputs of the last trial, in the order of the requests."""
     unavailable: str | None = None
-    """Why it could not run."""
+    """Reason why the contender cannot run; None if it can."""
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Output tokens for each forward pass, over all rounds."""
+        return sum(each.num_tokens for each in self.timings) / self._num_passes
+
+    @property
+    def positions_per_forward(self) -> float | None:
+        """Positions of each forward pass, over all rounds; None if they are not known."""
+        known = [each.num_positions for each in self.timings if each.num_positions is not None]
+        return sum(known) / self._num_passes if known else None
+
+    @property
+    def _num_passes(self) -> int:
+        return sum(each.num_passes for each in self.timings)
 
 
 @dataclass(frozen=True)
@@ -135,31 +104,35 @@ class BatchResult:
     """All contenders at one batch size."""
 
     batch: int
+    """Batch size."""
     requests: list[BenchRequest]
-    results: dict[str, Result]
+    """Requests of a run."""
+    results: dict[str, ContenderResult]
+    """Result of each contender, by name."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Everything that was measured."""
+class DecodeComparison:
+    """Everything that a benchmark measured."""
 
     options: DecodeOptions
+    """Options of the benchmark."""
     model: BenchModel
+    """Model that was decoded with."""
     draws: Draws | None
+    """Drawn lengths of accepted runs; None if they were the model's own."""
     batches: list[BatchResult]
+    """Results by batch size."""
 
 
-def compare(options: DecodeOptions, console: Console) -> Comparison:
+def compare(options: DecodeOptions, console: Console) -> DecodeComparison:
     """Run the benchmark, with progress on ``console``.
 
     Raises:
         UserError: the model, the data or an option is unusable.
     """
-    _check(options)
-    _check_agreement(options)
-    _check_source(options)
+    options.check()
     model = _model(options)
-    _check_model(model, options)
     draws = _draws(model, options)
     requests = _requests(model, options)
     batches = []
@@ -169,16 +142,16 @@ def compare(options: DecodeOptions, console: Console) -> Comparison:
             with _contenders(model, part, batch, draws, options) as contenders:
                 results = _measure(contenders, part, batch, options, display)
             batches.append(BatchResult(batch, part, results))
-            del contenders  # their models go before the next ones are made
+            del contenders  # frees their models before the next ones are made
             gc.collect()
-    return Comparison(options, model, draws, batches)
+    return DecodeComparison(options, model, draws, batches)
 
 
 @contextmanager
 def _cheap_collection() -> Iterator[None]:
-    """Leave what is there already, imported modules above all, out of garbage collection.
+    """Exclude the objects that exist now from garbage collection within the block.
 
-    Looking through it takes long enough to disturb a run.
+    They are imported modules above all, and traversing them takes long enough to disturb a run.
     """
     gc.collect()
     gc.freeze()
@@ -188,58 +161,18 @@ def _cheap_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _check(options: DecodeOptions) -> None:
-    for name in options.contenders:
-        if name not in CONTENDERS:
-            raise UserError(
-                f"--contender: there is no {name!r}; choose from {', '.join(CONTENDERS)}"
-            )
-    for batch in options.batches:
-        if batch < 1:
-            raise UserError(f"--batch: {batch} is no batch size; give 1 or more")
-    if not 0.0 < options.threshold <= 1.0:
-        raise UserError(
-            f"--threshold: {options.threshold} is not in (0, 1]; 1 is plain AR decoding"
-        )
-
-
-def _check_agreement(options: DecodeOptions) -> None:
-    if options.agreement is None:
-        return
-    if not 0.0 <= options.agreement <= 1.0:
-        raise UserError(f"--agreement: {options.agreement} is no probability; give one in [0, 1]")
-    if not any(name in _LAYOUTS for name in options.contenders):
-        raise UserError(
-            "--agreement: only contenders in mode exact check drafts; add --contender exact"
-        )
-
-
-def _check_source(options: DecodeOptions) -> None:
-    if (options.model is None) == (options.untrained is None):
-        raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: there is no CUDA device on this machine; use cpu")
-    if options.prompts is not None and options.untrained is not None:
-        raise UserError(
-            "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
-        )
-
-
-def _check_model(model: BenchModel, options: DecodeOptions) -> None:
-    needing = [name for name in options.contenders if name in _NEED_MASKS]
-    if needing and model.checkpoint.metadata is None:
-        raise UserError(
-            f"MODEL: {model.name} is a plain AR checkpoint without mars.json; leave out the "
-            f"contender {needing[0]}"
-        )
-
-
 def _model(options: DecodeOptions) -> BenchModel:
     dtype = _DTYPES[options.dtype]
     if options.untrained is not None:
         return untrained_model(options.untrained, dtype, options.device, options.seed)
     assert options.model is not None
     model = trained_model(options.model, dtype, options.device)
+    needing = [name for name in options.contenders if name in NEED_MASKS]
+    if needing and model.checkpoint.metadata is None:
+        raise UserError(
+            f"MODEL: {model.name} is a plain AR checkpoint without mars.json; leave out the "
+            f"contender {needing[0]}"
+        )
     return model if options.prompts is not None else model.without_end()
 
 
@@ -255,7 +188,7 @@ def _draws(model: BenchModel, options: DecodeOptions) -> Draws | None:
 
 
 def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:
-    """As many as the largest run takes."""
+    """Return the requests of the largest run; smaller runs take the first ones."""
     count = max(requests_in_run(batch, options.num_requests) for batch in options.batches)
     checkpoint = model.checkpoint
     if options.prompts is None:
@@ -286,9 +219,9 @@ def _contenders(
     draws: Draws | None,
     options: DecodeOptions,
 ) -> Iterator[dict[str, Contender]]:
-    """The contenders asked for, in order; models are made when first used, and shared."""
+    """Yield the contenders that the options name; they share models made at first use."""
     forms, special = ModelForms(model), model.checkpoint.special
-    exact = any(name in _LAYOUTS for name in options.contenders)
+    exact = any(name in EXACT_OUTCOMES for name in options.contenders)
     engine = cache(
         partial(build_engine, model, requests, batch, draws, exact=exact, compiled=options.compiled)
     )
@@ -297,9 +230,12 @@ def _contenders(
         "threshold": DecodingOptions(1, Mode.THRESHOLD, options.threshold),
         **{
             name: DecodingOptions(1, Mode.EXACT, outcomes=outcomes)
-            for name, outcomes in _LAYOUTS.items()
+            for name, outcomes in EXACT_OUTCOMES.items()
         },
     }
+    continuous = partial(
+        HfContinuous, special=special, batch=batch, requests=requests, device=model.device
+    )
     makers: dict[str, Callable[[], Contender]] = {
         **{
             name: partial(EngineContender, engine, decoding, draws)
@@ -307,10 +243,8 @@ def _contenders(
         },
         "hf-generate": lambda: HfGenerate(forms.plain, special, batch),
         "hf-generate+packed": lambda: HfGenerate(forms.packed, special, batch),
-        "hf-continuous": lambda: HfContinuous(forms.plain, special, batch, requests, model.device),
-        "hf-continuous+packed": lambda: HfContinuous(
-            forms.packed, special, batch, requests, model.device
-        ),
+        "hf-continuous": lambda: continuous(forms.plain),
+        "hf-continuous+packed": lambda: continuous(forms.packed),
         "block-sync": lambda: BlockSync(model, forms, batch, options.threshold, draws),
     }
     contenders = {name: makers[name]() for name in CONTENDERS if name in options.contenders}
@@ -327,9 +261,9 @@ def _measure(
     batch: int,
     options: DecodeOptions,
     display: ProgressDisplay,
-) -> dict[str, Result]:
+) -> dict[str, ContenderResult]:
     title, total = f"batch {batch}", (options.rounds + 1) * len(contenders)
-    results: dict[str, Result] = {}
+    results: dict[str, ContenderResult] = {}
     for done, (name, contender) in enumerate(contenders.items()):
         display.update(title, done, total, f"{name}: trying settings")
         results[name] = _prepare(contender, requests, batch, options.device)
@@ -342,16 +276,18 @@ def _measure(
             contender, result = contenders[name], results[name]
             contender.configure(result.settings)
             timing, _ = _time(contender, requests, options.device)
-            contender.close()  # threads of one that stays up slow the others down (measured)
+            contender.close()  # the threads of an open one slow the others down (measured)
             result.timings.append(timing)
             done += 1
     display.update(title, total, total)
     return results
 
 
-def _prepare(contender: Contender, requests: list[BenchRequest], batch: int, device: str) -> Result:
-    """Warm a contender up and find its fastest settings, one after the other."""
-    result = Result()
+def _prepare(
+    contender: Contender, requests: list[BenchRequest], batch: int, device: str
+) -> ContenderResult:
+    """Warm a contender up and find its fastest settings, one setting after the other."""
+    result = ContenderResult()
 
     def try_out(settings: dict[str, Any]) -> float:
         try:
@@ -397,6 +333,6 @@ def _time(
 
 
 def _synchronise(device: str) -> None:
-    """Wait until the device has done all its work; a CPU has when a call returns."""
+    """Wait until the device has done all its work; on a CPU it has when a call returns."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""What a benchmark decodes: prompts, output limits, and drawn lengths of accepted runs.
+"""Makes the work of a benchmark: prompts, output limits, and drawn lengths of accepted runs.
 
-Everything here follows from its seed and arguments alone. Knows no model and no engine.
+Everything here depends on its seed and arguments alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic import Field, field_validator
 
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
-from mars_serve.measure.evaluation.scoring import EvalItem
+from mars_serve.measure.evaluation.items import EvalItem
 
 PAPER_ACCEPTANCE = "paper-gsm8k-0.95"
-"""Name of the acceptance distribution that comes with the project."""
+"""Name of the acceptance distribution in the package: the paper's, on GSM8K at τ = 0.95."""
 _PAPER_FILE = "paper_gsm8k_0.95.json"
 _SUM_TOLERANCE = 1e-3
 
@@ -32,26 +32,27 @@ class BenchRequest:
     """One prompt to decode, the same for every contender."""
 
     id: str
+    """Name of the request."""
     prompt: tuple[int, ...]
-    """Token ids, at least one."""
+    """Token ids of the prompt, at least one."""
     max_tokens: int
-    """Output tokens at the most; exactly, where nothing ends an output early."""
+    """Limit of the output tokens, and their number unless an end token comes earlier."""
 
 
 @dataclass(frozen=True)
 class RaggedShape:
-    """Lengths of generated requests, drawn uniformly; both ends of a range are included."""
+    """The ranges of the lengths of generated requests, drawn uniformly; both ends are included."""
 
     prompt: tuple[int, int] = (16, 256)
-    """Prompt tokens, least and most."""
+    """Least and most prompt tokens."""
     output: tuple[int, int] = (16, 256)
-    """Output tokens, least and most."""
+    """Least and most output tokens."""
 
     def check(self, max_length: int) -> None:
-        """Refuse ranges that are empty or that the model's context cannot hold.
+        """Refuse ranges that are empty or longer than the model's context.
 
         Raises:
-            UserError: naming the option.
+            UserError: a range is bad; names its option.
         """
         for option, (least, most) in (
             ("--prompt-tokens", self.prompt),
@@ -73,13 +74,13 @@ class RaggedShape:
 def generated_requests(
     count: int, shape: RaggedShape, vocabulary: Sequence[int], seed: int
 ) -> list[BenchRequest]:
-    """Random prompts with output limits; the first requests do not depend on ``count``.
+    """Make random prompts with output limits; the first requests do not depend on ``count``.
 
     Args:
-        count: how many.
+        count: number of requests.
         shape: ranges of the lengths.
-        vocabulary: token ids that prompts are made of.
-        seed: of lengths and tokens.
+        vocabulary: token ids that prompts consist of.
+        seed: seed of the lengths and tokens.
     """
     source = random.Random(seed)
     requests = []
@@ -93,7 +94,7 @@ def generated_requests(
 def prompted_requests(
     items: Sequence[EvalItem], max_tokens: int, max_length: int
 ) -> list[BenchRequest]:
-    """Requests for conversations, within what the context of ``max_length`` tokens leaves."""
+    """Make requests for conversations whose prompts and outputs fit ``max_length`` tokens."""
     return [
         BenchRequest(str(index), item.prompt, min(max_tokens, max_length - len(item.prompt)))
         for index, item in enumerate(items)
@@ -101,21 +102,21 @@ def prompted_requests(
 
 
 def requests_in_run(batch: int, num_requests: int) -> int:
-    """How many requests one run at a batch size decodes: whole batches, two to four of them.
+    """Return the number of requests that a run decodes: two to four whole batches.
 
-    Work grows with the batch, up to ``num_requests`` where two batches are not more.
+    The number grows with the batch size up to ``num_requests``, or to two batches if that is more.
     """
     return batch * max(2, min(4, num_requests // batch))
 
 
-class Acceptance(Settings):
-    """Distribution of the length of the accepted run, in place of a trained model's own."""
+class AcceptanceDistribution(Settings):
+    """A distribution of the length of the accepted run, in place of a trained model's own."""
 
     source: str = ""
-    """Where the figures come from, in words."""
+    """Origin of the figures, in words."""
     tokens_per_forward: dict[int, float] = Field(min_length=1)
-    """Probability of each number of tokens that a pass gives, 1 or more, where enough masks are
-    fed; fewer masks cut a longer run off."""
+    """Probability of each number of tokens that a pass gives, 1 or more, with enough masks; fewer
+    masks cut a longer run off."""
 
     @field_validator("tokens_per_forward")
     @classmethod
@@ -132,12 +133,12 @@ class Acceptance(Settings):
 
     @property
     def mean(self) -> float:
-        """Tokens a pass on average, where enough masks are fed."""
+        """Mean number of tokens that a pass gives, with enough masks."""
         total = sum(self.tokens_per_forward.values())
         return sum(length * share for length, share in self.tokens_per_forward.items()) / total
 
     def chance(self, depth: int) -> float:
-        """Chance that the proposal at a depth, 1 or more, is right if all before it are."""
+        """Return the probability that the proposal at ``depth`` is right if all before it are."""
         reached, passed = (
             sum(share for length, share in self.tokens_per_forward.items() if length >= least)
             for least in (depth, depth + 1)
@@ -145,19 +146,19 @@ class Acceptance(Settings):
         return passed / reached if reached else 0.0
 
     def draw(self, seed: int, request_id: str, num_output: int, num_proposed: int) -> int:
-        """Tokens that a pass gives.
+        """Draw the number of tokens that a pass gives.
 
-        A draw depends on the request and on how far it is, not on what it is batched with: every
-        contender that feeds the same masks at the same place gets the same number.
+        A draw depends on the request and its number of output tokens, not on its batch: contenders
+        that feed the same masks at the same point of a request get the same number.
 
         Args:
-            seed: of all draws.
-            request_id: whose pass it is.
-            num_output: output tokens so far.
-            num_proposed: proposals of the pass; at most as many are accepted.
+            seed: seed of all draws.
+            request_id: name of the request.
+            num_output: number of its output tokens so far.
+            num_proposed: number of proposals of the pass, which limits the accepted run.
 
         Returns:
-            Between 1 and ``num_proposed``.
+            A number from 1 to ``num_proposed``.
         """
         key = f"{seed}/{request_id}/{num_output}".encode()
         uniform = int.from_bytes(blake2b(key, digest_size=8).digest()) / 2**64
@@ -169,38 +170,42 @@ class Acceptance(Settings):
 
 @dataclass(frozen=True)
 class Draws:
-    """Where the lengths of accepted runs come from, if not from the model."""
+    """The distributions that replace a model's accepted runs."""
 
-    acceptance: Acceptance
-    exact: Acceptance
-    """In mode exact: of a run of right drafts and the token behind it."""
+    acceptance: AcceptanceDistribution
+    """Distribution outside mode exact."""
+    exact: AcceptanceDistribution
+    """Distribution in mode exact, of the right drafts and the token behind them."""
     seed: int
+    """Seed of all draws."""
 
 
-def agreeing(agreement: float, most: int) -> Acceptance:
-    """Distribution where each draft is right with the same probability if all before it are.
+def agreeing(agreement: float, most: int) -> AcceptanceDistribution:
+    """Return the distribution in which each draft is equally likely to be right.
 
     Args:
-        agreement: that probability, in [0, 1].
-        most: drafts of a pass at the most, at least 1.
+        agreement: probability, in [0, 1], that a draft is right if all before it are.
+        most: most drafts of a pass, at least 1.
     """
     shares = {right + 1: agreement**right * (1 - agreement) for right in range(most)}
-    return Acceptance(
+    return AcceptanceDistribution(
         source=f"each draft is right with probability {agreement:g} if all before it are",
         tokens_per_forward={**shares, most + 1: agreement**most},
     )
 
 
-def read_acceptance(name: str) -> Acceptance:
-    """Read a distribution from a JSON file, or the one that comes with the project by its name.
+def read_acceptance(name: str) -> AcceptanceDistribution:
+    """Read a distribution from a JSON file, or the package's own by its name.
 
     Raises:
-        UserError: the file cannot be read or does not hold a distribution; it says which field.
+        UserError: the file cannot be read or does not hold a distribution; names the bad field.
     """
     if name == PAPER_ACCEPTANCE:
         text = (files("mars_serve.bench.decode") / _PAPER_FILE).read_text(encoding="utf-8")
-        return Acceptance.model_validate_json(text)
-    return build_settings(dict(read_json(Path(name), "--acceptance")), Acceptance, source=name)
+        return AcceptanceDistribution.model_validate_json(text)
+    return build_settings(
+        dict(read_json(Path(name), "--acceptance")), AcceptanceDistribution, source=name
+    )
 
 
 def read_json(path: Path, option: str) -> Mapping[str, Any]:
@@ -208,10 +213,10 @@ def read_json(path: Path, option: str) -> Mapping[str, Any]:
 
     Args:
         path: the file.
-        option: what named it, for messages.
+        option: option that named the file, for messages.
 
     Raises:
-        UserError: the file is missing, malformed or something else than an object.
+        UserError: the file is missing or malformed, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

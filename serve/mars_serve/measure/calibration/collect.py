@@ -34,12 +34,8 @@ from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 from mars_platform.method.rules import visibility
-from mars_serve.measure.evaluation.scoring import (
-    ONE_TOKEN,
-    EvalItem,
-    evaluation_engine,
-    run_setting,
-)
+from mars_serve.measure.evaluation.decoding import ONE_TOKEN, evaluation_engine, run_setting
+from mars_serve.measure.evaluation.items import EvalItem
 
 _MAX_MASKS = 256  # of one forward pass, whose attention grows with the square of its slots
 _MAX_LOGITS = 2**22  # held at once; every temperature takes a copy of them

@@ -31,8 +31,8 @@ from mars_serve.measure.calibration.collect import (
     measure_calibration,
 )
 from mars_serve.measure.calibration.plot import plot_calibration
-from mars_serve.measure.evaluation.report import DEFAULT_THRESHOLDS
-from mars_serve.measure.evaluation.scoring import EvalItem, read_items
+from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
+from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (
     FrontierOptions,
     MeasuredFrontier,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
 """Tokens of a prompt and of an output, at least one each."""

@@ -22,15 +22,15 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.calibration.collect import OnProgress
-from mars_serve.measure.evaluation.scoring import (
+from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
-    EvalItem,
-    Outcome,
-    Setting,
+    DecodedItem,
+    DecodingSetting,
     evaluation_engine,
     run_setting,
     widest_row,
 )
+from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.frontier.likelihood import Text, log_likelihoods
 from mars_serve.measure.frontier.points import contradiction, name_of, point_of, stored_tokens
 from mars_serve.measure.frontier.step_fit import LinearSteps, fit_steps
@@ -62,11 +62,11 @@ class FrontierOptions:
     """The device in words."""
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[DecodingSetting]:
         """Plain AR decoding, mode threshold with falling τ, mode exact."""
         falling = sorted(self.thresholds, reverse=True)
-        thresholds = [Setting(Mode.THRESHOLD, value) for value in falling]
-        return [ONE_TOKEN, *thresholds, Setting(Mode.EXACT, 1.0)]
+        thresholds = [DecodingSetting(Mode.THRESHOLD, value) for value in falling]
+        return [ONE_TOKEN, *thresholds, DecodingSetting(Mode.EXACT, 1.0)]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _measure_speed(engine: Engine, options: FrontierOptions, on_progress: OnProg
         repeats=options.repeats,
         on_progress=partial(on_progress, _STEPS),
     )
-    table = StepTable(positions=times.positions, stored=times.stored, seconds=times.seconds)
+    table = StepTable(positions=times.positions, stored=times.cached_tokens, seconds=times.seconds)
     num_tokens = (
         EngineSettings().max_num_batched_tokens
     )  # a server's chunk where nothing else is set
@@ -212,7 +212,7 @@ def _measure_speed(engine: Engine, options: FrontierOptions, on_progress: OnProg
     return Speed(step_seconds=table, prefill_tokens_per_s=rate)
 
 
-def _unscored(options: FrontierOptions, found: Found) -> dict[str, tuple[Outcome, ...]]:
+def _unscored(options: FrontierOptions, found: Found) -> dict[str, tuple[DecodedItem, ...]]:
     wanted = {name_of(setting) for setting in options.settings} - found.log_likelihoods.keys()
     return {name: outcomes for name, outcomes in found.outcomes.items() if name in wanted}
 
@@ -220,12 +220,12 @@ def _unscored(options: FrontierOptions, found: Found) -> dict[str, tuple[Outcome
 def _score_outputs(
     engine: Engine,
     items: Sequence[EvalItem],
-    unscored: Mapping[str, Sequence[Outcome]],
+    unscored: Mapping[str, Sequence[DecodedItem]],
     on_progress: OnProgress,
 ) -> dict[str, tuple[float, ...]]:
     """Log-likelihoods by setting; an output that several settings gave is scored once."""
 
-    def text(item: EvalItem, outcome: Outcome) -> Text:
+    def text(item: EvalItem, outcome: DecodedItem) -> Text:
         return item.prompt, outcome.tokens
 
     texts = {name: [*map(text, items, outcomes)] for name, outcomes in unscored.items()}

@@ -10,16 +10,18 @@ from typing import Any
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import Estimate, proportion, ratio_of_totals
-from mars_serve.measure.evaluation.scoring import ONE_TOKEN, EvalItem, Outcome, Setting, score
+from mars_serve.measure.evaluation.decoding import ONE_TOKEN, DecodedItem, DecodingSetting
+from mars_serve.measure.evaluation.items import EvalItem
+from mars_serve.measure.evaluation.scoring import score
 from mars_serve.measure.frontier.working_file import Found
 
 
-def name_of(setting: Setting) -> str:
+def name_of(setting: DecodingSetting) -> str:
     """What a setting is called in messages and in the working file."""
     return _name(setting.mode, setting.threshold)
 
 
-def point_of(found: Found, setting: Setting) -> dict[str, Any]:
+def point_of(found: Found, setting: DecodingSetting) -> dict[str, Any]:
     """The fields of a `FrontierPoint`: accuracy where some item has an answer, else agreement.
 
     Args:
@@ -46,13 +48,13 @@ def point_of(found: Found, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _agreement(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> Estimate:
+def _agreement(outcomes: Sequence[DecodedItem], baseline: Sequence[DecodedItem]) -> Estimate:
     """Share of the outputs that are the baseline's, token for token."""
     pairs = zip(outcomes, baseline, strict=True)
     return proportion(sum(ours.tokens == theirs.tokens for ours, theirs in pairs), len(outcomes))
 
 
-def stored_tokens(items: Sequence[EvalItem], outcomes: Sequence[Outcome]) -> float:
+def stored_tokens(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> float:
     """Mean tokens that a row reads over the passes of mode ar: its prompt and, on average, half of
     its output.
     """

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mars_autoscale.model.capacity import Rung
 from mars_autoscale.model.frontier import FrontierPoint
-from mars_autoscale.policy.inner_loop import LocalSettings
+from mars_autoscale.policy.settings import InnerSettings
 from mars_serve.measure.frontier.measure import MeasuredFrontier
 from mars_serve.measure.frontier.step_fit import LinearSteps
 
@@ -29,7 +29,7 @@ def rungs_of(measured: MeasuredFrontier) -> dict[tuple[str, float], Rung]:
 
 def useful_rungs(measured: MeasuredFrontier) -> tuple[Rung, ...]:
     """Those that the autoscaler walks with all slots taken, see `Capacity.useful`."""
-    return measured.capacity.useful(LocalSettings().min_gain)
+    return measured.capacity.useful(InnerSettings().min_gain)
 
 
 def frontier_table(measured: MeasuredFrontier) -> Table:
@@ -72,7 +72,7 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
         f"are read at {frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
         _steps(measured.steps),
         "break-even: rows up to which it is faster than ar. hull: ar and the thresholds that are "
-        f"{LocalSettings().min_gain:g} times faster and lie on the concave hull of speed over "
+        f"{InnerSettings().min_gain:g} times faster and lie on the concave hull of speed over "
         "loss. Mode exact loses nothing and stands beside it.",
         f"Written to {file}",
     ]

@@ -19,7 +19,8 @@ from mars_platform.checkpoint.files import write_whole
 from mars_platform.config import Settings, build_settings
 from mars_platform.errors import UserError
 from mars_serve.measure.calibration.collect import Measured
-from mars_serve.measure.evaluation.scoring import EvalItem, Outcome
+from mars_serve.measure.evaluation.decoding import DecodedItem
+from mars_serve.measure.evaluation.items import EvalItem
 
 WORKING_FILE = ".calibrate.json"
 
@@ -42,7 +43,7 @@ class Found(Settings):
     """Temperatures, with what is drawn of them."""
     speed: Speed | None = None
     """Step times and prefill rate."""
-    outcomes: dict[str, tuple[Outcome, ...]] = Field(default_factory=dict)
+    outcomes: dict[str, tuple[DecodedItem, ...]] = Field(default_factory=dict)
     """By setting's name, of all items."""
     log_likelihoods: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """By setting's name, of all items' outputs, in nats."""

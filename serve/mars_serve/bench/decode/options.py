@@ -1,0 +1,109 @@
+"""Defines the options of ``marsray bench decode`` and checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mars_platform.errors import UserError
+from mars_serve.bench.decode.workload import RaggedShape
+from mars_serve.engine.decoding_options import Outcomes
+
+CONTENDERS = (
+    "ar",
+    "threshold",
+    "exact",
+    "exact-all",
+    "exact-last",
+    "hf-generate",
+    "hf-generate+packed",
+    "hf-continuous",
+    "hf-continuous+packed",
+    "block-sync",
+)
+EXACT_OUTCOMES = {"exact": None, "exact-all": Outcomes.ALL, "exact-last": Outcomes.LAST}
+"""Contenders in mode exact, and the outcomes that get masks; None lets the engine choose."""
+NEED_MASKS = ("threshold", *EXACT_OUTCOMES, "block-sync")
+"""Contenders that a plain AR checkpoint cannot serve."""
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Options of ``marsray bench decode``."""
+
+    model: str | None = None
+    """Checkpoint directory or hub id; None if ``untrained`` is given."""
+    untrained: str | None = None
+    """Preset or ``config.json`` to make random weights from."""
+    prompts: Path | None = None
+    """File of conversations to decode; None generates requests."""
+    contenders: Sequence[str] = CONTENDERS
+    """Names of the contenders to measure."""
+    batches: Sequence[int] = (1, 4, 8, 16, 32)
+    """Batch sizes to measure."""
+    rounds: int = 5
+    """Number of times that each contender is timed."""
+    num_requests: int = 48
+    """Requests of a run, or two batches if that is more."""
+    shape: RaggedShape = field(default_factory=RaggedShape)
+    """Lengths of generated requests."""
+    max_tokens: int = 256
+    """Limit of the output tokens of a conversation."""
+    threshold: float = 0.95
+    """τ in (0, 1]."""
+    acceptance: str | None = None
+    """File or name of a distribution of accepted runs; None takes the model's own runs, or the
+    paper's distribution if the weights are untrained or ``agreement`` is given."""
+    agreement: float | None = None
+    """Probability, in [0, 1], that a draft of mode exact is drawn as right; None draws from
+    ``acceptance`` there, too."""
+    seed: int = 0
+    """Seed of prompts, lengths, draws and weights."""
+    device: str = "cpu"
+    """Device to run on, ``cpu`` or ``cuda``."""
+    dtype: str = "float32"
+    """Type of the weights, ``float32`` or ``bfloat16``."""
+    compiled: bool = False
+    """Whether to compile the engine's model."""
+
+    def check(self) -> None:
+        """Refuse options that are out of range or contradict each other.
+
+        Raises:
+            UserError: an option is bad; names it.
+        """
+        for name in self.contenders:
+            if name not in CONTENDERS:
+                known = ", ".join(CONTENDERS)
+                raise UserError(f"--contender: there is no {name!r}; choose from {known}")
+        for batch in self.batches:
+            if batch < 1:
+                raise UserError(f"--batch: {batch} is no batch size; give 1 or more")
+        if not 0.0 < self.threshold <= 1.0:
+            raise UserError(
+                f"--threshold: {self.threshold} is not in (0, 1]; 1 is plain AR decoding"
+            )
+        if self.agreement is not None:
+            self._check_agreement(self.agreement)
+        self._check_source()
+
+    def _check_agreement(self, agreement: float) -> None:
+        if not 0.0 <= agreement <= 1.0:
+            raise UserError(f"--agreement: {agreement} is no probability; give one in [0, 1]")
+        if not any(name in EXACT_OUTCOMES for name in self.contenders):
+            raise UserError(
+                "--agreement: only contenders in mode exact check drafts; add --contender exact"
+            )
+
+    def _check_source(self) -> None:
+        if (self.model is None) == (self.untrained is None):
+            raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device: there is no CUDA device on this machine; use cpu")
+        if self.prompts is not None and self.untrained is not None:
+            raise UserError(
+                "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
+            )

@@ -1,0 +1,254 @@
+"""Decodes held-out items through the engine in one setting after the other.
+
+Items and decoded items are plain data: a set can be split over processes, and its parts put
+together in any order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.data.answers import is_correct
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_serve.api.text import decode
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    FinishReason,
+    Outcomes,
+    Sampling,
+)
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.measure.evaluation.items import EvalItem
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+"""Types of weights by the names that the commands have for them."""
+_NUM_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class DecodingSetting:
+    """One way of decoding."""
+
+    mode: Mode
+    """Decoding mode."""
+    threshold: float
+    """τ in (0, 1]; only mode threshold uses it."""
+    outcomes: Outcomes | None = None
+    """Outcomes that get masks in mode exact; None leaves the choice to the engine."""
+    calibrated: bool = False
+    """Whether τ is compared with the calibrated confidence."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Sampling parameters; an item's seed is theirs plus the item's index."""
+
+
+ONE_TOKEN = DecodingSetting(Mode.AR, 1.0)
+
+
+@dataclass(frozen=True)
+class DecodedItem:
+    """The output of one item in one setting."""
+
+    source: str
+    """Name of the item."""
+    tokens: tuple[int, ...]
+    """Output tokens, the end token included."""
+    num_passes: int
+    """Number of forward passes that gave a token."""
+    num_positions: int
+    """Number of positions in those passes; see `decoding_positions`."""
+    finish_reason: FinishReason
+    """Reason why the output ended."""
+    correct: bool | None
+    """Whether the output is correct; None if the item has no answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of output tokens."""
+        return len(self.tokens)
+
+
+def device_and_dtype(device: str, dtype: str | None) -> tuple[str, str]:
+    """Return the device to run on and the name of the type of the weights.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA if there is a device.
+        dtype: one of `DTYPES`; None for float32 on the CPU and bf16 on CUDA.
+
+    Raises:
+        UserError: the device is ``cuda`` and there is none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise UserError("--device: there is no CUDA device on this machine; use cpu")
+    chosen = "cuda" if available and device != "cpu" else "cpu"
+    return chosen, dtype or ("float32" if chosen == "cpu" else "bf16")
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse a τ that is out of range.
+
+    Raises:
+        UserError: τ is not in (0, 1].
+    """
+    if not 0.0 < threshold <= 1.0:
+        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+
+
+def evaluation_engine(
+    checkpoint: Checkpoint,
+    items: Sequence[EvalItem],
+    *,
+    max_tokens: int,
+    max_num_seqs: int,
+    exact: bool = False,
+    min_pool_tokens: int = 1,
+    model: PreTrainedModel | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Engine:
+    """Build an engine with pages for any ``max_num_seqs`` of the items at once.
+
+    Args:
+        checkpoint: tokenizer, special tokens and block size; its weights are loaded unless
+            ``model`` is given.
+        items: all items that will be decoded.
+        max_tokens: limit of an item's output tokens; the context may leave fewer.
+        max_num_seqs: number of items that run at once.
+        exact: whether a setting is of mode exact, whose steps are wider.
+        min_pool_tokens: least number of tokens that the pages hold.
+        model: a model to take over: the engine moves it, sets it to evaluation and changes its
+            attention. A model in training must be copied first.
+        dtype: type of the weights to load.
+        device: device to run on.
+
+    Raises:
+        UserError: the weights cannot be loaded.
+    """
+    defaults = EngineSettings()
+    longest = heapq.nlargest(
+        max_num_seqs, (min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items)
+    )
+    window = checkpoint.metadata.block_size if checkpoint.metadata else 0
+    page_size = defaults.page_size_on(torch.device(device).type)
+    settings = EngineSettings(
+        num_pages=max(
+            sum(-(-length // page_size) for length in longest), -(-min_pool_tokens // page_size)
+        ),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(
+            defaults.max_num_batched_tokens, max_num_seqs * widest_row(window, exact=exact)
+        ),
+    )
+    if model is not None:
+        model = model.eval()
+    return Engine(checkpoint, settings, model=model, dtype=dtype, device=device)
+
+
+def widest_row(window: int, *, exact: bool) -> int:
+    """Return the most positions that a decoding row uses, with room for all of its masks.
+
+    In mode threshold these are up to window + 1 uncached tokens and the masks; in mode exact, the
+    pending token, the drafts, and a mask group for each outcome.
+    """
+    return (window + 1) ** 2 if exact else 2 * window + 1
+
+
+def run_setting(
+    engine: Engine,
+    items: Sequence[EvalItem],
+    setting: DecodingSetting,
+    *,
+    max_tokens: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[DecodedItem]:
+    """Decode every item, batched.
+
+    Args:
+        engine: an engine without other requests; see `evaluation_engine`.
+        items: the items; may be empty.
+        setting: the way of decoding.
+        max_tokens: limit of an item's output tokens; the context may leave fewer.
+        on_progress: called with the number of finished items whenever it has grown.
+
+    Returns:
+        The decoded items in the order of the items.
+
+    Raises:
+        UserError: the model cannot decode in this setting.
+    """
+    assert not engine.has_work, "an evaluation has its engine to itself"
+    waiting = iter(enumerate(items))
+    running: dict[str, Request] = {}
+    passes: list[list[StepOutput]] = [[] for _ in items]
+    decoded: dict[int, DecodedItem] = {}
+    while len(decoded) < len(items):
+        # Twice the batch keeps the batch full, and memory does not grow with the number of items.
+        for index, item in islice(waiting, 2 * engine.settings.max_num_seqs - len(running)):
+            options = _options(item, setting, min(max_tokens, engine.max_length - len(item.prompt)))
+            request = Request(str(index), list(item.prompt), options)
+            engine.add(request)
+            running[request.id] = request
+        num_before = len(decoded)
+        for output in engine.step():
+            index = int(output.request_id)
+            passes[index].append(output)
+            if output.finish_reason is not None:
+                request = running.pop(output.request_id)
+                decoded[index] = _decoded_item(engine, items[index], request, passes[index])
+        if on_progress is not None and len(decoded) > num_before:
+            on_progress(len(decoded))
+    engine.check_integrity()
+    return [decoded[index] for index in range(len(items))]
+
+
+def decoding_positions(passes: Sequence[StepOutput]) -> int:
+    """Return the number of positions in all passes of a request, in order.
+
+    Of the first pass, which reads the end of the prompt, only the prompt's last token and the masks
+    count: the rest of the prompt is no part of decoding.
+    """
+    first, *others = passes
+    return 1 + first.num_masks + sum(output.num_positions for output in others)
+
+
+def _options(item: EvalItem, setting: DecodingSetting, max_tokens: int) -> DecodingOptions:
+    seed = (setting.sampling.seed + item.index) % _NUM_SEEDS
+    return DecodingOptions(
+        max_tokens,
+        setting.mode,
+        setting.threshold,
+        outcomes=setting.outcomes,
+        calibrated=setting.calibrated,
+        sampling=replace(setting.sampling, seed=seed),
+    )
+
+
+def _decoded_item(
+    engine: Engine, item: EvalItem, request: Request, passes: Sequence[StepOutput]
+) -> DecodedItem:
+    assert request.finish_reason is not None
+    tokens = request.tokens[request.num_prompt :]
+    correct = None
+    if item.answer is not None:
+        # Not every tokenizer treats each end token as special and leaves it out of the text.
+        said = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
+        correct = is_correct(decode(engine.checkpoint.tokenizer, said), item.answer)
+    return DecodedItem(
+        source=item.source,
+        tokens=tuple(tokens),
+        num_passes=len(passes),
+        num_positions=decoding_positions(passes),
+        finish_reason=request.finish_reason,
+        correct=correct,
+    )

@@ -1,0 +1,213 @@
+"""Runs ``marsray eval``: scores one checkpoint on files in each mode and at each threshold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.cli.progress import ProgressDisplay, progress_display
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import Outcomes, Sampling
+from mars_serve.engine.engine import Engine
+from mars_serve.measure.evaluation.decoding import (
+    DTYPES,
+    ONE_TOKEN,
+    DecodedItem,
+    DecodingSetting,
+    check_threshold,
+    device_and_dtype,
+    evaluation_engine,
+    run_setting,
+)
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_serve.measure.evaluation.scoring import Score, score
+
+DEFAULT_THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+_WARM_UP_TOKENS = 4
+_MAX_TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of ``marsray eval``."""
+
+    model: str
+    """Checkpoint directory or hub id."""
+    data: Sequence[Path]
+    """JSONL and Parquet files of conversations."""
+    thresholds: Sequence[float] = ()
+    """τ to measure; empty for `DEFAULT_THRESHOLDS`. One-token decoding is always measured."""
+    modes: Sequence[Mode] = ()
+    """Modes to measure; empty for mode ar and, with a MARS checkpoint, mode threshold."""
+    outcomes: Sequence[Outcomes] = ()
+    """Outcomes that get masks, each a setting of mode exact; empty for all outcomes. The engine's
+    own choice among them depends on the time of a step and not on quality."""
+    calibrated: bool = False
+    """Whether mode threshold compares τ with the calibrated confidence."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Sampling parameters of all settings; see `DecodingSetting`."""
+    max_items: int | None = None
+    """Number of the files' first conversations to read; None reads all."""
+    max_tokens: int = 256
+    """Limit of a conversation's output tokens; the context may leave fewer."""
+    batch: int = 32
+    """Number of conversations that run at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to run on; auto is CUDA if there is a device."""
+    dtype: Literal["float32", "bf16"] | None = None
+    """Type of weights, keys and values; None for float32 on the CPU and bf16 on CUDA."""
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """The result of one setting."""
+
+    setting: DecodingSetting
+    """The setting."""
+    score: Score
+    """Score of all items."""
+    tokens_per_s: float
+    """Output tokens for each second, the time of the prompts included."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    options: EvalOptions
+    """Options of the evaluation."""
+    device: str
+    """Device that it ran on."""
+    dtype: str
+    """Type of the weights."""
+    rows: list[SettingResult]
+    """Result of each setting, one-token decoding first, with which the others are compared."""
+    num_unstated: int
+    """Number of conversations whose own final turn does not end with their answer."""
+
+
+def evaluate(options: EvalOptions, console: Console) -> Evaluation:
+    """Measure every setting, with progress on ``console``.
+
+    Raises:
+        UserError: the model, the data or an option is unusable.
+    """
+    _check_ranges(options)
+    device, dtype = device_and_dtype(options.device, options.dtype)
+    checkpoint = read_checkpoint(options.model)
+    settings = settings_to_run(checkpoint, options)
+    items = read_items(
+        options.data,
+        checkpoint.tokenizer,
+        max_length=checkpoint.max_length,
+        max_items=options.max_items,
+    )
+    engine = evaluation_engine(
+        checkpoint,
+        items,
+        max_tokens=options.max_tokens,
+        max_num_seqs=options.batch,
+        exact=any(setting.mode is Mode.EXACT for setting in settings),
+        dtype=DTYPES[dtype],
+        device=device,
+    )
+    run_setting(engine, items[: options.batch], settings[-1], max_tokens=_WARM_UP_TOKENS)
+    with progress_display(console) as display:
+        rows = _measure(engine, items, settings, options.max_tokens, display)
+    num_unstated = sum(item.answer is not None and not item.states_answer for item in items)
+    return Evaluation(options, device, dtype, rows, num_unstated)
+
+
+def settings_to_run(checkpoint: Checkpoint, options: EvalOptions) -> list[DecodingSetting]:
+    """Return one-token decoding, then the settings of the options, the highest threshold first.
+
+    Raises:
+        UserError: the checkpoint cannot decode so, or no mode of the options uses an option.
+    """
+    modes = options.modes or [Mode.AR if checkpoint.metadata is None else Mode.THRESHOLD]
+    below_one = sorted({value for value in options.thresholds if value < 1.0}, reverse=True)
+    if checkpoint.metadata is None and (below_one or {*modes} != {Mode.AR}):
+        raise UserError(
+            f"model: {options.model} is a plain AR checkpoint without mars.json and decodes in "
+            "mode ar only; leave out other modes and thresholds under 1"
+        )
+    _check_modes(options, modes, below_one)
+    settings = [ONE_TOKEN]
+    if Mode.THRESHOLD in modes:
+        values = below_one if options.thresholds else DEFAULT_THRESHOLDS
+        settings += [
+            DecodingSetting(Mode.THRESHOLD, value, calibrated=options.calibrated)
+            for value in values
+        ]
+    if Mode.EXACT in modes:
+        layouts = options.outcomes or [Outcomes.ALL]
+        settings += [DecodingSetting(Mode.EXACT, 1.0, outcomes=layout) for layout in layouts]
+    return [replace(setting, sampling=options.sampling) for setting in settings]
+
+
+def setting_names(setting: DecodingSetting) -> tuple[str, str]:
+    """Return the name of a setting in two parts: its mode, and its τ or its outcomes."""
+    if setting.mode is Mode.EXACT:
+        return setting.mode, setting.outcomes or ""
+    return setting.mode, f"{setting.threshold:g}"
+
+
+def _check_ranges(options: EvalOptions) -> None:
+    for threshold in options.thresholds:
+        check_threshold(threshold)
+    sampling = options.sampling
+    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+        limits = f"[0, {_MAX_TEMPERATURE:g}]"
+        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
+
+
+def _check_modes(options: EvalOptions, modes: Sequence[Mode], below_one: Sequence[float]) -> None:
+    if Mode.THRESHOLD not in modes:
+        if below_one:
+            raise UserError(
+                f"--threshold: mode {modes[0]} knows no threshold and {below_one[0]:g} is under 1; "
+                "add --mode threshold or leave it out"
+            )
+        if options.calibrated:
+            raise UserError(
+                "--calibrated: only mode threshold goes by a confidence; add --mode threshold or "
+                "leave it out"
+            )
+    if options.outcomes and Mode.EXACT not in modes:
+        raise UserError("--outcomes: only mode exact has outcomes; add --mode exact")
+
+
+def _measure(
+    engine: Engine,
+    items: list[EvalItem],
+    settings: list[DecodingSetting],
+    max_tokens: int,
+    display: ProgressDisplay,
+) -> list[SettingResult]:
+    rows: list[SettingResult] = []
+    baseline: list[DecodedItem] | None = None
+    for setting in settings:
+        title = " ".join(setting_names(setting))
+        started = time.monotonic()
+        decoded = run_setting(
+            engine,
+            items,
+            setting,
+            max_tokens=max_tokens,
+            on_progress=partial(display.update, title, total=len(items)),
+        )
+        seconds = time.monotonic() - started
+        num_tokens = sum(each.num_tokens for each in decoded)
+        rows.append(SettingResult(setting, score(decoded, baseline), num_tokens / seconds))
+        baseline = baseline or decoded
+    return rows
