@@ -27,9 +27,10 @@ from rich.console import Console
 
 from mars_platform.cluster.session import ray_session
 from mars_platform.cluster.settings import ClusterSettings
-from mars_serve.measure.evaluation.report import EvalOptions, evaluate
+from mars_serve.measure.evaluation.evaluate import EvalOptions, evaluate
 from mars_train.data.demo import write_demo_data
-from mars_train.data.pipeline import prepare, read_conversations
+from mars_train.data.files import read_conversations
+from mars_train.data.pipeline import prepare
 from mars_train.recipe import Recipe
 from mars_train.run.scratch import create_model
 from mars_train.stage.job import Notice, StageJob

@@ -134,7 +134,8 @@ def eval_(
 
     from mars_platform.cli.report import output_console
     from mars_serve.engine.decoding_options import Sampling
-    from mars_serve.measure.evaluation.report import EvalOptions, evaluate, print_evaluation
+    from mars_serve.measure.evaluation.evaluate import EvalOptions, evaluate
+    from mars_serve.measure.evaluation.report import print_evaluation
 
     options = EvalOptions(
         model,

@@ -18,7 +18,7 @@ from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import read_items
+from mars_serve.measure.evaluation.items import read_items
 
 MAX_TOKENS, NUM_PROMPTS = 30, 12
 TEMPERATURES = (1.0, 0.5, 1.5, 3.0, 6.0)

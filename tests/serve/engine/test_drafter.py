@@ -26,7 +26,7 @@ from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import EvalItem, read_items
+from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.replica.loading import load_engine
 
 BATCH, MAX_TOKENS, NUM_DRAFTS = 6, 30, 5

@@ -29,7 +29,7 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import read_items
+from mars_serve.measure.evaluation.items import read_items
 
 MAX_TOKENS = 40
 NUM_PROMPTS = 60
