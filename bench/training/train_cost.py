@@ -261,7 +261,7 @@ class Variants:
         batch = batch.to(self.device)
         logits = self.model(
             input_ids=batch.tokens,
-            position_ids=batch.positions,
+            position_ids=batch.position_ids,
             attention_mask=attention_mask(batch, self.options.attention),
             use_cache=False,
         ).logits  # [rows, 2 * longest, vocabulary]
@@ -298,7 +298,7 @@ def naive_batch(tokens: Tensor, padding: Tensor, blocks: Tensor, copies: int) ->
     none = torch.zeros(0, dtype=torch.long)
     return Batch(
         tokens=tokens,
-        positions=torch.arange(longest).repeat(rows, copies),
+        position_ids=torch.arange(longest).repeat(rows, copies),
         blocks=blocks.repeat(1, copies),
         documents=torch.where(padding, PADDING_DOCUMENT, 0).repeat(1, copies),
         noisy=(torch.arange(copies * longest) >= longest).repeat(rows, 1),

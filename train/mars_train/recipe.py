@@ -1,4 +1,7 @@
-"""A training run as one file: every setting that determines it. Knows no code that runs it."""
+"""The recipe of a training run: one file with every setting that determines it.
+
+Imports no Ray or torch.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from mars_platform.config import Settings
 
 
 class ScratchModel(Settings):
-    """A model built from its configuration, with a tokenizer trained on the training data."""
+    """A new model built from its configuration, with a tokenizer trained on the training data."""
 
     config: dict[str, Any]
     """Hugging Face model configuration; ``model_type`` is required."""
     vocabulary_size: int = Field(default=512, ge=264)
-    """Entries of the byte-level BPE tokenizer at the most."""
+    """Most entries of the byte-level BPE tokenizer."""
 
 
 class ModelSource(Settings):
-    """What training starts from: exactly one of the two."""
+    """The model that training starts from: exactly one of the two settings."""
 
     base: str | None = None
     """A model directory or a Hugging Face hub id."""
     scratch: ScratchModel | None = None
-    """A new model."""
+    """A new model, to train from scratch."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
@@ -36,42 +39,42 @@ class ModelSource(Settings):
 
 
 class DataSettings(Settings):
-    """Training conversations and what the loss is taken on."""
+    """Training conversations, and the turns that the loss is taken on."""
 
     train: list[str] = Field(min_length=1)
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories or globs of them; a path, or a
-    URL that fsspec knows (s3://bucket/chats/*.parquet)."""
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories or globs, each as a path or an
+    fsspec URL (s3://bucket/chats/*.parquet)."""
     loss_on: Literal["last", "all"] = "last"
-    """Whether the final assistant turn is supervised, or every one."""
+    """Supervised turns: the last assistant turn, or all of them."""
     max_length: int = Field(default=512, ge=8)
-    """Tokens of a conversation at the most; what goes beyond is cut off, and counted."""
+    """Most tokens of a conversation; longer ones are cut, counted and reported."""
     max_bad_rows: int = Field(default=0, ge=0)
-    """Rows that may be skipped as unusable; more of them stop the run."""
+    """Most unusable rows that are skipped; with more the run is refused."""
 
 
 class _StageSettings(Settings):
-    """Settings that both stages share."""
+    """Settings that stages of either kind have."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     """Name of the stage, and of its directory."""
     epochs: int = Field(default=5, ge=1)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps at the most, where the epochs have more."""
+    """Most optimizer steps; null for all steps of the epochs."""
     batch_size: int = Field(default=384, ge=1)
-    """Conversations an optimizer step, over all workers."""
+    """Conversations per optimizer step, over all workers."""
     micro_batch_size: int = Field(default=48, ge=1)
-    """Conversations a worker runs at once; the rest of its share is accumulated."""
+    """Conversations that a worker processes at once; gradients are accumulated over its share."""
     learning_rate: float = Field(default=5e-6, gt=0)
-    """Peak of the cosine schedule."""
+    """Peak learning rate of the cosine schedule."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps during which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm."""
     row_slots: int = Field(default=1024, ge=16)
-    """Slots of a packed row, clean and noisy tokens together."""
+    """Most slots of a packed row, clean and noisy tokens together."""
 
 
 class ArStage(_StageSettings):
@@ -87,7 +90,7 @@ class MarsStage(_StageSettings):
     objective: Literal["mars"]
     name: str = Field(default="mars", pattern=r"^[a-z0-9][a-z0-9-]*$")
     block_size: int = Field(default=4, ge=1, le=64)
-    """B, in tokens."""
+    """Block size B, in tokens."""
     ar_weight: float = Field(default=1.0, ge=0)
     """Weight of the clean stream's AR loss."""
 
@@ -103,34 +106,34 @@ def _number_or_range(value: Any) -> Any:
 
 
 class Scaling(Settings):
-    """Workers of the run."""
+    """Number, resources and placement of the workers."""
 
     num_workers: Annotated[int | tuple[int, int], BeforeValidator(_number_or_range)] = 1
-    """Data-parallel workers; [least, most] lets the run shrink and grow with the cluster."""
+    """Data-parallel workers; with a range [least, most] the run follows the cluster's size."""
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """ddp keeps the whole model on every worker; fsdp2 shards weights, gradients and optimizer."""
     use_gpu: bool = False
-    """One GPU a worker; on the CPU otherwise."""
+    """Whether each worker uses one GPU; otherwise workers use the CPU."""
     cpus_per_worker: float = Field(default=1, gt=0)
-    """CPUs that Ray reserves for a worker."""
+    """CPUs that Ray reserves for each worker."""
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
-    """Further Ray resources of a worker, such as memory in bytes or custom ones."""
+    """Further Ray resources of each worker, such as memory in bytes or custom ones."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement of workers on nodes."""
+    """Ray's strategy for placing workers on nodes."""
     threads_per_worker: int | None = Field(default=None, ge=1)
-    """Threads of a worker's CPU kernels; by default the machine's cores, shared evenly."""
+    """Threads of each worker's CPU kernels; by default an even share of the machine's cores."""
     max_failures: int = Field(default=3, ge=-1)
-    """Times that lost workers are replaced before the run gives up; -1 for always. Nodes taken
-    away with notice do not count."""
+    """Number of failures after which the run gives up replacing lost workers; -1 for no limit.
+    Nodes that are taken away with notice do not count."""
 
     @property
     def least_workers(self) -> int:
-        """Workers that the run needs."""
+        """Fewest workers that the run needs."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def most_workers(self) -> int:
-        """Workers that the run uses where the cluster has room."""
+        """Most workers that the run uses."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
@@ -147,35 +150,36 @@ class Scaling(Settings):
 
 
 class CheckpointSettings(Settings):
-    """Checkpoints to resume from."""
+    """Checkpoints from which a run can be resumed."""
 
     every_steps: int = Field(default=100, ge=1)
     """Optimizer steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints of a stage that are kept."""
+    """Number of a stage's newest checkpoints that are kept."""
     storage: str | None = None
-    """Directory or fsspec URL (s3://...) that every node reaches; output/checkpoints by default.
-    With a URL, data and start weights are passed to the workers through it, too."""
+    """Directory or fsspec URL (s3://...) that every node can reach; by default output/checkpoints.
+    With a URL, workers also get data and start weights through it."""
 
 
 class EvaluationSettings(Settings):
-    """Scoring of a held-out set during training."""
+    """Scoring of the model on a held-out set during training."""
 
     data: list[str] = Field(min_length=1)
-    """JSONL or Parquet files of conversations; a row's ``answer`` makes it checkable."""
+    """JSONL or Parquet files of conversations; a row with an ``answer`` can be checked."""
     every_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between scorings; the start and the end of a stage are scored as well."""
+    """Optimizer steps between scorings; each stage is also scored at its start and end."""
     max_items: int = Field(default=200, ge=1)
-    """Conversations at the most, from the beginning of the files."""
+    """Most conversations, taken from the beginning of the files."""
     max_tokens: int = Field(default=256, ge=1)
-    """Output tokens a conversation at the most."""
+    """Most output tokens of a conversation."""
     thresholds: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (1.0, 0.95, 0.7)
-    """Confidence thresholds to decode with; 1, plain AR decoding, is always among them."""
+    """Confidence thresholds to decode with; 1, plain AR decoding, is always added."""
     max_accuracy_drop: float = Field(default=0.02, ge=0, le=1)
-    """Share of checkable answers that one-token decoding may lose against the stage's start
-    before a warning is given."""
+    """Drop of one-token accuracy since the stage's start, as a share of checkable answers, above
+    which a warning is given."""
     max_loss_rise: float = Field(default=0.05, ge=0)
-    """Nats a token that the AR loss may rise over the stage's start before a warning is given."""
+    """Rise of the AR loss since the stage's start, in nats per token, above which a warning is
+    given."""
 
 
 _MAY_CHANGE: dict[str, Any] = {
@@ -185,37 +189,38 @@ _MAY_CHANGE: dict[str, Any] = {
     "checkpoints": True,
     "max_nonfinite_steps": True,
 }
-"""Settings that do not determine what is trained."""
+"""Settings that do not change the trained model."""
 
 
 class Recipe(Settings):
-    """Everything that determines a run."""
+    """All settings of a training run."""
 
     model: ModelSource
     data: DataSettings
     stages: list[Stage] = Field(min_length=1)
     output: Path
-    """Directory that gets the model. An unfinished run of the same recipe in it is resumed."""
+    """Directory for the run's results. An unfinished run of the same recipe in it is resumed."""
     evaluation: EvaluationSettings | None = None
-    """Held-out scoring; none by default."""
+    """Scoring on a held-out set; null for none."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     scaling: Scaling = Scaling()
     cluster: ClusterSettings = ClusterSettings()
     precision: Literal["no", "bf16"] = "bf16"
-    """Mixed precision: bf16, or no for float32 throughout."""
+    """Mixed precision: bf16, or no for float32 only."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """flex skips blocks that no token sees, sdpa takes a dense mask; auto is flex on a GPU."""
+    """Attention: flex skips masked blocks, sdpa takes a dense mask, auto is flex on a GPU."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Whether to recompute activations in the backward pass: less memory, a third more time."""
     compile: bool = False
-    """Compile the decoder with torch.compile."""
+    """Whether to compile the decoder with torch.compile."""
     max_nonfinite_steps: int = Field(default=10, ge=0)
-    """Steps of a stage whose loss or gradient is not finite that are skipped; more are fatal."""
+    """Most steps of a stage that are skipped for a non-finite loss or gradient; with more the run
+    fails."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, data order and block borders."""
 
     def differences(self, other: Recipe) -> list[str]:
-        """Top-level settings in which another recipe would train something else."""
+        """Return the top-level settings that would make another recipe train another model."""
         ours, theirs = (item.model_dump(mode="json", exclude=_MAY_CHANGE) for item in (self, other))
         return [key for key in ours if ours[key] != theirs[key]]
 

@@ -1,1 +1,1 @@
-"""The trainer's commands, as `marsray` loads them."""
+"""The trainer's commands of `marsray`."""

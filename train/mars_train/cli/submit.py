@@ -1,4 +1,4 @@
-"""``marsray submit``: trains a recipe as a job of a Ray cluster, and watches such jobs."""
+"""``marsray submit``: trains a recipe as a job of a Ray cluster, and manages such jobs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _SUBMIT = "CONFIG"
 _INTERRUPTED = 130
-_FILE_WIDTH = 160  # of a table that goes to a file or pipe, where rich assumes 80
+_FILE_WIDTH = 160  # columns of a table written to a file or pipe; rich assumes 80
 
 
 class _ConfigOrCommand(TyperGroup):
-    """A group whose first word may be a recipe as well as a command: `submit` is the verb."""
+    """A command group that also accepts a recipe as its first word, as in ``submit CONFIG``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         commands = set(self.commands) - {_SUBMIT}
@@ -36,7 +36,7 @@ class _ConfigOrCommand(TyperGroup):
 
 
 class _Unnamed(TyperCommand):
-    """The command that is meant where none is named: its usage is the group's."""
+    """The group's default command; its usage is shown as the group's."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **rest: Any) -> Any:
         return super().make_context(
@@ -49,12 +49,14 @@ submit = typer.Typer(cls=_ConfigOrCommand, subcommand_metavar="CONFIG | COMMAND 
 _Address = Annotated[
     str | None,
     typer.Option(
-        help="URL of the head's dashboard, such as http://HEAD:8265; else RAY_API_SERVER_ADDRESS, "
-        "RAY_ADDRESS."
+        help="URL of the head's dashboard, such as http://HEAD:8265; by default the value of "
+        "RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON; anything else goes to stderr.")]
-_Id = Annotated[str, typer.Argument(help="The job's id, as `list` shows it.", metavar="ID")]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON; other messages go to stderr.")
+]
+_Id = Annotated[str, typer.Argument(help="Id of the job, as shown by `list`.", metavar="ID")]
 
 
 @submit.callback(invoke_without_command=True)
@@ -73,20 +75,23 @@ def _submit(
     address: _Address = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the run; takes the place of the last part of `output`."),
+        typer.Option(help="Name of the run; it replaces the last part of `output`."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option(help="Show the log until the job has ended; status 1 if it failed.")
+        bool,
+        typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
     ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
     ] = None,
     working_dir: Annotated[
-        Path, typer.Option(help="Directory that the recipe's relative paths start from.")
+        Path, typer.Option(help="Directory that relative paths in the recipe start from.")
     ] = Path(),
     ship_code: Annotated[
         bool,
-        typer.Option("--ship-code", help="Bring marsray itself along; else the cluster has it."),
+        typer.Option(
+            "--ship-code", help="Upload marsray too; without it the cluster must have marsray."
+        ),
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -114,7 +119,7 @@ def _submit(
 
 @submit.command()
 def status(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
-    """Show how a job stands."""
+    """Show the status of a job."""
     job = _connect(address).find(job_id)
     if as_json:
         typer.echo(json.dumps(job.to_json()))
@@ -129,10 +134,11 @@ def logs(
     job_id: _Id,
     address: _Address = None,
     follow: Annotated[
-        bool, typer.Option(help="Go on until the job has ended; status 1 if it failed.")
+        bool,
+        typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
     ] = False,
 ) -> None:
-    """Show what a job has printed."""
+    """Show the log of a job."""
     jobs = _connect(address)
     if follow:
         _tell_end(_follow(jobs, job_id, as_json=False))
@@ -142,7 +148,7 @@ def logs(
 
 @submit.command()
 def stop(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
-    """Stop a job; its run saves a checkpoint, and can be resumed."""
+    """Stop a job; its run saves a checkpoint and can be resumed."""
     jobs = _connect(address)
     job = jobs.find(job_id)
     if job.has_ended:
@@ -155,7 +161,7 @@ def stop(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
 
 @submit.command("list")
 def list_jobs(address: _Address = None, as_json: _Json = False) -> None:
-    """List the cluster's training jobs, the newest first."""
+    """List the cluster's training jobs, newest first."""
     from rich.console import Console
     from rich.table import Table
 
@@ -180,10 +186,10 @@ def _connect(address: str | None) -> Jobs:
 
 
 def _started(jobs: Jobs, planned: Submission, *, ship_code: bool) -> Job:
-    """Start the job, unless one of the same run is at work.
+    """Start the job.
 
     Raises:
-        UserError: there is one.
+        UserError: another job is working on the same run.
     """
     from datetime import UTC, datetime
     from tempfile import TemporaryDirectory
@@ -223,11 +229,11 @@ def _follow(jobs: Jobs, job_id: str, *, as_json: bool) -> Job:
 
 
 def _tell_end(job: Job) -> None:
-    """Say how a job ended; anything but success is this command's status 1."""
+    """Print how a job ended; exit with status 1 unless it succeeded."""
     if job.status == "SUCCEEDED":
         typer.echo(f"job {job.id} succeeded", err=True)
         return
-    reason = job.message.partition(", last available logs")[0]  # which have been shown
+    reason = job.message.partition(", last available logs")[0]  # the log has been shown
     typer.echo(f"job {job.id} {job.status.lower()}: {reason}", err=True)
     typer.echo("submitted again, the run is resumed from its last checkpoint", err=True)
     raise typer.Exit(1)

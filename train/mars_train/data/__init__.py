@@ -1,1 +1,1 @@
-"""From files of conversations to a store of tokenised rows."""
+"""Prepares training data: from files of conversations to a store of token ids."""

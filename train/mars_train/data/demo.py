@@ -1,9 +1,9 @@
-"""The demo's chat tasks: short answers that mix set phrases with steps that must be computed.
+"""The demo's chat tasks, whose answers mix fixed phrases with results to be computed.
 
-Three kinds: reading a number off and adding two digits are learnt with certainty; running totals
-are not, because each total depends on the one before it. A model that emits several of them in
-one forward pass has to add up in its head, which a small one does with varying confidence: the
-kind of step at which a lower threshold trades accuracy for speed.
+There are three kinds. Copying a number and adding two digits are learnt with certainty. Running
+totals are not, because each total depends on the one before it: a model that emits several in one
+forward pass has to add up internally, which a small model does with varying confidence. There a
+lower threshold trades accuracy for speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_MISSES = 1_000
 
 @dataclass(frozen=True)
 class Task:
-    """One question with a worked response and the answer that it must end with."""
+    """A question with a worked response and its answer."""
 
     kind: str
     question: str
@@ -33,7 +33,7 @@ class Task:
     answer: str
 
     def row(self) -> dict[str, object]:
-        """The task as a row of chat data; ``answer`` makes it checkable."""
+        """Return the task as a row of chat data; ``answer`` makes it checkable."""
         messages = [
             {"role": "user", "content": self.question},
             {"role": "assistant", "content": f"{self.response} {ANSWER_MARK} {self.answer}"},
@@ -83,20 +83,20 @@ _KINDS: list[tuple[Callable[[random.Random], Task], float]] = [
 
 
 def draw_task(rng: random.Random) -> Task:
-    """A random task; the kinds come in fixed shares."""
+    """Draw a random task; each kind has a fixed share."""
     makers, shares = zip(*_KINDS, strict=True)
     maker: Callable[[random.Random], Task] = rng.choices(makers, shares)[0]
     return maker(rng)
 
 
 def write_demo_data(out: Path, *, num_train: int, num_eval: int, seed: int) -> None:
-    """Write ``train.jsonl`` and ``eval.jsonl``; no question of one is in the other.
+    """Write ``train.jsonl`` and ``eval.jsonl``, which share no question.
 
-    Held-out questions are distinct. Training questions may repeat: the small kinds have only
-    some hundreds.
+    Held-out questions are distinct. Training questions may repeat, because the simple kinds have
+    only some hundreds.
 
     Raises:
-        UserError: the directory has data already, or so many distinct questions do not exist.
+        UserError: the directory has data already, or there are fewer distinct questions.
     """
     existing = [name for name in ("train.jsonl", "eval.jsonl") if (out / name).exists()]
     if existing:

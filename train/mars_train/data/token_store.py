@@ -1,8 +1,8 @@
-"""Tokenised rows as flat files that every worker maps into memory, and the order they come in.
+"""Stores tokenised rows in files that every worker maps into memory, and orders them by step.
 
-A store holds rows in canonical order: by input file, then by line. Which rows a step gets is a
-pure function of (seed, epoch, step), so that a run can be resumed, and its workers can come and go.
-Knows no cluster, no text and no model.
+A store holds rows in canonical order: by input file, then by line. The rows of a step are a pure
+function of (seed, epoch, step). So a run can be resumed, also by another number of workers. Imports
+no Ray or torch.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class StoreHeader(Settings):
     format_version: Literal[1] = 1
     """Version of the store's layout."""
     num_rows: int = Field(ge=1)
-    """Rows of the index."""
+    """Number of rows."""
     num_tokens: int = Field(ge=1)
-    """Tokens of all rows together."""
+    """Tokens of all rows."""
     fingerprint: str
     """SHA-256 over lengths, tokens and supervision in canonical order."""
 
 
 class TokenStore:
-    """Rows of tokens on disk, mapped into memory; opening one reads only its header.
+    """Rows of tokens on disk, mapped into memory; opening a store reads only its header.
 
-    ``store[i]`` is row i in canonical order: its input ids, int64 [length], and which of them are
+    ``store[i]`` is row i in canonical order: its input ids, int64 [length], and whether each is
     supervised, bool [length].
 
     Raises:
@@ -64,18 +64,18 @@ class TokenStore:
 
     def __getitem__(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         start, length = self._index[row]
-        place = slice(start, start + length)
-        return self._tokens[place].astype(np.int64), self._supervised[place].astype(bool)
+        part = slice(start, start + length)
+        return self._tokens[part].astype(np.int64), self._supervised[part].astype(bool)
 
 
 class TokenStoreWriter:
-    """Writes rows in the order they arrive; ``finish`` indexes them in canonical order.
+    """Writes rows in the order of arrival; ``finish`` indexes them in canonical order.
 
-    The store appears under ``path`` when ``finish`` is done, or not at all. Memory: under 100 bytes
-    a row.
+    The store appears under ``path`` when ``finish`` is done, or not at all. It takes under 100
+    bytes of memory per row.
 
     Raises:
-        UserError: something is there already.
+        UserError: ``path`` exists already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class TokenStoreWriter:
             raise UserError(f"{path} is there already; remove it, or name another directory")
         self._path = path
         self._partial = path.with_name(f"{path.name}.partial")
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
         self._partial.mkdir(parents=True)
         self._open = ExitStack()
         self._tokens = self._open.enter_context((self._partial / TOKENS_FILE).open("wb"))
@@ -96,7 +96,7 @@ class TokenStoreWriter:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._open.close()  # may fail, where the last bytes find no room
+            self._open.close()  # fails if the disk has no room for the last bytes
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -110,10 +110,10 @@ class TokenStoreWriter:
         """Add rows.
 
         Args:
-            keys: number of the input file, and line in it; [rows, 2].
-            lengths: tokens of each row; [rows].
-            tokens: those of all rows back to back; [tokens].
-            supervised: likewise; [tokens].
+            keys: [rows, 2], number of the input file, and line in it.
+            lengths: [rows], tokens of each row.
+            tokens: [tokens], the tokens of all rows one after the other.
+            supervised: [tokens], whether each token is supervised.
         """
         assert len(keys) == len(lengths)
         assert lengths.sum() == len(tokens) == len(supervised)
@@ -123,7 +123,7 @@ class TokenStoreWriter:
         self._supervised.write(supervised.astype(np.uint8).tobytes())
 
     def finish(self) -> TokenStore:
-        """Index what was appended, at least one row, and put the store in its place."""
+        """Index the appended rows, at least one, and move the store to its path."""
         keys, lengths = np.concatenate(self._keys), np.concatenate(self._lengths)
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         order = np.lexsort((keys[:, 1], keys[:, 0]))
@@ -154,7 +154,7 @@ def _read_header(file: Path) -> StoreHeader:
 
 
 def _map(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """A file of exactly ``count`` elements."""
+    """Map a file of exactly ``count`` elements into memory."""
     try:
         size = file.stat().st_size
     except OSError as error:
@@ -180,7 +180,7 @@ def _map_index(file: Path, num_rows: int) -> NDArray[np.int64]:
 def _fingerprint(
     index: NDArray[np.int64], tokens: NDArray[np.int32], supervised: NDArray[np.uint8]
 ) -> str:
-    """Hash of the content in canonical order, wherever in the files the rows lie."""
+    """Hash the content in canonical order, which need not be the order in the files."""
     starts, lengths = index[:, 0], index[:, 1]
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1])  # between neighbours on disk
     begins = starts[np.concatenate([[0], breaks + 1])]
@@ -194,16 +194,16 @@ def _fingerprint(
 
 # --- order ----------------------------------------------------------------------------------------
 
-# What a hash is for: the order and the offsets of one (seed, epoch) must not go together.
+# Purpose of a hash, so that order and offsets of one (seed, epoch) are independent.
 _ORDER, _OFFSET = 1, 2
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The rows of an epoch in the order they are trained on: a permutation, int64 [num_rows].
+    """Return the rows of an epoch in the order of training: a permutation, int64 [num_rows].
 
-    Rows are sorted by their hash. NumPy's own generators may change between its versions
-    (https://numpy.org/doc/stable/reference/random/compatibility.html), and a run is resumed with
-    whatever version is installed by then.
+    Rows are sorted by a hash, because NumPy's generators may change between versions
+    (https://numpy.org/doc/stable/reference/random/compatibility.html), and a run may be resumed
+    with another version.
     """
     rows = np.arange(num_rows, dtype=np.int64)
     return np.argsort(_hash(_ORDER, seed, epoch, rows), kind="stable").astype(np.int64)
@@ -212,26 +212,26 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def block_offsets(
     rows: NDArray[np.int64], seed: int, epoch: int, block_size: int
 ) -> NDArray[np.int64]:
-    """Where each row's first block border lies in this epoch: int64 [rows], in [0, block_size)."""
+    """Return the offset of each row's block borders in an epoch: int64 [rows] below block_size."""
     return (_hash(_OFFSET, seed, epoch, rows) % np.uint64(block_size)).astype(np.int64)
 
 
 def share(rows: NDArray[np.int64], rank: int, num_workers: int) -> NDArray[np.int64]:
-    """One worker's part of a batch: contiguous, and as large as the others' up to one row."""
+    """Return one worker's contiguous part of a batch; parts differ by at most one row."""
     assert 0 <= rank < num_workers
     return rows[rank * len(rows) // num_workers : (rank + 1) * len(rows) // num_workers]
 
 
 class BatchOrder:
-    """Which rows each optimizer step of a stage gets, over all workers.
+    """Assignment of rows to the optimizer steps of a stage, over all workers.
 
-    An epoch's last, incomplete batch is left out. ``batch_size`` is at most ``num_rows``.
+    An epoch's last, incomplete batch is dropped. ``batch_size`` is at most ``num_rows``.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
         assert 1 <= batch_size <= num_rows
         self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
-        self._epoch, self._order = 0, epoch_order(num_rows, seed, 0)  # of the epoch asked for last
+        self._epoch, self._order = 0, epoch_order(num_rows, seed, 0)  # cache of one epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -239,11 +239,11 @@ class BatchOrder:
         return self.num_rows // self.batch_size
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, that a step, from 0, belongs to."""
+        """Return the epoch of a step; both count from 0."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """Rows of a step, from 0; int64 [batch_size]."""
+        """Return the rows of a step, counted from 0: int64 [batch_size]."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, epoch_order(self.num_rows, self.seed, epoch)
@@ -251,7 +251,7 @@ class BatchOrder:
 
 
 def _hash(purpose: int, seed: int, epoch: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Pseudo-random uint64 for each row; [rows]."""
+    """Return a pseudo-random uint64 for each row, [rows]."""
     state = np.zeros(1, np.uint64)
     for word in (purpose, seed, epoch):
         state = _splitmix64(state + np.uint64(word % _UINT64))
@@ -259,7 +259,7 @@ def _hash(purpose: int, seed: int, epoch: int, rows: NDArray[np.int64]) -> NDArr
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One output of the SplitMix64 generator (Steele, Lea, Flood 2014), modulo 2^64 throughout."""
+    """Return one output of the SplitMix64 generator (Steele, Lea, Flood 2014), modulo 2^64."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,1 +1,1 @@
-"""The MARS training method: layout, attention masks, objective and batches."""
+"""The MARS training method: layout of sequences, attention masks, objective and batches."""

@@ -1,6 +1,6 @@
-"""Attention over packed rows: SDPA under a dense mask, or flex attention under a block mask.
+"""Attention over packed rows: SDPA with a dense mask, or flex attention with a block mask.
 
-Both masks come from the one rule in ``mars_platform.method.rules``. Knows no loss and no data.
+Both masks are computed from the rule of visibility in `mars_platform.method.rules`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
 FLEX_MULTIPLE = 128
-"""Slots of a row under flex attention are a multiple of this: the side of a mask's blocks."""
+"""Side of a block mask's blocks; with flex attention a row's slots are a multiple of it."""
 
 _FLEX_NAME = "marsray_flex"
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
-    """Make the model's layers attend this way.
+    """Make the model's layers use this kind of attention.
 
     Raises:
         UserError: the model does not take its attention through transformers' interface, or wants
@@ -43,17 +43,17 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 
 
 def attention_mask(batch: Batch, attention: Attention) -> Tensor | BlockMask:
-    """The mask that the model's layers are given: bool [rows, 1, slots, slots], or as blocks."""
+    """Return the attention mask: bool [rows, 1, slots, slots] for SDPA, a block mask for flex."""
     if attention == "flex":
         return block_mask(batch)
-    return visibility(batch.documents, batch.positions, batch.blocks, batch.noisy).unsqueeze(1)
+    return visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy).unsqueeze(1)
 
 
 def block_mask(batch: Batch) -> BlockMask:
-    """The batch's visibility as a block mask; its slots are a multiple of ``FLEX_MULTIPLE``."""
+    """Return the batch's block mask; its slots must be a multiple of ``FLEX_MULTIPLE``."""
     rows, slots = batch.tokens.shape
     assert slots % FLEX_MULTIPLE == 0, slots
-    columns = (batch.documents, batch.positions, batch.blocks, batch.noisy)
+    columns = (batch.documents, batch.position_ids, batch.blocks, batch.noisy)
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(
@@ -69,10 +69,10 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-# transformers has a "flex_attention" of its own, which takes a block mask too. But it compiles on
+# transformers has its own "flex_attention", which takes block masks as well. But it compiles on
 # every device, and on a CPU the compiler fails on masks that read tensors once shapes are dynamic
-# (torch 2.13: C++ that does not build); and it repeats keys and values where the number of heads
-# is no power of two.
+# (torch 2.13: C++ that does not build). It also repeats keys and values if the number of heads is
+# not a power of two.
 def _flex(
     _module: nn.Module,
     query: Tensor,  # [rows, heads, slots, head_dim]
@@ -83,7 +83,7 @@ def _flex(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer; on a CPU forward only, and slow."""
+    """Attend in one layer, as transformers calls it; on a CPU it is slow and has no backward."""
     plain = query.device.type == "cpu" or torch.compiler.is_compiling()
     attend = flex_attention if plain else _compiled_flex_attention()
     output = attend(

@@ -1,6 +1,6 @@
-"""A stage's micro-batches on one worker: which conversations, laid out, packed and padded.
+"""Makes one worker's micro-batches of a stage: chooses conversations, lays them out and packs them.
 
-All of it is a pure function of the recipe, the step and the worker's rank. Knows no model.
+The result is a pure function of the recipe, the step and the worker's rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mars_train.recipe import Stage
 
 
 def num_steps(stage: Stage, num_examples: int) -> int:
-    """Optimizer steps of a stage; an epoch's incomplete last batch is left out."""
+    """Return the optimizer steps of a stage; an epoch's incomplete last batch is dropped."""
     steps = num_examples // stage.batch_size * stage.epochs
     return min(steps, stage.max_steps or steps)
 
 
 @dataclass(frozen=True)
 class StageBatches:
-    """Makes the micro-batches of one worker."""
+    """The micro-batches of one worker."""
 
     data: TokenStore
     stage: Stage
@@ -38,31 +38,32 @@ class StageBatches:
     mask_token_id: int
     pad_token_id: int
     multiple_of: int
-    """Rows get a multiple of so many slots."""
+    """Slots of a row are a multiple of this."""
 
     def from_step(self, first: int) -> Iterator[list[Batch]]:
-        """Micro-batches of each step from ``first``, from 0, to the last; made one step ahead."""
+        """Yield the micro-batches of step ``first``, from 0, and all later ones, a step ahead."""
         total = num_steps(self.stage, len(self.data))
         with ThreadPoolExecutor(1, thread_name_prefix="layout") as executor:
-            coming: Future[list[Batch]] | None = None
+            upcoming: Future[list[Batch]] | None = None
             for step in range(first, total):
-                batches = coming.result() if coming else self._micro_batches(step)
+                batches = upcoming.result() if upcoming else self._micro_batches(step)
                 if step + 1 < total:
-                    coming = executor.submit(self._micro_batches, step + 1)
+                    upcoming = executor.submit(self._micro_batches, step + 1)
                 yield batches
 
     def filler(self) -> Batch:
-        """A batch without a label, for a worker that has no conversation left."""
+        """Return a batch without labels, for a worker that has no conversation left."""
         input_ids, supervised = self.data[0]
-        none = np.zeros_like(supervised[:2])
-        return self._collate([lay_out(input_ids[:2], none, self.block_size, self.mask_token_id)])
+        unsupervised = np.zeros_like(supervised[:2])
+        layout = lay_out(input_ids[:2], unsupervised, self.block_size, self.mask_token_id)
+        return self._collate([layout])
 
     @cached_property
     def _order(self) -> BatchOrder:
         return BatchOrder(len(self.data), self.stage.batch_size, self.seed)
 
     def _micro_batches(self, step: int) -> list[Batch]:
-        """As many on every worker, since FSDP2 has all of them run each one together."""
+        """Make a step's micro-batches, as many on each worker, because FSDP2 runs in lockstep."""
         rows = share(self._order.rows(step), self.rank, self.num_workers)
         largest_share = -(-self.stage.batch_size // self.num_workers)
         count = -(-largest_share // self.stage.micro_batch_size)

@@ -2,7 +2,7 @@
 
     loss = CE(noisy logits, labels) + ar_weight * CE(clean logits, labels)
 
-(arXiv 2604.07023, section 3.2.) Knows no data format, optimizer or cluster.
+(arXiv 2604.07023, section 3.2). Imports no Ray.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mars_train.method.attention import Attention, attention_mask, use_attention
 from mars_train.method.layout import Batch
 
 MAX_LOGITS = 2**26
-"""Logits that exist at once, forward and backward: elements, 256 MiB in float32."""
+"""Most logits in memory at once, forward or backward, in elements (256 MiB in float32)."""
 
 
 class LossSums(NamedTuple):
-    """Cross-entropy summed over the batch's supervised labels; divide by ``num_labels``.
+    """Cross-entropy summed over a batch's supervised labels; divide by ``num_labels``.
 
-    A tuple, so that whatever wraps the objective finds the tensors in its output: FSDP2 hangs the
-    start of the backward pass on them.
+    It is a tuple because FSDP2 searches the objective's output for tensors, to which it attaches
+    the start of its backward pass.
     """
 
     clean: Tensor  # float32 [], nats
@@ -36,17 +36,17 @@ class LossSums(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Wraps the model so that one ``forward`` yields the loss sums.
+    """The model and its loss as the one module that data parallelism wraps.
 
-    Being the module that data parallelism wraps, it runs the decoder and the output layer itself:
-    logits are computed only where a label reads them, never for whole rows.
+    It calls the decoder and the output layer separately, and computes logits only for the slots
+    that predict a label.
 
     Args:
-        model: any decoder that takes its attention through transformers' interface; which one it
-            uses is changed in place.
+        model: any decoder that takes its attention through transformers' interface; its kind of
+            attention is changed in place.
         masked: whether the noisy stream is trained (MARS) or the clean one alone (AR).
-        attention: ``sdpa`` runs everywhere under a dense mask; ``flex`` skips what is masked,
-            trains on CUDA only and wants rows of a multiple of ``FLEX_MULTIPLE`` slots.
+        attention: ``sdpa`` runs everywhere with a dense mask; ``flex`` skips masked blocks, trains
+            on CUDA only and needs rows of a multiple of ``FLEX_MULTIPLE`` slots.
         compile: compile the decoder layers and the loss, for any shape of batch.
     """
 
@@ -56,7 +56,7 @@ class Objective(nn.Module):
         *,
         masked: bool,
         attention: Attention = "sdpa",
-        compile: bool = False,  # noqa: A002 - torch's own word
+        compile: bool = False,  # noqa: A002 - named as in torch
     ) -> None:
         super().__init__()
         use_attention(model, attention)
@@ -65,22 +65,22 @@ class Objective(nn.Module):
         self.attention = attention
         self._token_losses = _token_losses
         if compile:
-            # Layer by layer: one graph serves all layers, and FSDP2, which gathers and frees
-            # layers, works as before.
+            # Layers are compiled one by one: they share one graph, and FSDP2 can still gather and
+            # free each of them.
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
             self._token_losses = torch.compile(_token_losses, dynamic=True)
 
     def forward(self, batch: Batch) -> LossSums:
-        """Loss sums of one packed batch; with no label in it, zeros that have gradients."""
+        """Return the loss sums of one packed batch; without labels, zeros that have gradients."""
         clean, noisy = self._label_losses(batch)
         return LossSums(clean.sum(), noisy.sum(), len(batch.labels))
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses of each label, for evaluation: clean and noisy, float32 [labels] each, nats.
+        """Return the clean and the noisy loss of each label, float32 [labels] each, in nats.
 
-        Where FSDP2 shards the objective, it must be told of this method
-        (``torch.distributed.fsdp.register_fsdp_forward_method``), as of any but ``forward``.
+        If FSDP2 shards the objective, this method must be registered first with
+        ``torch.distributed.fsdp.register_fsdp_forward_method``.
         """
         return self._label_losses(batch)
 
@@ -89,18 +89,18 @@ class Objective(nn.Module):
         if not self.masked:
             clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)
             return clean, torch.zeros_like(clean)
-        behind = batch.depths > 0  # the others' noisy logits equal the clean ones
-        sources = torch.cat([batch.clean_sources, batch.noisy_sources[behind]])
+        masked = batch.depths > 0  # at depth 0 the noisy logits equal the clean ones
+        sources = torch.cat([batch.clean_sources, batch.noisy_sources[masked]])
         losses = self._cross_entropy(
-            hidden[sources], torch.cat([batch.labels, batch.labels[behind]])
+            hidden[sources], torch.cat([batch.labels, batch.labels[masked]])
         )
-        clean, masked = losses.tensor_split([len(batch.labels)])
-        return clean, clean.masked_scatter(behind, masked)
+        clean, noisy = losses.tensor_split([len(batch.labels)])
+        return clean, clean.masked_scatter(masked, noisy)
 
     def _hidden_states(self, batch: Batch) -> Tensor:
         output = self.model.base_model(
             input_ids=batch.tokens,
-            position_ids=batch.positions,
+            position_ids=batch.position_ids,
             attention_mask=attention_mask(batch, self.attention),
             use_cache=False,
         )
@@ -108,11 +108,11 @@ class Objective(nn.Module):
         return hidden.flatten(0, 1)
 
     def _cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Losses of [labels, width] hidden states, never more than ``MAX_LOGITS`` at once.
+        """Return the losses of hidden states [labels, width], in chunks of ``MAX_LOGITS`` logits.
 
-        Chunks are checkpointed: their logits are computed again in the backward pass.
-        ``F.linear_cross_entropy`` would do the same (torch 2.13, unreduced), but torch 2.11 lacks
-        it, and it takes the weight where this takes whatever module the output layer is.
+        Several chunks are checkpointed: the backward pass computes their logits again.
+        ``F.linear_cross_entropy`` would do the same, but torch 2.11 lacks it, and it takes a weight
+        matrix instead of any module as the output layer.
         """
         num_chunks = -(-len(labels) * self.model.config.vocab_size // MAX_LOGITS)
         if num_chunks <= 1:

@@ -1,4 +1,4 @@
-"""Draws the losses and held-out scores of a run into one picture."""
+"""Plots the losses and held-out scores of a run as one picture. Imports no Ray or torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SMOOTHED_SHARE = 50
 
 
 def plot_curves(histories: Mapping[str, History], path: Path) -> None:
-    """Write a picture with a row for each stage: loss, loss by depth, accuracy, tokens a pass.
+    """Plot one row per stage: loss, loss by depth, accuracy, tokens per forward pass.
 
     Args:
-        histories: by name of the stage, in order.
-        path: the picture; its suffix says the format.
+        histories: histories by name of the stage, in order.
+        path: file of the picture; its suffix gives the format.
     """
     figure = Figure(figsize=(16, 3.6 * len(histories)), layout="constrained")
     grid = figure.subplots(len(histories), 4, squeeze=False)
@@ -67,7 +67,7 @@ def _draw_thresholds(axis: Any, history: History, figure: str, title: str) -> No
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Moving average over finite values."""
+    """Return the moving average of the finite values."""
     width = max(1, len(values) // _SMOOTHED_SHARE)
     smoothed = []
     for end in range(1, len(values) + 1):

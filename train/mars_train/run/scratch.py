@@ -1,4 +1,4 @@
-"""A new model and tokenizer: for demonstrations, tests and training from nothing."""
+"""Creates a new model and tokenizer for demonstrations, tests and training from scratch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def create_model(
 ) -> None:
     """Train a tokenizer on ``texts``, build the model and save both as a checkpoint directory.
 
-    The embedding is padded to a multiple of 64 rows with at least one to spare, as published
-    models' are, so that a mask token later finds room.
+    The embedding is padded to a multiple of 64 rows with at least one spare row, as in published
+    models, which a mask token can take later.
 
     Raises:
-        UserError: the configuration is not one that transformers can build.
+        UserError: transformers cannot build a model of this configuration.
     """
     tokenizer = train_tokenizer(islice(texts, _TOKENIZER_TEXTS), scratch.vocabulary_size)
     rows = (len(tokenizer) // _ROW_MULTIPLE + 1) * _ROW_MULTIPLE
@@ -61,9 +61,9 @@ def create_model(
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer with single digits and a ChatML template.
+    """Train a byte-level BPE tokenizer with a ChatML template and one token per digit.
 
-    Digits stay single tokens, so that numbers are spelled the same way wherever they stand.
+    With single digits a number has the same tokens wherever it occurs.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""A Ray Train worker: what the trainer of a stage needs from Ray, and nothing of training."""
+"""The entry point of a Ray Train worker, which connects a stage's trainer to Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars_platform.errors import UserError
 from mars_train.recipe import Scaling
 from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Message, Progress
+from mars_train.stage.progress import Progress, TerminalMessage
 from mars_train.stage.trainer import StageTrainer
 from mars_train.storage.directories import fetch_shared
 
@@ -26,19 +26,19 @@ _NOTICE_INTERVAL_S = 2.0
 
 @dataclass(frozen=True)
 class StageResult:
-    """How a stage ended."""
+    """The way in which a stage ended."""
 
     status: Literal["finished", "stopped", "refused"]
     step: int = 0
-    """Optimizer steps done; of no meaning after a refusal."""
+    """Optimizer steps done; meaningless after a refusal."""
     reason: str = ""
-    """Of a refusal: what the user has to change."""
+    """Error message for the user after a refusal; else empty."""
 
 
 def run_worker(config: dict[str, Any]) -> StageResult:
-    """Entry point that Ray Train calls on every worker.
+    """Train a stage; Ray Train calls this on every worker.
 
-    A mistake of the user's is returned, not raised: Ray Train would start the workers again.
+    A user's mistake is returned rather than raised, because Ray Train would restart the workers.
     """
     job: StageJob = config["job"]
     scaling = job.recipe.scaling
@@ -55,13 +55,13 @@ def run_worker(config: dict[str, Any]) -> StageResult:
 
 
 def _set_threads(scaling: Scaling) -> None:
-    """Ray allows a worker one thread; CPU training wants its share of the cores."""
+    """Give CPU kernels their share of the cores; Ray's default is one thread per worker."""
     share = max(1, (os.cpu_count() or 1) // scaling.most_workers)
     torch.set_num_threads(scaling.threads_per_worker or share)
 
 
 class _RayReporter:
-    """Speaks through Ray Train and, on rank 0, through the driver's notice board."""
+    """Reports to Ray Train and, on rank 0, to the driver's notice board."""
 
     def __init__(self, workers: Workers, board: ActorHandle[Any]) -> None:
         self._workers, self._board = workers, board
@@ -76,7 +76,7 @@ class _RayReporter:
 
     def say(self, text: str, *, warning: bool = False) -> None:
         if self._workers.rank == 0:
-            ray.get(self._board.say.remote(Message(text, warning)))
+            ray.get(self._board.say.remote(TerminalMessage(text, warning)))
 
     def notice_due(self) -> bool:
         due = time.monotonic() - self._last_notice >= _NOTICE_INTERVAL_S

@@ -1,1 +1,1 @@
-"""Trains one stage on one worker: steps, checkpoints, held-out scores."""
+"""Trains one stage on one worker: steps, checkpoints, held-out scores. Imports no Ray."""

@@ -1,7 +1,4 @@
-"""Checkpoints of a stage in training: saved by all workers together, the newest intact one loaded.
-
-Knows no objective and no data but its fingerprint.
-"""
+"""Checkpoints of a stage in training: all workers save them together, the newest one is loaded."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ _STEP_DIGITS = 8
 
 @dataclass
 class TrainingState:
-    """All that changes from step to step."""
+    """Everything that changes from step to step."""
 
     model: PreTrainedModel
     optimizer: AdamW
-    """With its moments in place for every parameter."""
+    """Optimizer, with its moments already allocated for every parameter."""
     schedule: LambdaLR
     history: History
 
@@ -44,7 +41,7 @@ class TrainingState:
         return len(self.history.steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and the optimizer's moments, by name, in the same order on every worker."""
+        """Return weights and optimizer moments by name, in the same order on every worker."""
         found = {}
         for name, parameter in self.model.named_parameters():
             found[f"model.{name}"] = parameter.detach()
@@ -54,7 +51,7 @@ class TrainingState:
 
 
 class Checkpoints:
-    """The checkpoints of one stage; every worker calls every method together with the others."""
+    """The checkpoints of one stage; all workers call every method together."""
 
     def __init__(
         self, job: StageJob, fingerprint: str, workers: Workers, reporter: Reporter
@@ -64,10 +61,10 @@ class Checkpoints:
         self._storage = Storage(job.storage)
 
     def save(self, state: TrainingState, *, must_succeed: bool) -> None:
-        """Store a checkpoint; if that fails, the one before stays, and the run goes on.
+        """Store a checkpoint; if that fails, warn and keep the previous one.
 
         Raises:
-            UserError: it failed, and must not.
+            UserError: saving failed and ``must_succeed`` is set.
         """
         name = f"step-{state.step:0{_STEP_DIGITS}d}"
         if name in self._workers.gather(self._storage.names())[0]:
@@ -94,10 +91,10 @@ class Checkpoints:
         self._reporter.report({"step": state.step, **record, "checkpoint": location})
 
     def load_newest(self, state: TrainingState) -> None:
-        """Continue from the newest intact checkpoint, if there is one; damaged ones are set aside.
+        """Load the newest intact checkpoint, if there is one, and set damaged ones aside.
 
         Raises:
-            UserError: the checkpoints are another run's.
+            UserError: the checkpoints belong to another run.
         """
         name = self._workers.gather(self._newest_intact() if self._workers.rank == 0 else None)[0]
         if name is None:
@@ -120,7 +117,7 @@ class Checkpoints:
     def _write_state(self, state: TrainingState, directory: Path) -> None:
         content = {
             "stage": self._job.stage.name,
-            "step": state.step,  # with the recipe's seed: data position and random state, too
+            "step": state.step,  # with the seed this also gives the data position and random state
             "data_fingerprint": self._fingerprint,
             "schedule": state.schedule.state_dict(),
             "recipe": self._job.recipe.model_dump(mode="json"),
@@ -135,8 +132,8 @@ class Checkpoints:
             changed.append("its data")
         if changed:
             raise UserError(
-                f"checkpoints.storage: {self._storage.path(name)} is of another run, which differs "
-                f"in {', '.join(changed)}; name another storage"
+                f"checkpoints.storage: {self._storage.path(name)} belongs to another run, which "
+                f"differs in {', '.join(changed)}; name another storage"
             )
 
     def _newest_intact(self) -> str | None:

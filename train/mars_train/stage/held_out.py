@@ -1,7 +1,7 @@
-"""Scores the model being trained on held-out conversations: loss by depth, and decoding.
+"""Scores the model in training on held-out conversations: loss by depth, and decoding.
 
-Decoding goes through the serving engine, as `marsray eval` does. Every worker scores its share of
-the conversations. Knows no optimizer, checkpoint or cluster.
+The serving engine decodes, as in `marsray eval`. Every worker scores its share of the
+conversations.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.measure.evaluation.scoring import (
+from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
-    EvalItem,
-    Outcome,
-    Setting,
+    DecodedItem,
+    DecodingSetting,
     evaluation_engine,
-    read_items,
     run_setting,
-    score,
 )
-from mars_train.data.pipeline import encode_conversation, find_files, read_conversations
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_serve.measure.evaluation.scoring import score
+from mars_train.data.encoding import encode_conversation
+from mars_train.data.files import find_files, read_conversations
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
 from mars_train.recipe import DataSettings, EvaluationSettings
@@ -40,20 +40,21 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Held-out conversations, twice: as prompts to decode from, and with labels for the loss."""
+    """Held-out conversations, both as prompts to decode from and with labels for the loss."""
 
     items: list[EvalItem]
+    """Prompts with their checkable answers."""
     rows: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
-    """Token ids and which of them are labels, of each conversation."""
+    """Token ids and a mask of the labels for each conversation, both [length]."""
 
 
 def read_held_out(
     settings: EvaluationSettings, data: DataSettings, checkpoint: Checkpoint
 ) -> HeldOutSet:
-    """Read the set with the tokenizer of the model that is trained.
+    """Read the set and encode it with the model's tokenizer.
 
     Raises:
-        UserError: a file is missing, or a row is bad; every row has to be right.
+        UserError: a file is missing, or any row is bad.
     """
     found = find_files(settings.data, "evaluation.data")
     if any("://" in file for file in found):
@@ -75,11 +76,11 @@ def read_held_out(
 
 @dataclass(frozen=True)
 class _Share:
-    """What one worker found on its part of the set."""
+    """The results of one worker on its share of the set."""
 
     loss_sums: NDArray[np.float64]  # [B + 1], nats by depth
     num_labels: NDArray[np.int64]  # [B + 1]
-    outcomes: list[list[Outcome]]  # [thresholds][items of the share]
+    outcomes: list[list[DecodedItem]]  # [thresholds][items of the share]
 
 
 def score_held_out(
@@ -90,20 +91,20 @@ def score_held_out(
     workers: Workers,
     step: int,
 ) -> HeldOutScore:
-    """Score a model; every worker must call it, with the same weights.
+    """Score a model; every worker must call this with the same weights.
 
     Args:
         held_out: the whole set.
         settings: thresholds and limits.
-        checkpoint: tokenizer, special tokens and block size of the model; one without a block
-            size is decoded one token at a time only.
-        model: a copy of the model, which the engine takes over.
-        workers: who shares the work.
-        step: optimizer steps that the model has seen.
+        checkpoint: tokenizer, special tokens and block size of the model; without a block size it
+            is decoded one token at a time only.
+        model: a copy of the model, which the engine may change.
+        workers: the workers that share the set.
+        step: optimizer steps that the model was trained for.
     """
     part = slice(workers.rank, None, workers.num_workers)
     sums, counts = _losses_by_depth(model, held_out.rows[part], checkpoint)
-    decoding = _settings(settings, checkpoint)
+    decoding = _decoding_settings(settings, checkpoint)
     outcomes = _decode(held_out.items[part], decoding, settings, checkpoint, model, workers.device)
     shares: list[_Share] = workers.gather(_Share(sums, counts, outcomes))
     labels = np.maximum(sum(share.num_labels for share in shares), 1)
@@ -116,21 +117,23 @@ def score_held_out(
     return HeldOutScore(step, losses.tolist(), scores)
 
 
-def _settings(settings: EvaluationSettings, checkpoint: Checkpoint) -> list[Setting]:
+def _decoding_settings(
+    settings: EvaluationSettings, checkpoint: Checkpoint
+) -> list[DecodingSetting]:
     below = sorted({t for t in settings.thresholds if t < 1}, reverse=True)
     if checkpoint.metadata is None:
         return [ONE_TOKEN]
-    return [ONE_TOKEN, *(Setting(Mode.THRESHOLD, threshold) for threshold in below)]
+    return [ONE_TOKEN, *(DecodingSetting(Mode.THRESHOLD, threshold) for threshold in below)]
 
 
 def _decode(
     items: Sequence[EvalItem],
-    decoding: list[Setting],
+    decoding: list[DecodingSetting],
     settings: EvaluationSettings,
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     device: torch.device,
-) -> list[list[Outcome]]:
+) -> list[list[DecodedItem]]:
     if not items:
         return [[] for _ in decoding]
     engine = evaluation_engine(
@@ -152,7 +155,7 @@ def _losses_by_depth(
     rows: Sequence[tuple[NDArray[np.int64], NDArray[np.bool_]]],
     checkpoint: Checkpoint,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Cross-entropy sums and labels by depth; depth 0 is the clean stream's. [B + 1] each"""
+    """Return loss sums and numbers of labels by depth, [B + 1] each; depth 0 is the AR loss."""
     metadata = checkpoint.metadata
     block_size, mask_id = (metadata.block_size, metadata.mask_token_id) if metadata else (None, 0)
     objective = Objective(model, masked=metadata is not None)
@@ -174,7 +177,7 @@ def _losses_by_depth(
 def warnings_of(
     score: HeldOutScore, start: HeldOutScore, settings: EvaluationSettings
 ) -> list[str]:
-    """What to warn of: one-token quality that falls behind the model that the stage began with."""
+    """Return a warning for each way in which one-token quality fell since the stage began."""
     ours, theirs = score.one_token.accuracy, start.one_token.accuracy
     found = []
     if ours is not None and theirs is not None and theirs - ours > settings.max_accuracy_drop:
@@ -192,7 +195,7 @@ def warnings_of(
 
 
 def describe(score: HeldOutScore) -> str:
-    """A score in a line."""
+    """Return a score as one line of text."""
     parts = [f"AR loss {score.loss_by_depth[0]:.4f}"]
     for item in score.thresholds:
         accuracy = "" if item.accuracy is None else f"{100 * item.accuracy:.1f}% correct, "

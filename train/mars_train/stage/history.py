@@ -1,4 +1,7 @@
-"""What a stage has recorded so far: one entry a step and the scores. Part of every checkpoint."""
+"""The history of a stage, part of every checkpoint: one record per step, and held-out scores.
+
+Imports no Ray or torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ HISTORY_FILE = "history.json"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; losses are per supervised label over all workers, in nats."""
+    """Record of one optimizer step; losses are nats per supervised label over all workers."""
 
     loss: float
     clean_loss: float
@@ -21,37 +24,39 @@ class StepRecord:
     learning_rate: float
     gradient_norm: float
     num_tokens: int
-    """Tokens of the conversations: no padding, no noisy copies."""
+    """Tokens of the step's conversations, without padding and noisy copies."""
     skipped: bool
-    """Whether loss or gradient was not finite, so that the step changed nothing."""
+    """Whether the step changed nothing because loss or gradient was not finite."""
 
 
 @dataclass(frozen=True)
 class ThresholdScore:
-    """Decoding of the held-out set at one threshold."""
+    """Result of decoding the held-out set at one threshold."""
 
     threshold: float
     accuracy: float | None
-    """Share of checkable answers that are correct; None where none is checkable."""
+    """Share of checkable answers that are correct; None if no answer is checkable."""
     tokens_per_forward: float
+    """Mean tokens per forward pass."""
 
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """The held-out set after ``step`` steps."""
+    """Scores of the held-out set after ``step`` optimizer steps."""
 
     step: int
     loss_by_depth: list[float]
-    """Nats a label, by the number of masks that the prediction sees; entry 0 is the AR loss."""
+    """Mean loss in nats by the number of masks that the prediction sees; entry 0 is the AR loss."""
     thresholds: list[ThresholdScore]
+    """Results of decoding; the first is plain AR decoding."""
 
     @property
     def one_token(self) -> ThresholdScore:
-        """Plain AR decoding."""
+        """The result of plain AR decoding."""
         return next(score for score in self.thresholds if score.threshold >= 1.0)
 
     def metrics(self) -> dict[str, float]:
-        """The figures as flat metrics, for reporting."""
+        """Return the scores as flat metrics."""
         found = {f"eval/loss_depth_{i}": loss for i, loss in enumerate(self.loss_by_depth)}
         for score in self.thresholds:
             found[f"eval/tokens_per_forward_{score.threshold:g}"] = score.tokens_per_forward
@@ -62,25 +67,25 @@ class HeldOutScore:
 
 @dataclass
 class History:
-    """Steps and scores of a stage, in order."""
+    """Steps and scores of a stage, oldest first."""
 
     steps: list[StepRecord] = field(default_factory=list)
     scores: list[HeldOutScore] = field(default_factory=list)
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped."""
+        """Number of steps that were skipped."""
         return sum(step.skipped for step in self.steps)
 
     def write(self, path: Path) -> None:
-        """Write the history as JSON; floats are exact, and not-a-number is null."""
+        """Write the history as JSON; floats are exact, and infinities and NaN become null."""
         steps = [{k: _plain(v) for k, v in asdict(step).items()} for step in self.steps]
         content = {"steps": steps, "scores": [asdict(score) for score in self.scores]}
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_history(path: Path) -> History:
-    """Read what `History.write` wrote."""
+    """Read a file that `History.write` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     steps = [StepRecord(**{k: _number(v) for k, v in step.items()}) for step in content["steps"]]
     scores = [

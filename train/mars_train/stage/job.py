@@ -1,4 +1,4 @@
-"""What a stage's workers are handed, and how they speak to whoever started them."""
+"""The interface between a stage's trainer and its host: the job, notices and reports."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from mars_train.stage.progress import Progress
 
 @dataclass(frozen=True)
 class StageJob:
-    """What every worker of a stage is handed."""
+    """Everything that a worker needs to know about its stage."""
 
     recipe: Recipe
     stage: Stage
     storage: str
-    """Where the stage's checkpoints go: a directory or an fsspec URL."""
+    """Directory or fsspec URL of the stage's checkpoints."""
     start: str
-    """Checkpoint directory that the stage begins with; a path or, at first, a shared URL."""
+    """Checkpoint that the stage begins with: a local directory, or a URL for `fetch_shared`."""
     data: str
-    """Directory of the token store, likewise."""
+    """Token store: a local directory, or a URL for `fetch_shared`."""
     held_out: HeldOutSet | None
+    """Conversations to score the model on; None for no scoring."""
     provenance: dict[str, Any]
+    """Facts about the run for the trained checkpoint's metadata."""
 
     @property
     def block_size(self) -> int | None:
@@ -38,7 +40,7 @@ class StageJob:
 
 @dataclass(frozen=True)
 class Notice:
-    """What the outside asks of the run, between two steps."""
+    """A request to the run, checked between two steps."""
 
     save: bool = False
     """Save a checkpoint now: a node is about to be taken away."""
@@ -47,19 +49,19 @@ class Notice:
 
 
 class Reporter(Protocol):
-    """How a worker speaks to the outside; the first three do something on one worker only."""
+    """A worker's connection to its host; the first three methods act on rank 0 only."""
 
     def progress(self, progress: Progress) -> None:
-        """Show where the stage stands."""
+        """Show the stage's progress."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        """Tell the user something."""
+        """Show a message to the user."""
 
     def notice_due(self) -> bool:
-        """Whether this worker wants all of them to look for a notice after this step."""
+        """Return whether this worker wants all workers to check for a notice after this step."""
 
     def notice(self) -> Notice:
-        """Look for a notice; all workers call it together and get the same."""
+        """Return the current notice; all workers call this together and get the same one."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Report metrics; all workers call it together."""
+        """Report metrics; all workers call this together."""

@@ -1,8 +1,7 @@
-"""The workers of a run: wrapping the model, exchanging gradients, agreeing on numbers.
+"""Data parallelism over the workers of a run, by DDP or FSDP2.
 
-accelerate does devices, autocast and data parallelism. FSDP2 is torch's own ``fully_shard``:
-accelerate applies it on accelerators only, and the sharding has to be testable on CPUs. Knows no
-objective, data or checkpoint format.
+accelerate handles devices, autocast and DDP. FSDP2 is called directly, as torch's ``fully_shard``,
+because accelerate applies it on accelerators only, and sharding must be testable on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Strategy = Literal["ddp", "fsdp2"]
 
 
 class Workers:
-    """This process among the workers of the run."""
+    """This process as one of the run's workers."""
 
     def __init__(self, strategy: Strategy, *, use_gpu: bool, precision: Literal["no", "bf16"]):
         self._accelerator = Accelerator(cpu=not use_gpu, mixed_precision=precision)
@@ -34,11 +33,11 @@ class Workers:
         self.device = self._accelerator.device
 
     def wrap(self, model: nn.Module, layer_classes: Iterable[str]) -> nn.Module:
-        """Make a model's gradients those of all workers together, averaged over them.
+        """Wrap a model such that its gradients are averaged over all workers.
 
         Args:
-            model: on any device; float32 weights.
-            layer_classes: names of the classes that FSDP2 shards as units.
+            model: a model on any device with float32 weights.
+            layer_classes: names of the classes whose modules FSDP2 shards as units.
         """
         if self._strategy == "ddp" or self.num_workers == 1:
             wrapped = self._accelerator.prepare_model(model)
@@ -47,7 +46,7 @@ class Workers:
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if self._precision == "bf16" else MixedPrecisionPolicy()
         names = set(layer_classes)
-        mesh = init_device_mesh(self.device.type, (self.num_workers,))  # the default wants a GPU
+        mesh = init_device_mesh(self.device.type, (self.num_workers,))  # the default needs a GPU
         model = model.to(self.device)
         for module in list(model.modules()):
             if type(module).__name__ in names:
@@ -56,14 +55,15 @@ class Workers:
         return model
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Mixed precision for the forward pass."""
+        """Return a context of mixed precision for the forward pass."""
         context: AbstractContextManager[None] = self._accelerator.autocast()
         return context
 
     def gradient_exchange(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Context of one micro-batch: data parallelism exchanges gradients in the last one only.
+        """Return a context for one micro-batch; DDP exchanges gradients in the last one only.
 
-        FSDP2 exchanges them every time: whole gradients would not fit what it is chosen for.
+        FSDP2 exchanges them in each, because it serves models whose whole gradients do not fit a
+        worker's memory.
         """
         if last or isinstance(model, FSDPModule):
             return nullcontext()
@@ -71,27 +71,28 @@ class Workers:
         return context
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
-        """Scale the gradients down to a norm; returns the norm that they had."""
+        """Scale the gradients down to ``max_norm`` and return the norm that they had."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all workers, the same on each of them."""
+        """Return each value summed over all workers."""
         local = torch.tensor(values, device=self.device, dtype=torch.float64)
         total = self._accelerator.reduce(local, reduction="sum")
         assert isinstance(total, Tensor)
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every worker, in order of rank; waits for all of them."""
+        """Return the values of all workers in order of rank, waiting for all of them."""
         gathered: list[Any] = gather_object([value])
         return gathered
 
 
 def whole_parameters(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Parameters of a possibly sharded model, whole; every worker must call it.
+    """Gather the whole parameters of a possibly sharded model; every worker must call this.
 
-    A worker that does not ``keep`` them takes part, gets nothing, and holds one at a time.
+    A worker that does not ``keep`` them takes part but gets an empty dictionary, and holds only one
+    whole parameter at a time.
     """
     found = {}
     for name, parameter in model.named_parameters():

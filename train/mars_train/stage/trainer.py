@@ -1,9 +1,9 @@
-"""One stage on one worker: model, optimizer, steps, checkpoints. Knows no Ray.
+"""Trains one stage on one worker: model, optimizer, steps, checkpoints.
 
-Everything that a step depends on is a pure function of the recipe and the step's number: which
-conversations it gets, where their blocks begin, the learning rate, and the random numbers that
-dropout draws. So a run resumed from a checkpoint repeats, bit for bit where the kernels do, what
-an uninterrupted one does, and the number of workers may change on the way.
+Everything that a step depends on is a pure function of the recipe and the step's number: its
+conversations, their block borders, the learning rate, and the random numbers of dropout. So a
+resumed run repeats an uninterrupted one, bit for bit if the kernels are deterministic, and the
+number of workers may change in between. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class StageTrainer:
 
     @property
     def history(self) -> History:
-        """What the stage has recorded so far."""
+        """Records and scores of the stage so far."""
         return self.state.history
 
     def run(self) -> bool:
-        """Train to the end and store the model; False if a notice stopped the run before."""
+        """Train to the end and store the model; return False if a notice stopped the run."""
         self.checkpoints.load_newest(self.state)
         self._settle_buckets()
         self._score_if_due()
@@ -104,7 +104,7 @@ class StageTrainer:
         return True
 
     def _load_start(self) -> tuple[PreTrainedModel, Checkpoint]:
-        """The start model, with a mask token if the stage needs one, and its description."""
+        """Load the start model, and add a mask token if the stage needs one."""
         job = self.job
         checkpoint = read_checkpoint(job.start)
         model = load_model(Path(job.start)).train()
@@ -142,7 +142,7 @@ class StageTrainer:
             fused=True,
         )
         for parameter in self.objective.parameters():
-            # as AdamW itself would before the first step that is not skipped
+            # AdamW itself would allocate these in its first step, after a checkpoint is loaded.
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -155,9 +155,9 @@ class StageTrainer:
     # --- steps ------------------------------------------------------------------------------------
 
     def _optimize(self, batches: list[Batch]) -> StepRecord:
-        """One optimizer step.
+        """Run one optimizer step.
 
-        Gradients are weighted by labels over all workers and micro-batches, so that they do not
+        The loss is divided by the labels of all workers and micro-batches, so gradients do not
         depend on how a step's conversations are split. Data parallelism averages gradients over
         workers, hence the factor ``num_workers``.
         """
@@ -185,7 +185,7 @@ class StageTrainer:
     def _apply(
         self, clean: Tensor, noisy: Tensor, norm: float, num_labels: float, num_tokens: int
     ) -> StepRecord:
-        """Change the weights, unless loss or gradient is not finite on any worker."""
+        """Update the weights, unless loss or gradient is not finite on any worker."""
         clean_sum, noisy_sum = self.workers.sum(clean.item(), noisy.item())
         clean_loss, noisy_loss = clean_sum / num_labels, noisy_sum / num_labels
         record = StepRecord(
@@ -204,14 +204,15 @@ class StageTrainer:
         return record
 
     def _dropout_seed(self) -> int:
+        """Return a seed of the recipe, the step and the rank."""
         sequence = [self.job.recipe.seed, self.step, self.workers.rank]
         return int(np.random.SeedSequence(sequence).generate_state(1)[0])
 
     def _settle_buckets(self) -> None:
         """Run one backward pass that changes nothing.
 
-        Data parallelism regroups gradients after its first one, and with them the order in which
-        they are summed over more than two workers. A resumed run must not differ in that.
+        After its first backward pass DDP regroups gradients into buckets, which changes the order
+        of summation over more than two workers. A resumed run must sum in the same order.
         """
         self._backward(self.batches.filler(), 0.0, last=True)
         self.state.optimizer.zero_grad()
@@ -266,19 +267,19 @@ class StageTrainer:
         self.reporter.report({"step": self.step, **score.metrics()})
 
     def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
-        """A copy of the model as it is now, for decoding or export; None where not to be kept."""
+        """Copy the model with its current weights, for decoding or export; None unless ``keep``."""
         weights = whole_parameters(self.model, keep=keep)
         if not keep:
             return None
         config = type(self.model.config).from_dict(self.model.config.to_dict())
         copy = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        copy.load_state_dict(weights, strict=False)  # tied weights are named once
+        copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         assert isinstance(copy, PreTrainedModel)
         return copy.to(self.workers.device).eval()
 
     def _store_model(self) -> None:
-        """Write the trained model as a Hugging Face checkpoint."""
+        """Store the trained model as a Hugging Face checkpoint."""
         model = self._whole_model(keep=self.workers.rank == 0)
         checkpoint, storage = self.checkpoint, Storage(self.job.storage)
 
@@ -305,6 +306,6 @@ def _attention(recipe: Recipe, workers: Workers) -> Attention:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """Compute activations again in the backward pass; transformers renamed the switch in 5.2x."""
+    """Recompute activations in the backward pass; transformers 5.2x renamed the method."""
     switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     switch({"use_reentrant": False})

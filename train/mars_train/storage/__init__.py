@@ -1,1 +1,1 @@
-"""Directories and tensors on local disk or remote storage that are complete or absent."""
+"""Stores directories and tensors, complete or not at all, on local disk or remote storage."""

@@ -1,8 +1,8 @@
-"""Directories that are complete or absent, on local disk or any fsspec file system.
+"""Stores directories, complete or not at all, on local disk or any fsspec file system.
 
 A directory is written under a temporary name, flushed to disk, described by a manifest of sizes
-and SHA-256 sums, and only then renamed; where there is no atomic rename, as on object stores, the
-manifest is uploaded last and makes the directory count. Knows nothing of models or training.
+and SHA-256 sums, and only then renamed. Object stores have no atomic rename; there the manifest is
+uploaded last, and a directory without one does not count. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ _REFUSED = ".refused-"
 
 
 class SaveFailed(Exception):
-    """A directory could not be written; nothing of it is left."""
+    """Raised when a directory could not be written; nothing of it is left."""
 
 
-class Group(Protocol):
-    """Processes that write a directory together."""
+class WriterGroup(Protocol):
+    """A group of processes that write a directory together."""
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Number of this process in the group, from 0."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, in order of rank; waits for all of them."""
+        """Return the values of all processes in order of rank, waiting for all of them."""
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleWriter:
     """A group of one process."""
 
     rank: int = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The value itself."""
+        """Return the value in a list."""
         return [value]
 
 
@@ -70,7 +70,7 @@ class Storage:
 
     def __init__(self, root: str) -> None:
         try:
-            # others write here, too: a remembered listing would hide what they have saved
+            # Other processes write here, too; a cached listing would hide their directories.
             self._fs, self._root = fsspec.core.url_to_fs(root, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise UserError(f"checkpoints.storage: {root} cannot be used ({error})") from error
@@ -79,15 +79,15 @@ class Storage:
 
     @property
     def file_system(self) -> Any:
-        """The fsspec file system."""
+        """The storage's fsspec file system."""
         return self._fs
 
     def file_path(self, name: str) -> str:
-        """Path of a directory on its file system."""
+        """Return the path of a directory on `file_system`."""
         return self._path(name)
 
     def names(self) -> list[str]:
-        """Directories that have been completed, sorted; their content may be damaged since."""
+        """Return the completed directories, sorted; `verify` checks their content."""
         if not self._fs.isdir(self._root):
             return []
         found = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
@@ -98,16 +98,21 @@ class Storage:
         )
 
     def path(self, name: str) -> str:
-        """Path or URL of a directory."""
+        """Return the path or URL of a directory."""
         return f"{self.root.rstrip('/')}/{name}"
 
-    def save(self, name: str, write: Callable[[Path], None], group: Group) -> None:
-        """Write a directory together; ``write`` puts this process's files into the given one.
+    def save(self, name: str, write: Callable[[Path], None], group: WriterGroup) -> None:
+        """Write a directory together with the group's other processes.
+
+        Args:
+            name: name of the new directory.
+            write: writes this process's files into the directory that it is called with.
+            group: the processes that call this together.
 
         Raises:
-            SaveFailed: on every process, if any of them could not write; nothing is left behind.
+            SaveFailed: on every process if any of them could not write; nothing is left behind.
         """
-        token = group.gather(uuid.uuid4().hex[:8])[0]  # stale files of a killed writer never mix in
+        token = group.gather(uuid.uuid4().hex[:8])[0]  # no stale files of a killed writer
         partial = self._path(f"{_PARTIAL}{name}-{token}" if self.is_local else name)
         entries: dict[str, FileEntry] = {}
         failure = None
@@ -115,7 +120,7 @@ class Storage:
             entries = self._write_files(partial, write, group)
         except OSError as error:
             failure = f"{error.strerror or error} on rank {group.rank}"
-        except SafetensorError as error:  # which is how safetensors reports a full disk
+        except SafetensorError as error:  # safetensors reports a full disk this way
             failure = f"{error} on rank {group.rank}"
         gathered = group.gather((entries, failure))
         failures = [failed for _, failed in gathered if failed]
@@ -131,12 +136,12 @@ class Storage:
         """Compare a directory with its manifest; see `mars_platform.checkpoint.manifest.verify`.
 
         Raises:
-            Damaged: naming the file and what is wrong with it.
+            Damaged: a file is missing or differs; the message names it.
         """
         verify(self._fs, self._path(name))
 
     def set_aside(self, name: str) -> None:
-        """Rename a damaged directory, so that it is no longer used but can be looked at."""
+        """Rename a damaged directory; it is no longer used but can be inspected."""
         target = self._path(f"{_REFUSED}{name}-{uuid.uuid4().hex[:8]}")
         self._fs.mv(self._path(name), target, recursive=True)
 
@@ -146,11 +151,11 @@ class Storage:
         self._fs.rm(self._path(name), recursive=True)
 
     def remove_all(self, name: str) -> None:
-        """Delete whatever there is under a name, complete or not."""
+        """Delete a directory if it exists, complete or not."""
         self._remove_if_present(self._path(name))
 
     def remove_partial(self) -> None:
-        """Delete what killed writers left behind."""
+        """Delete incomplete directories left by killed writers."""
         if not self._fs.isdir(self._root):
             return
         complete = set(self.names())
@@ -161,7 +166,7 @@ class Storage:
                 self._remove_if_present(path)
 
     def fetch(self, name: str) -> Path:
-        """Local path of a directory; from elsewhere it is downloaded once for each machine.
+        """Return the local path of a directory; a remote one is downloaded once for each machine.
 
         Raises:
             Damaged: the download does not match the manifest.
@@ -182,16 +187,16 @@ class Storage:
         return "/".join([self._root.rstrip("/"), *parts])
 
     def _write_files(
-        self, partial: str, write: Callable[[Path], None], group: Group
+        self, partial: str, write: Callable[[Path], None], group: WriterGroup
     ) -> dict[str, FileEntry]:
-        """Have this process write its files, and move them to where the others' are."""
+        """Write this process's files, and move them into the partial directory."""
         if not self.is_local:
             with tempfile.TemporaryDirectory(prefix="marsray-") as temporary:
                 entries = _written(Path(temporary), write)
                 for file in entries:
                     self._fs.put_file(f"{temporary}/{file}", f"{partial}/{file}")
             return entries
-        own = Path(partial) / f"{_PARTIAL}{group.rank}"  # whose files are whose stays plain
+        own = Path(partial) / f"{_PARTIAL}{group.rank}"  # separates the processes' files
         own.mkdir(parents=True)
         entries = _written(own, write)
         for file in entries:
@@ -201,8 +206,10 @@ class Storage:
         shutil.rmtree(own)
         return entries
 
-    def _commit(self, name: str, partial: str, manifest: Manifest, group: Group) -> str | None:
-        """Make the directory count; returns what went wrong."""
+    def _commit(
+        self, name: str, partial: str, manifest: Manifest, group: WriterGroup
+    ) -> str | None:
+        """Complete the directory on rank 0; return an error message if that failed."""
         if group.rank != 0:
             return None
         text = manifest.text.encode()
@@ -238,19 +245,20 @@ class Storage:
 
 
 def share(storage: Storage, name: str, source: Path) -> str:
-    """Make a directory readable by every worker; returns what `fetch_shared` takes.
+    """Make a directory available to every worker; return a reference for `fetch_shared`.
 
-    Local storage is reached by all of them, and so is the directory itself.
+    With local storage nothing is copied: the storage must be on a disk that all workers share, and
+    ``source`` is taken to be on it as well.
     """
     if storage.is_local:
         return str(source)
     if name not in storage.names():
-        storage.save(name, lambda target: copy_into(target, source), Alone())
+        storage.save(name, lambda target: copy_into(target, source), SingleWriter())
     return storage.path(name)
 
 
 def fetch_shared(reference: str) -> str:
-    """Local path of a directory that was shared."""
+    """Return the local path of a directory passed to `share`."""
     if "://" not in reference:
         return reference
     root, _, name = reference.rpartition("/")
@@ -258,14 +266,14 @@ def fetch_shared(reference: str) -> str:
 
 
 def copy_into(directory: Path, source: Path) -> None:
-    """Copy the files of another directory into this one, following links."""
+    """Copy the files of ``source`` into ``directory``, following links."""
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
 def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEntry]:
-    """Run ``write``, describe what it wrote, and flush it to disk.
+    """Run ``write``, then describe its files and flush them to disk.
 
-    A manifest among it, of a directory that was copied, makes room for the new one.
+    A manifest that was copied along with a directory is removed to make room for the new one.
     """
     write(directory)
     (directory / MANIFEST).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Making sure that what was written survives a power cut."""
+"""Flushes written files to disk. Imports no Ray or torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the entries of a directory, to disk."""
+    """Flush a file, or the entries of a directory, to disk, to survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

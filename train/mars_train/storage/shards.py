@@ -1,7 +1,7 @@
-"""Tensors of a distributed run as safetensors files: one a worker, read by any number of workers.
+"""Saves the tensors of a distributed run as one safetensors file per worker.
 
-A tensor that every worker holds whole is written by one of them, in turn. Of a tensor that FSDP2
-shards, every worker writes its own rows. Knows nothing of models, optimizers or manifests.
+Any number of workers can load them. Tensors that every worker holds whole are divided among the
+workers for writing. If FSDP2 shards a tensor, every worker writes its own rows. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATTERN = "shard-*.safetensors"
 
 
 def save_shards(directory: Path, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
-    """Write this worker's part of the tensors, which every worker names in the same order."""
+    """Write this worker's part; every worker must pass the tensors in the same order."""
     own: dict[str, Tensor] = {}
     first_rows: dict[str, int] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -37,7 +37,7 @@ def save_shards(directory: Path, tensors: Mapping[str, Tensor], rank: int, num_r
 
 
 def load_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill the targets, in place, from the files of however many workers.
+    """Fill the targets in place from the files of any number of workers.
 
     Raises:
         KeyError: a target is not in the files.
@@ -58,7 +58,7 @@ def load_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one tensor in one file."""
+    """A range of rows of one tensor in one file."""
 
     file: Any
     first: int
@@ -70,7 +70,7 @@ def _find_pieces(directory: Path, stack: ExitStack) -> dict[str, list[_Piece]]:
     for path in sorted(directory.glob(_PATTERN)):
         file = stack.enter_context(safe_open(path, framework="pt"))
         first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
-        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             shape, first = file.get_slice(name).get_shape(), first_rows.get(name, 0)
             pieces.setdefault(name, []).append(_Piece(file, first, first + (shape or [1])[0]))
     return pieces
@@ -88,7 +88,7 @@ def _read_rows(pieces: list[_Piece], name: str, first: int, end: int) -> Tensor:
 
 
 def _first_row(tensor: DTensor) -> int:
-    """First row of this worker's shard; FSDP2 splits rows as ``torch.chunk`` does."""
+    """Return the first row of this worker's shard; FSDP2 splits rows as ``torch.chunk`` does."""
     assert tuple(tensor.placements) == (Shard(0),), "FSDP2 shards along the first dimension"
     rows, num_shards = tensor.shape[0], tensor.device_mesh.size()
     return min(tensor.device_mesh.get_local_rank() * -(-rows // num_shards), rows)

@@ -1,7 +1,8 @@
-"""Whether a cluster has the marsray that a job was submitted with.
+"""Checks that a cluster has the version of marsray that a job was submitted with.
 
-A copy is uploaded with every job and run there before it, as an older marsray on the cluster could
-not check itself. So this file imports nothing of marsray.
+A copy of this file is uploaded with every job and runs first, because an older marsray on the
+cluster could not check itself. So it imports nothing of marsray. Imports no Ray, torch or HTTP
+library.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def difference(submitted: str) -> str:
-    """What is wrong with the version that is installed here; empty if nothing is."""
+    """Return an error message if another version is installed here, else an empty string."""
     try:
         found = version("marsray")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""What of a recipe has to travel to a cluster, and the command that trains it there.
+"""Plans the job that trains a recipe on a cluster: the files to upload and the command to run.
 
-Relative paths are files of this machine and are uploaded; absolute paths and URLs are the
-cluster's. Knows no cluster.
+Relative paths name files of this machine, which are uploaded. Absolute paths and URLs name files
+that the cluster has already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mars_train.recipe import Recipe
 from mars_train.submit import check as submit_check
 
 MAX_UPLOAD_MIB = 96
-"""Files of a job at the most: a head's dashboard takes less than 100 MiB in one request."""
+"""Largest upload of a job; a head's dashboard accepts less than 100 MiB in one request."""
 _PACKAGES = ("mars_platform", "mars_train", "mars_serve", "mars_autoscale")
 _CHECK_FILE = "check_marsray.py"
 _MIB = 2**20
@@ -36,42 +36,44 @@ class Submission:
     """A recipe that is ready to be submitted."""
 
     run: str
-    """The last part of ``output``."""
+    """Name of the run: the last part of ``output``."""
     output: str
-    """The run's directory on the cluster."""
+    """Directory of the run on the cluster."""
     config: Path
+    """File of the recipe."""
     overrides: tuple[str, ...]
+    """Settings that replace the recipe's, as ``key.sub=value``."""
     uploads: dict[str, Path]
     """Files of this machine, by their path in the job's working directory."""
     on_cluster: tuple[str, ...]
-    """``setting: path or URL`` of everything that is taken to be there already."""
+    """``setting: path or URL`` of everything that is expected on the cluster."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the uploads."""
+        """Total size of the uploads."""
         return sum(file.stat().st_size for file in self.uploads.values())
 
     def job_id(self, now: datetime) -> str:
-        """Id of a job of this run: its name and the time, to the second."""
+        """Return a job id made of the run's name and the time in seconds."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", self.run)
         return f"{name}-{now.astimezone(UTC):%Y%m%d-%H%M%S}"
 
     def entrypoint(self, *, ship_code: bool) -> str:
-        """Shell command of the job: ``marsray train``, if the cluster's marsray is this one.
+        """Return the job's shell command: check marsray's version, then ``marsray train``.
 
         Args:
-            ship_code: the packages come with the job, which has no ``marsray`` script then.
+            ship_code: whether the packages come with the job; there is no ``marsray`` script then.
         """
         check = shlex.join(["python", _CHECK_FILE, __version__])
         marsray = ["python", "-m", "mars_platform"] if ship_code else ["marsray"]
         settings = [part for override in self.overrides for part in ("--set", override)]
         train = shlex.join([*marsray, "train", self.config.name, *settings])
-        return f"{check} && exec {train}"  # exec: a job that is stopped is the trainer itself
+        return f"{check} && exec {train}"  # exec: stopping the job signals the trainer
 
     def write_archive(self, target: Path) -> None:
         """Write the job's working directory as a .zip file.
 
-        Ray's own packaging would leave out what some .gitignore names, as it often does data.
+        Ray's own packaging would leave out files that a .gitignore names, often the data.
 
         Raises:
             UserError: a file cannot be read.
@@ -90,17 +92,17 @@ class Submission:
 def plan(
     config: Path, overrides: Sequence[str], *, name: str | None = None, working_dir: Path
 ) -> Submission:
-    """Check a recipe, and find what has to be uploaded with it.
+    """Check a recipe and find the files to upload with it.
 
     Args:
         config: the recipe.
-        overrides: see `mars_platform.config.apply_overrides`.
-        name: name of the run; it takes the place of the last part of ``output``.
+        overrides: settings as ``key.sub=value``; see `mars_platform.config.apply_overrides`.
+        name: name of the run; it replaces the last part of ``output``.
         working_dir: where the recipe's relative paths start from.
 
     Raises:
-        UserError: the recipe is invalid, a file of this machine is missing or too large, or what
-            has to outlive the job would be deleted with it.
+        UserError: the recipe is invalid, a file of this machine is missing or too large, or the
+            output would be deleted with the job.
     """
     recipe = load_settings(config, Recipe, overrides)
     output = recipe.output if name is None else recipe.output.parent / _checked_name(name)
@@ -133,13 +135,13 @@ def plan(
 
 
 def shipped_packages(directory: Path) -> list[Path]:
-    """The four packages' directories, and metadata that makes their commands known.
+    """Return the directories of the four packages and of metadata that registers their commands.
 
     Args:
-        directory: gets the metadata.
+        directory: the directory to write the metadata to.
 
     Raises:
-        UserError: marsray is on the path here, but not installed.
+        UserError: marsray can be imported here but is not installed.
     """
     try:
         commands = distribution("marsray").read_text("entry_points.txt")
@@ -167,7 +169,7 @@ def _checked_name(name: str) -> str:
 
 
 def _check_outlives(recipe: Recipe, output: Path) -> None:
-    """Refuse to write into the job's working directory, which Ray deletes."""
+    """Refuse output in the job's working directory, which Ray deletes with the job."""
     storage = recipe.checkpoints.storage
     for setting, path in (("output", str(output)), ("checkpoints.storage", storage)):
         if path is not None and not _is_elsewhere(path):
@@ -180,7 +182,7 @@ def _check_outlives(recipe: Recipe, output: Path) -> None:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Setting and value of everything that is read."""
+    """Yield setting and value of everything that the recipe reads."""
     if recipe.model.base is not None:
         yield "model.base", recipe.model.base
     for source in recipe.data.train:
@@ -194,12 +196,12 @@ def _is_elsewhere(source: str) -> bool:
 
 
 def _local_files(setting: str, source: str, working_dir: Path) -> dict[str, Path]:
-    """Files of a relative path, by their path from the working directory; none of a hub id."""
+    """Return the files of a relative path, by path from ``working_dir``; none for a hub id."""
     path = working_dir / source
     if setting == "model.base":
         found = _model_files(source, path)
     else:
-        from mars_train.data.pipeline import find_files  # takes seconds to import
+        from mars_train.data.files import find_files  # takes a second to import
 
         found = [Path(file) for file in find_files([str(path)], setting)]
     files = {os.path.relpath(file, working_dir): file for file in found}

@@ -1,0 +1,137 @@
+"""Encodes conversations as token ids, with the tokens that the loss is taken on.
+
+Imports no Ray.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mars_platform.data.conversations import Conversation, render_turns
+from mars_platform.errors import UserError
+from mars_train.data.files import one_line, parse_row
+
+ENCODED_SCHEMA = pa.schema(
+    [
+        ("file", pa.int64()),
+        ("line", pa.int64()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("supervised", pa.list_(pa.bool_())),
+        ("status", pa.string()),  # used, truncated or dropped
+        ("reason", pa.string()),  # null if used
+    ]
+)
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse a tokenizer that cannot encode conversations.
+
+    Raises:
+        UserError: it has no chat template, or does not report the offsets of tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "model: the tokenizer has no chat template; add the model's as chat_template.jinja"
+        )
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model: the tokenizer does not report the offsets of tokens; add tokenizer.json"
+        )
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    loss_on: Literal["last", "all"],
+    max_length: int,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the token ids of one conversation and which of them are labels, both [length].
+
+    Raises:
+        UserError: it cannot be rendered, or has no label within ``max_length``.
+    """
+    text, spans = render_turns(tokenizer, conversation, loss_on)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    columns = _label(encoded["input_ids"], encoded["offset_mapping"], spans, max_length)
+    if columns["status"] == "dropped":
+        raise UserError(f"messages: {columns['reason']}")
+    return np.array(columns["input_ids"], dtype=np.int64), columns["supervised"]
+
+
+def encode_rows(
+    rows: pa.Table, tokenizer_path: str, loss_on: Literal["last", "all"], max_length: int
+) -> pa.Table:
+    """Encode rows with the columns ``file``, ``line`` and ``content``.
+
+    Returns:
+        A table of ``ENCODED_SCHEMA`` with one row for each row of the input.
+    """
+    tokenizer = _tokenizer(tokenizer_path)
+    read = rows.to_pylist()
+    rendered = [_render(row, tokenizer, loss_on) for row in read]
+    encoded = tokenizer(
+        [text for text, _, _ in rendered], add_special_tokens=False, return_offsets_mapping=True
+    )
+    columns = [
+        _label(ids, offsets, spans, max_length) if problem is None else _dropped(problem)
+        for (_, spans, problem), ids, offsets in zip(
+            rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        )
+    ]
+    keys = [{"file": row["file"], "line": row["line"]} for row in read]
+    return pa.Table.from_pylist(
+        [key | values for key, values in zip(keys, columns, strict=True)], schema=ENCODED_SCHEMA
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _render(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, loss_on: Literal["last", "all"]
+) -> tuple[str, list[tuple[int, int]], str | None]:
+    """Return the conversation's text, its supervised spans, and the problem with the row, if any.
+
+    A row of line 0 reports the problem with its file; see `read_rows`.
+    """
+    content: bytes = row["content"]
+    if row["line"] == 0:
+        return "", [], content.decode()
+    try:
+        return *render_turns(tokenizer, parse_row(content), loss_on), None
+    except UserError as error:
+        return "", [], one_line(error)
+
+
+def _label(
+    ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]], max_length: int
+) -> dict[str, Any]:
+    """Return the columns of an encoded row; tokens that start inside a span are supervised."""
+    starts = np.array([start for start, _ in offsets[:max_length]], dtype=np.int64)
+    supervised = np.zeros(len(starts), bool)
+    for begin, end in spans:
+        supervised |= (starts >= begin) & (starts < end)
+    cut = len(ids) > max_length
+    if not supervised[1:].any():  # the first token has no predecessor to predict it
+        limit = f" within data.max_length = {max_length}" if cut else ""
+        return _dropped(f"no supervised token{limit}, of {len(ids)} tokens")
+    return {
+        "input_ids": ids[:max_length],
+        "supervised": supervised,
+        "status": "truncated" if cut else "used",
+        "reason": f"{len(ids)} tokens, cut to data.max_length = {max_length}" if cut else None,
+    }
+
+
+def _dropped(reason: str) -> dict[str, Any]:
+    return {"input_ids": [], "supervised": [], "status": "dropped", "reason": reason}

@@ -1,0 +1,143 @@
+"""Finds files of conversations and reads their rows: JSONL, plain or compressed, and Parquet.
+
+Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from glob import has_magic
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet
+from fsspec.core import url_to_fs
+
+from mars_platform.data.conversations import Conversation, parse_conversation
+from mars_platform.errors import UserError
+
+_PARQUET = ".parquet"
+_CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+_SUFFIXES = (*_CODECS, _PARQUET)
+_KINDS = ", ".join(_SUFFIXES)
+_REASON_CHARACTERS = 300
+_PARQUET_BATCH = 256
+
+
+def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
+    """Return the data files that files, directories and globs stand for, in order.
+
+    Args:
+        sources: paths or fsspec URLs as the user wrote them; relative paths stay relative.
+        setting: the field that error messages name.
+
+    Raises:
+        UserError: a source is missing, holds no data file, or is of an unknown kind.
+    """
+    return [file for source in sources for file in _find(source, setting)]
+
+
+def _find(source: str, setting: str) -> list[str]:
+    try:
+        fs, path = url_to_fs(source)
+        if fs.isfile(path):
+            found, problem = [path], f"{source} is of no supported kind ({_KINDS})"
+        elif fs.isdir(path):
+            found, problem = fs.find(path), f"{source} holds no file of a supported kind ({_KINDS})"
+        else:
+            matches = fs.glob(path, detail=True).items() if has_magic(path) else ()
+            found = [name for name, info in matches if info["type"] != "directory"]
+            problem = f"there is no file or directory {source}"
+    except Exception as error:  # file systems raise errors of many types
+        raise UserError(f"{setting}: {source} cannot be read ({one_line(error)})") from error
+    usable = sorted(name for name in found if name.endswith(_SUFFIXES))
+    if not usable:
+        raise UserError(f"{setting}: {problem}")
+    if "://" in source:
+        return [fs.unstrip_protocol(name) for name in usable]
+    return usable if Path(source).is_absolute() else [os.path.relpath(name) for name in usable]
+
+
+def absolute_url(file: str) -> str:
+    """Return the URL of a file, for workers whose working directory is another one."""
+    fs, path = url_to_fs(file)
+    return file if "://" in file else fs.unstrip_protocol(path)
+
+
+def read_conversations(
+    sources: Iterable[str], setting: str = "data.train"
+) -> Iterator[Conversation]:
+    """Yield the usable conversations of some sources (see `find_files`), skipping bad rows.
+
+    Bad rows are counted and reported when the data is prepared for training.
+
+    Raises:
+        UserError: a file is missing or broken.
+    """
+    for file in find_files(sources, setting):
+        for line, content in read_rows(file):
+            if line == 0:
+                raise UserError(f"{setting}: {file} {content.decode()}")
+            try:
+                conversation = parse_row(content)
+            except UserError:
+                continue
+            yield conversation
+
+
+def read_rows(url: str) -> Iterator[tuple[int, bytes]]:
+    """Yield line number, from 1, and content of each row of a file.
+
+    If the file cannot be read to its end, the last row has line 0 and its content is the problem.
+    """
+    line = 0
+    try:
+        for line, content in enumerate(_contents(url), start=1):
+            yield line, content
+    except Exception as error:  # file systems and decoders raise errors of many types
+        where = f" past row {line}" if line else ""
+        yield 0, f"cannot be read{where} ({one_line(error)})".encode()
+
+
+def parse_row(content: bytes) -> Conversation:
+    """Parse the content of a row.
+
+    Raises:
+        UserError: the row is not UTF-8, or is no conversation.
+    """
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"not valid UTF-8 (at byte {error.start + 1})") from error
+    return parse_conversation(text)
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message as one line of limited length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} ..."
+
+
+def _contents(url: str) -> Iterator[bytes]:
+    fs, path = url_to_fs(url)
+    with fs.open(path, "rb") as handle:
+        if path.endswith(_PARQUET):
+            yield from _parquet_rows(handle)
+            return
+        codec = next(codec for suffix, codec in _CODECS.items() if path.endswith(suffix))
+        yield from io.BufferedReader(pa.CompressedInputStream(handle, codec)) if codec else handle
+
+
+def _parquet_rows(handle: IO[bytes]) -> Iterator[bytes]:
+    file = pyarrow.parquet.ParquetFile(handle)
+    if "messages" not in file.schema_arrow.names:
+        raise ValueError(f"no column messages among {', '.join(file.schema_arrow.names)}")
+    for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=["messages"]):
+        for row in batch.to_pylist():
+            # A value that JSON cannot hold, such as bytes, becomes null and makes the row bad.
+            yield json.dumps(row, default=lambda _: None).encode()

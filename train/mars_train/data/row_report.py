@@ -1,0 +1,116 @@
+"""Counts the rows of the training data and reports the ones that were dropped or cut.
+
+Imports no Ray or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mars_platform.errors import UserError
+
+_SHOWN_ROWS = 3
+
+
+@dataclass
+class RowCounts:
+    """Sums over the rows read so far."""
+
+    num_examples: int = 0
+    """Usable rows."""
+    num_tokens: int = 0
+    """Tokens of the usable rows."""
+    num_supervised: int = 0
+    """Supervised tokens of the usable rows."""
+    num_truncated: int = 0
+    """Usable rows that were cut to ``data.max_length``."""
+    num_bad: int = 0
+    """Rows that were dropped."""
+    longest: int = 0
+    """Tokens of the longest usable row."""
+    max_token_id: int = 0
+    """Largest token id."""
+
+    def add(self, usable: pa.Table) -> None:
+        """Count usable rows, at least one, of ``ENCODED_SCHEMA``."""
+        lengths = pc.list_value_length(usable["input_ids"])
+        tokens = pc.list_flatten(usable["input_ids"])
+        self.num_examples += usable.num_rows
+        self.num_tokens += len(tokens)
+        self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py()
+        self.num_truncated += pc.sum(pc.equal(usable["status"], "truncated")).as_py()
+        self.longest = max(self.longest, pc.max(lengths).as_py())
+        self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py())
+
+
+class RowReport:
+    """Report with one line for each row that was dropped or cut, in the order of the input.
+
+    Rows arrive in any order, so their lines wait in a file. In memory each takes 24 bytes.
+    """
+
+    def __init__(self, files: list[str], waiting: IO[bytes]) -> None:
+        self._files, self._waiting = files, waiting
+        self._keys = array("q")  # for each line: the row's file, its line, its offset in `waiting`
+
+    def add(self, rows: pa.Table) -> None:
+        """Add the rows of ``ENCODED_SCHEMA`` that were dropped or cut.
+
+        Raises:
+            UserError: a whole file cannot be read.
+        """
+        columns = rows.select(["file", "line", "status", "reason"])
+        for row in columns.filter(pc.not_equal(columns["status"], "used")).to_pylist():
+            file = self._files[row["file"]]
+            if row["line"] == 0:
+                raise UserError(f"data.train: {file} {row['reason']}")
+            entry = {"file": file, "line": row["line"], "what": row["status"]}
+            line = json.dumps(entry | {"reason": row["reason"]}, ensure_ascii=False)
+            self._keys.extend((row["file"], row["line"], self._waiting.tell()))
+            self._waiting.write(f"{line}\n".encode(errors="backslashreplace"))
+
+    def write(self, path: Path) -> dict[str, list[str]]:
+        """Write the report; return its first lines in short, by ``dropped`` and ``truncated``."""
+        first: dict[str, list[str]] = {"dropped": [], "truncated": []}
+        files, lines, offsets = np.frombuffer(self._keys, np.int64).reshape(-1, 3).T
+        with path.open("wb") as handle:
+            for offset in offsets[np.lexsort((lines, files))]:
+                self._waiting.seek(offset)
+                line = self._waiting.readline()
+                handle.write(line)
+                row = json.loads(line)
+                if len(first[row["what"]]) < _SHOWN_ROWS:
+                    first[row["what"]].append(f"{row['file']}:{row['line']}: {row['reason']}")
+        return first
+
+
+def refuse_bad_data(counts: RowCounts, max_bad_rows: int, dropped: list[str], report: Path) -> None:
+    """Refuse data without a usable row or with too many bad ones.
+
+    Args:
+        counts: sums over all rows.
+        max_bad_rows: bad rows that the recipe allows.
+        dropped: the first bad rows, for the message.
+        report: the file that lists all of them.
+
+    Raises:
+        UserError: no row is usable, or more are bad than allowed.
+    """
+    if not counts.num_examples and not counts.num_bad:
+        raise UserError("data.train: the files hold no row")
+    if counts.num_examples and counts.num_bad <= max_bad_rows:
+        return
+    problem = f"{counts.num_bad} bad rows, and data.max_bad_rows allows {max_bad_rows}"
+    if not counts.num_examples:
+        problem = f"none of the {counts.num_bad} rows read is usable"
+    num_more = counts.num_bad - len(dropped)
+    more = f"; and {num_more} more, listed in {report}" if num_more else ""
+    raise UserError(f"data.train: {problem}: {'; '.join(dropped)}{more}")

@@ -1,0 +1,119 @@
+"""Carries news from the training workers to the terminal, and the request to stop back to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
+
+from mars_platform.cli.progress import ProgressDisplay, progress_display
+from mars_train.stage.progress import Progress, TerminalMessage
+
+_POLL_S = 0.5
+
+
+class NoticeBoard:
+    """Actor between the worker of rank 0, which posts, and the driver, which reads."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._messages: list[TerminalMessage] = []
+        self._stop = False
+
+    def post(self, progress: Progress) -> None:
+        """Replace the progress that is shown."""
+        self._progress = progress
+
+    def say(self, message: TerminalMessage) -> None:
+        """Add a message."""
+        self._messages.append(message)
+
+    def read(self) -> tuple[Progress | None, list[TerminalMessage]]:
+        """Return the newest progress, None before the first step, and the unread messages."""
+        messages, self._messages = self._messages, []
+        return self._progress, messages
+
+    def request_stop(self) -> None:
+        """Ask the workers to save a checkpoint and end."""
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        """Return whether the workers are asked to stop."""
+        return self._stop
+
+
+@contextmanager
+def shown_progress(
+    console: Console, stop_wanted: Callable[[], bool] = lambda: False
+) -> Iterator[ActorHandle[Any]]:
+    """Create a notice board and show its content on the console during the block.
+
+    Args:
+        console: the console to print to.
+        stop_wanted: called twice a second; the workers are asked to stop once it returns True.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # Without affinity Ray may place an actor of no CPU on a node that leaves during the run.
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(NoticeBoard).remote()
+    ended = threading.Event()
+    reader = _BoardReader(board, console, stop_wanted, ended)
+    thread = threading.Thread(target=reader.run, name="progress")
+    thread.start()
+    try:
+        yield board
+    finally:
+        ended.set()
+        thread.join()
+        ray.kill(board)
+
+
+@dataclass
+class _BoardReader:
+    """Reads the board in a thread and shows its content."""
+
+    board: ActorHandle[Any]
+    console: Console
+    stop_wanted: Callable[[], bool]
+    ended: threading.Event
+    _stopping: bool = False
+
+    def run(self) -> None:
+        with self.console.status("starting the workers"):
+            while self._update(None) is None and not self.ended.wait(_POLL_S):
+                pass
+        with progress_display(self.console) as display:
+            while not self.ended.wait(_POLL_S):
+                self._update(display)
+            self._update(display)
+
+    def _update(self, display: ProgressDisplay | None) -> Progress | None:
+        """Read the board once and show what is new."""
+        if self.stop_wanted() and not self._stopping:
+            self._stopping = True
+            self.console.print("stopping: the workers save a checkpoint first", highlight=False)
+            ray.get(self.board.request_stop.remote())
+        progress: Progress | None
+        progress, messages = ray.get(self.board.read.remote())
+        for message in messages:
+            self._print(message)
+        if progress is not None and display is not None:
+            detail = f"loss {progress.loss:.4f}  {progress.tokens_per_s:,.0f} tokens/s"
+            title = f"stage {progress.stage}"
+            display.update(title, progress.step, progress.total_steps, detail)
+        return progress
+
+    def _print(self, message: TerminalMessage) -> None:
+        self.console.print(
+            f"warning: {message.text}" if message.warning else message.text,
+            style="yellow" if message.warning else "",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )

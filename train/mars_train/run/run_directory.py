@@ -1,0 +1,124 @@
+"""The output directory of a run: its content, its lock, and whether a run in it is resumed.
+
+Imports no Ray or torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mars_platform.config import load_settings
+from mars_platform.errors import UserError
+from mars_train.recipe import Recipe, Stage
+
+_RECIPE, _REPORT, _LOCK = "recipe.yaml", "report.jsonl", ".lock"
+_LEFT_BY_REFUSALS = {_REPORT, _LOCK}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Directory of a run, ``output`` in its recipe.
+
+    It holds the recipe, the token store and its report, and a checkpoint for each finished stage.
+    The store and the checkpoints are complete or absent.
+    """
+
+    recipe: Recipe
+    path: Path
+    """Absolute path of the directory."""
+
+    @property
+    def model(self) -> Path:
+        """Checkpoint of the last stage; it exists once the run is finished."""
+        return self.path / "model"
+
+    @property
+    def new_model(self) -> Path:
+        """Checkpoint of a new model, for a recipe that trains from scratch."""
+        return self.path / "stages" / "start"
+
+    @property
+    def data(self) -> Path:
+        """Token store; it exists once the data is prepared."""
+        return self.path / "data"
+
+    @property
+    def curves(self) -> Path:
+        """Picture of losses and scores."""
+        return self.path / "curves.png"
+
+    @property
+    def kept_recipe(self) -> Path:
+        """Copy of the recipe."""
+        return self.path / _RECIPE
+
+    def trained(self, stage: Stage) -> Path:
+        """Return the checkpoint of a stage; it exists once the stage is trained."""
+        return self.model if stage == self.recipe.stages[-1] else self.path / "stages" / stage.name
+
+    def is_resumed(self) -> bool:
+        """Return whether the directory holds an unfinished run of this recipe.
+
+        Raises:
+            UserError: it holds a finished run, one of another recipe, or other files.
+        """
+        if not self.kept_recipe.exists():
+            if (
+                self.path.exists()
+                and {item.name for item in self.path.iterdir()} - _LEFT_BY_REFUSALS
+            ):
+                raise UserError(
+                    f"output: {self.path} is not empty; name a new directory or remove it"
+                )
+            return False
+        if self.model.exists():
+            raise UserError(
+                f"output: the run in {self.path} is finished; its model is {self.model}. Name a "
+                "new directory for another run"
+            )
+        changed = self.recipe.differences(load_settings(self.kept_recipe, Recipe))
+        if changed:
+            raise UserError(
+                f"output: {self.path} holds an unfinished run of another recipe, which differs in "
+                f"{', '.join(changed)}; name a new directory, or take the recipe in "
+                f"{self.kept_recipe}"
+            )
+        return True
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Create and lock the directory during the block.
+
+        Raises:
+            UserError: another run has locked it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+            except BlockingIOError as error:
+                raise UserError(
+                    f"output: another run works in {self.path} at this moment; wait for it, or "
+                    "name another directory"
+                ) from error
+            yield
+
+    def keep_recipe(self) -> None:
+        """Write the recipe into the directory."""
+        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        self.kept_recipe.write_text(text, encoding="utf-8")
+
+    def clear(self) -> None:
+        """Remove everything but the report on the data, so that a refused run can be repeated."""
+        for item in self.path.iterdir():
+            if item.is_dir():
+                shutil.rmtree(item)
+            elif item.name not in _LEFT_BY_REFUSALS:
+                item.unlink()
