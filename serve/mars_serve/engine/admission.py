@@ -1,4 +1,4 @@
-"""Which requests an engine takes, and how long those wait that it has taken. Knows no step."""
+"""Checks of requests before an engine takes them, and the limits of their time in its queue."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mars_serve.engine.request import Request
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request must fit."""
+    """Limits of one engine, by which it refuses requests that it could never run."""
 
     checkpoint: Checkpoint
     vocabulary: int
-    """Embeddings of the model."""
+    """Number of the model's embeddings."""
     max_length: int
-    """Tokens of prompt and output together."""
+    """Most tokens of prompt and output together."""
     gives_one: bool
-    """Whether the model gives one token a pass, for want of masks and of a drafting model."""
+    """Whether each pass gives one token, because there are neither masks nor a drafting model."""
 
     def check(self, request: Request) -> None:
-        """Refuse what could never run.
+        """Refuse a request that could never run.
 
         Raises:
-            UserError: naming the option and the numbers.
+            UserError: the request exceeds a limit; the message names the option and the numbers.
         """
         self._check_length(request)
         options = request.options
@@ -63,20 +63,20 @@ class Limits:
 
 
 class Deadlines:
-    """Requests that may not wait for ever, the most urgent first."""
+    """Requests with a limit of their time in the queue, the most urgent first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
 
     def add(self, request: Request) -> None:
-        """Watch a request that has come and been queued, where it sets a limit."""
+        """Watch a request that has been queued, if it sets a limit."""
         assert request.arrived_at is not None
         if request.options.max_queue_s is not None:
             end = request.arrived_at + request.options.max_queue_s
             heapq.heappush(self._heap, (end, request.arrival, request))
 
     def pop_overdue(self, now: float) -> list[Request]:
-        """Those that have neither begun nor ended in time; each is named once."""
+        """Return, once each, the requests that have neither begun nor ended in time."""
         overdue = []
         while self._heap and self._heap[0][0] < now:
             request = heapq.heappop(self._heap)[2]

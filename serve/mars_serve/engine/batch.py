@@ -1,10 +1,10 @@
-"""What one step feeds, laid out for the forward pass. Plain integers: knows no tensor, no device.
+"""The layout of one step's input for the forward pass, in plain integers.
 
-The rows of a step (one a request) lie side by side, each its committed tokens, then drafts to be
-checked, then masks. A row's masks come in groups, one for each number of drafts that may turn out
-right: a group sees the tokens, those drafts and itself.
-A place is an index into that line, padded at its end to a length that recurs: matrix libraries and
-captured graphs prepare themselves once for each length.
+The rows of a step, one for each scheduled request, lie side by side in a flattened batch. Each row
+holds committed tokens, then drafts to be checked, then masks. The masks come in groups, one for
+each number of drafts that may turn out right; a group sees the tokens, those drafts and itself. A
+position is an index into the flattened batch, which is padded at its end to a length that recurs:
+matrix libraries and captured graphs prepare themselves once for each length.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mars_serve.engine.scheduled_row import ScheduledRow
+from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
 _EXACT_UP_TO = 8
+"""Most positions that a batch holds without padding."""
 
 
-@dataclass(slots=True)  # as `ScheduledRow` is
-class Row:
-    """One request's places in a step."""
+@dataclass(slots=True)  # a frozen dataclass takes five times as long to make (measured)
+class BatchRow:
+    """One request's positions in a step."""
 
     start: int
-    """Its first place."""
+    """First position of the row."""
     num_cached: int
-    """Tokens whose keys and values are in its pages."""
+    """Tokens before the row whose keys and values are in the KV cache."""
     num_tokens: int
-    """Tokens that it feeds and keeps, drafts included."""
+    """Tokens that the row feeds and writes to the KV cache, drafts included."""
     num_drafts: int
-    masks: tuple[int, ...]
-    """Masks of each group, by the drafts that it sees: 0 to ``num_drafts`` of them."""
+    masks: Masks
+    """Masks of each group; group i sees the first i drafts."""
     pages: list[int]
-    """Pages of its stored tokens and of those that it feeds."""
+    """Pages of the cached tokens and of the tokens that the row feeds."""
     reads_logits: bool
     num_masks: int = field(init=False)
-    """Masks of all groups."""
+    """Masks of all groups together."""
     length: int = field(init=False)
-    """Places that it takes."""
+    """Number of positions of the row."""
 
     def __post_init__(self) -> None:
         self.num_masks = sum(self.masks)
@@ -44,12 +45,16 @@ class Row:
 
     @property
     def is_causal(self) -> bool:
-        """Whether each of its places sees all those before it."""
+        """Whether each position sees all positions of the row before it."""
         return self.num_masks == self.masks[-1]
 
     def visible(self) -> tuple[list[int], list[int]]:
-        """What each of its places sees of the row, counted in places from its start: those before
-        the first number, and those from the second one up to itself.
+        """Return what each position of the row sees of the row.
+
+        Returns:
+            Two lists of one number for each position. The position sees the row's positions before
+            the first number, and those from the second number up to itself; both are counted from
+            the start of the row.
         """
         leading, own = list(range(1, self.num_tokens + 1)), list(range(self.num_tokens))
         begin = self.num_tokens
@@ -64,29 +69,29 @@ class Row:
 class StepBatch:
     """One step's input."""
 
-    ids: list[int]  # [places]
-    positions: list[int]  # [places], position ids; 0 for padding
-    rows: list[Row]
-    num_places: int
-    """Places in use; ids and positions may be longer."""
+    ids: list[int]  # [positions], token ids
+    position_ids: list[int]  # [positions], 0 for padding
+    rows: list[BatchRow]
+    num_positions: int
+    """Positions in use; the lists may be longer, by padding."""
     scored: list[int] = field(default_factory=list)
-    """Places of prompt tokens whose next token's log-probability is to be reported."""
+    """Positions of prompt tokens whose next token's log-probability is reported."""
 
     @property
     def reads(self) -> list[int]:
-        """Places whose logits are read: each reading row's last committed token, its drafts and
-        its masks.
+        """Positions whose logits are read: the last committed token, the drafts and the masks of
+        each row that reads logits.
         """
-        places: list[int] = []
+        positions: list[int] = []
         for row in self.rows:
             if row.reads_logits:
                 cursor = row.start + row.num_tokens - row.num_drafts - 1
-                places += range(cursor, row.start + row.length)
-        return places
+                positions += range(cursor, row.start + row.length)
+        return positions
 
 
 def bucket(count: int) -> int:
-    """The padded length of ``count`` places: few lengths, and at most a quarter more."""
+    """Return the padded length of ``count`` positions: one of few, at most a quarter longer."""
     if count <= _EXACT_UP_TO:
         return count
     step = max(2, 1 << ((count - 1).bit_length() - 3))
@@ -94,42 +99,48 @@ def bucket(count: int) -> int:
 
 
 def build_batch(
-    works: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
+    scheduled: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
 ) -> StepBatch:
     """Lay out a step.
 
     Args:
-        works: each request's share, in order.
-        mask_token_id: id of the mask; needed where masks are fed.
-        multiple_of: pad the places to a multiple of this, besides to their bucket.
+        scheduled: rows of the step, in order.
+        mask_token_id: id of the mask; needed if a row feeds masks.
+        multiple_of: divisor of the padded length, besides its being a bucket's.
     """
     ids: list[int] = []
-    positions: list[int] = []
+    position_ids: list[int] = []
     scored: list[int] = []
     rows = []
-    for work in works:
-        request, begin = work.request, work.request.num_cached
-        row = Row(
+    for each in scheduled:
+        request, begin = each.request, each.request.num_cached
+        row = BatchRow(
             start=len(ids),
             num_cached=begin,
-            num_tokens=work.num_tokens + work.num_drafts,
-            num_drafts=work.num_drafts,
-            masks=work.masks,
+            num_tokens=each.num_tokens + each.num_drafts,
+            num_drafts=each.num_drafts,
+            masks=each.masks,
             pages=request.pages,
-            reads_logits=work.reads_logits,
+            reads_logits=each.reads_logits,
         )
         if request.scores_prompt:
-            scored += [row.start + position - begin for position in work.scored]
-        ids += request.tokens[begin : begin + work.num_tokens]
-        ids += [draft.token for draft in request.drafts[: work.num_drafts]]
-        positions += range(begin, begin + row.num_tokens)
-        cursor = begin + work.num_tokens
-        for outcome, count in enumerate(work.masks):
+            scored += [row.start + index - begin for index in each.scored]
+        ids += request.tokens[begin : begin + each.num_tokens]
+        ids += [draft.token for draft in request.drafts[: each.num_drafts]]
+        position_ids += range(begin, begin + row.num_tokens)
+        cursor = begin + each.num_tokens
+        for outcome, count in enumerate(each.masks):
             if count:
-                assert mask_token_id is not None
+                assert mask_token_id is not None, "only a model with a mask token feeds masks"
                 ids += [mask_token_id] * count
-                positions += range(cursor + outcome, cursor + outcome + count)
+                position_ids += range(cursor + outcome, cursor + outcome + count)
         rows.append(row)
-    num_places = len(ids)
-    padding = -(-bucket(num_places) // multiple_of) * multiple_of - num_places
-    return StepBatch(ids + [0] * padding, positions + [0] * padding, rows, num_places, scored)
+    num_positions = len(ids)
+    padding = [0] * (-(-bucket(num_positions) // multiple_of) * multiple_of - num_positions)
+    return StepBatch(
+        ids=ids + padding,
+        position_ids=position_ids + padding,
+        rows=rows,
+        num_positions=num_positions,
+        scored=scored,
+    )

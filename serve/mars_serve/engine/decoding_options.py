@@ -25,7 +25,7 @@ class FinishReason(StrEnum):
 
 
 class Outcomes(StrEnum):
-    """Which outcomes of checking a row's drafts get masks, in mode exact."""
+    """The outcomes of checking a row's drafts that get masks, in mode exact."""
 
     ALL = "all"
     """Every outcome, from no draft right to all of them right."""

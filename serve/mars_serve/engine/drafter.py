@@ -1,8 +1,8 @@
 """A second, smaller model that proposes tokens, which the engine's own model then checks.
 
-It is an engine of its own with a shadow of each request: the same tokens and, behind them, what it
-proposes. Before a step the shadows are cut back to what has been committed meanwhile. Whatever it
-proposes, or fails to propose, no output depends on it.
+The drafter runs an engine of its own with a shadow of each request: the same tokens and, behind
+them, the drafts. Before a step, each shadow is cut back to the tokens committed meanwhile. Drafts
+change the speed of decoding, but no output.
 Source: arXiv 2604.07023, section 4.6.
 """
 
@@ -10,40 +10,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.settings import EngineSettings
 
-if TYPE_CHECKING:
-    from mars_serve.engine.engine import Engine
+
+class DraftingEngine(Protocol):
+    """The part of `Engine` that a drafter uses."""
+
+    window: int
+    settings: EngineSettings
+
+    @property
+    def max_length(self) -> int:
+        """See `Engine.max_length`."""
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+
+    def cancel(self, request_id: str) -> None:
+        """See `Engine.cancel`."""
+
+    def step(self) -> list[StepOutput]:
+        """See `Engine.step`."""
+
+    def warm_up(self) -> object:
+        """See `Engine.warm_up`."""
 
 
 class Drafter:
-    """Drafts for the requests of one engine, which owns it. Not thread-safe."""
+    """Drafts for the requests of one engine, which owns the drafter. Not thread-safe."""
 
-    def __init__(self, engine: Engine, num_drafts: int, threshold: float = 0.8) -> None:
-        """Propose ``num_drafts`` tokens for a request and step.
+    def __init__(self, engine: DraftingEngine, num_drafts: int, threshold: float = 0.8) -> None:
+        """Start without requests.
 
         Args:
-            engine: of the drafting model, made from `drafting_checkpoint`; for this use alone.
-            num_drafts: at least 1.
+            engine: engine of the drafting model, made from `drafting_checkpoint` for this use only.
+            num_drafts: drafts of a request in each step, at least 1.
             threshold: τ of the drafting model's own multi-token decoding; a plain AR model drafts
                 one token a pass.
         """
-        assert not engine.settings.enable_prefix_caching, "what is stored may be taken back"
+        assert not engine.settings.enable_prefix_caching, "cached tokens of a shadow may be undone"
         self.num_drafts = num_drafts
         self._engine, self._threshold = engine, threshold
         self._shadows: dict[str, Request] = {}
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Fill the drafts of requests up, behind those that they have already.
+        """Add drafts to requests, behind those that they have.
 
-        It takes as many passes as there are drafts to a request at most: one whose prompt is longer
-        than they read gets its drafts later.
+        This takes at most as many passes as a request gets drafts. A request whose prompt is longer
+        than these passes read gets its drafts in a later step.
         """
         wanted = {request.id: (request, self._num_wanted(request)) for request in requests}
         wanted = {name: pair for name, pair in wanted.items() if pair[1] > 0}
@@ -63,7 +85,7 @@ class Drafter:
             request.drafts += found[name][:number]
 
     def forget(self, request_id: str) -> None:
-        """Drop the shadow of a request that has ended; one that has none is no error."""
+        """Drop the shadow of a request that has ended, if there is one."""
         if self._shadows.pop(request_id, None) is not None:
             self._engine.cancel(request_id)
 
@@ -77,9 +99,7 @@ class Drafter:
         return min(self.num_drafts - len(request.drafts), room)
 
     def _follow(self, request: Request) -> None:
-        """Make the shadow hold the request's tokens and drafts, and keep what it has stored of
-        them.
-        """
+        """Give a request's shadow its tokens and drafts, and keep the cached tokens that agree."""
         tokens = [*request.tokens, *(draft.token for draft in request.drafts)]
         shadow = self._shadows.get(request.id)
         if shadow is None:
@@ -92,14 +112,16 @@ class Drafter:
             shadow = self._shadows[request.id] = Request(request.id, tokens, options)
             self._engine.add(shadow)
             return
-        same = _num_common(shadow.tokens, tokens, shadow.num_prompt)
-        shadow.num_cached = min(shadow.num_cached, same, len(tokens) - 1)
-        shadow.tokens[same:] = tokens[same:]
+        num_same = _num_common(shadow.tokens, tokens, shadow.num_prompt)
+        shadow.num_cached = min(shadow.num_cached, num_same, len(tokens) - 1)
+        shadow.tokens[num_same:] = tokens[num_same:]
         shadow.history = None
 
 
 def drafting_checkpoint(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
-    """A checkpoint to draft with: it goes on past end tokens, which only the target may judge.
+    """Return a checkpoint to draft with, whose engine goes on past end tokens.
+
+    Only the target's engine may end a request.
 
     Raises:
         UserError: its tokens are not the target's.
@@ -118,8 +140,8 @@ def drafting_checkpoint(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoin
 
 
 def _num_common(ours: list[int], theirs: list[int], start: int) -> int:
-    """Leading tokens that are the same, where at least ``start`` are."""
-    for place in range(start, min(len(ours), len(theirs))):
-        if ours[place] != theirs[place]:
-            return place
+    """Count the leading tokens that are equal; the first ``start`` are known to be."""
+    for index in range(start, min(len(ours), len(theirs))):
+        if ours[index] != theirs[index]:
+            return index
     return min(len(ours), len(theirs))

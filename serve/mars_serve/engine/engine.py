@@ -1,11 +1,10 @@
-"""The engine: requests in, steps, accepted tokens out. Knows nothing of Ray, HTTP or text."""
+"""The engine: requests in, steps, accepted tokens out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from transformers import PreTrainedModel
@@ -17,13 +16,14 @@ from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits
-from mars_serve.engine.attention.gathered import KeyValueShape
+from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafter import Drafter
+from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import Step, launch, wait
-from mars_serve.engine.execution.forward import Accepted, ModelRunner
+from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import commit
 from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
@@ -36,14 +36,14 @@ from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
 
 _MAX_FAILURES = 3
-"""Steps in a row that may fail altogether before the engine itself is held to be broken."""
+"""Number of consecutive steps failing for every request after which the engine gives up."""
 
 _DEFAULT = LiveDecoding(0.95)
 
 
 @dataclass
 class _Counts:
-    """What an engine has done since its start; see `EngineStatus`."""
+    """Counts since an engine's start; see `EngineStatus`."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -69,21 +69,22 @@ class Engine:
         drafter: Drafter | None = None,
         pacer: Pacer | None = None,
         live: LiveDecoding = _DEFAULT,
+        attention_of: Callable[..., Attention] = choose_attention,
     ) -> None:
-        """Load a checkpoint's weights (or take over ``model``) and reserve its pages.
+        """Load a checkpoint's weights, or take over ``model``, and reserve the KV cache.
 
         Args:
-            checkpoint: what to decode with.
-            settings: sizes.
+            checkpoint: the model to decode with.
+            settings: sizes and options.
             model: a model to take over instead of loading; its attention and linear layers change.
-            dtype: of the weights to load.
-            device: where to run.
-            draw_accepted: given a request and how many tokens are proposed for it, says how many
-                are accepted, instead of the method's rule. For measuring steps with untrained
-                weights.
-            drafter: a second model, which proposes tokens for requests that are not in mode ar.
-            pacer: holds each step back, for a rehearsal.
-            live: see the attribute.
+            dtype: type of the weights to load.
+            device: device of the model and the KV cache.
+            draw_accepted: function from a request and the number of its proposals to the number
+                that is accepted, in place of the acceptance rules; for timing untrained weights.
+            drafter: second model that proposes tokens for requests in other modes than ar.
+            pacer: holds each step back to another machine's time.
+            live: initial value of the attribute of that name.
+            attention_of: chooses the attention backend; see `choose_attention`.
 
         Raises:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
@@ -93,10 +94,9 @@ class Engine:
         self.checkpoint = checkpoint
         self.window = metadata.block_size if metadata else 0
         weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
-        shape = KeyValueShape.of(weights.config)
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
-        self.num_pages = num_pages(settings, shape, weights)
+        self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
         self._vocabulary = weights.get_input_embeddings().weight.shape[0]
         if metadata is not None and metadata.mask_token_id >= self._vocabulary:
             raise UserError(
@@ -115,7 +115,7 @@ class Engine:
             max_drafts=max_drafts,
             enable_prefix_caching=settings.enable_prefix_caching,
         )
-        self._attention = choose_attention(
+        self._attention = attention_of(
             weights,
             settings,
             num_pages=self.num_pages,
@@ -136,18 +136,18 @@ class Engine:
             checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
         )
         self.live = live
-        """For requests that give no τ, from the next step on. Any thread may set it."""
-        self._live = live
-        """What the step at hand has."""
+        """Live decoding from the next step on; any thread may set it."""
+        self._step_live = live
+        """Live decoding of the current step."""
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._overdue: list[StepOutput] = []
-        """Of requests that ended at the start of this step."""
+        """Outputs of requests whose time in the queue ended at the start of the current step."""
         self._counts = _Counts()
         self._chooser: WindowChooser | None = None
         self._num_failures = 0
         self._finished_at: float | None = None
-        """When the step before ended, if this one follows at once."""
+        """Time at which the last step ended; None if the engine has been idle since."""
 
     @property
     def overlaps(self) -> bool:
@@ -156,11 +156,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request waits or runs."""
         return bool(self._requests)
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return min(self.checkpoint.max_length, self.num_pages * self.page_size)
+
     def status(self) -> EngineStatus:
-        """How full the engine is."""
+        """Return how full the engine is, and what it has done since its start."""
         num_running = len(self._scheduler.running)
         return EngineStatus(
             num_requests=len(self._requests),
@@ -177,27 +182,27 @@ class Engine:
             compute_share=self._pacer.compute_share if self._pacer else None,
         )
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of a request, prompt and output together, at the most."""
-        return min(self.checkpoint.max_length, self.num_pages * self.page_size)
+    # Warming up
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
-        """Run steps of the sizes to come and, by their times, let windows adapt to the batch; a
-        pacer's times stand in for theirs.
+        """Run steps of the sizes to come, and adapt windows to their times or to the pacer's.
 
         Args:
-            on_progress: called with the steps that are done and their number.
+            on_progress: called with the number of steps that have run and the number of all.
 
         Returns:
-            Those times.
+            The times to which windows adapt.
         """
         times = self.measure_step_times(on_progress=on_progress)
         if self._pacer is not None:
             times = self._pacer.times
+        self.adapt_windows(times)
+        return times
+
+    def adapt_windows(self, times: StepTimes) -> None:
+        """From now on, choose masks by these times, if the settings and the model allow that."""
         if self.window and self.settings.adaptive_windows:
             self._chooser = WindowChooser(times, self.window)
-        return times
 
     def measure_step_times(
         self,
@@ -206,13 +211,7 @@ class Engine:
         repeats: int = REPEATS,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepTimes:
-        """Seconds of steps over positions and stored tokens, of steps as they will be run.
-
-        Args:
-            widest_row: see `measure_steps`.
-            repeats: see `measure_steps`.
-            on_progress: called with the steps that are done and their number.
-        """
+        """Measure the seconds of steps over positions and cached tokens; see `measure_steps`."""
         assert not self.has_work, "steps are timed before the first request"
         if self._drafter is not None:
             self._drafter.warm_up()
@@ -231,7 +230,7 @@ class Engine:
         )
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
-        """Prompt tokens a second of steps of ``num_tokens``; see `warm_up.measure_prefill`."""
+        """Measure prompt tokens per second in steps of ``num_tokens``; see `warm_up`."""
         assert not self.has_work, "steps are timed before the first request"
         return measure_prefill(
             self._runner.run,
@@ -249,12 +248,14 @@ class Engine:
             max_pages=self._pool.pages_for(self.max_length),
         )
 
+    # Requests
+
     def add(self, request: Request) -> None:
-        """Take a request in; see `check` for what is refused."""
+        """Queue a request; see `check` for the requests that are refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
         request.has_drafter = self._drafter is not None and request.options.may_take_several
-        request.follow(self._live)
+        request.follow(self._step_live)
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
         if request.options.grammar is not None:
@@ -264,11 +265,12 @@ class Engine:
         self._deadlines.add(request)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run. Any thread may call it; a grammar that was not
-        seen before takes a while.
+        """Refuse a request that could never run.
+
+        Any thread may call this. The first request with a grammar takes the time to compile it.
 
         Raises:
-            UserError: naming the option and the numbers.
+            UserError: the message names the option and the numbers.
         """
         Limits(
             self.checkpoint,
@@ -280,13 +282,15 @@ class Engine:
             self._grammars.compile(request.options.grammar)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request and free its pages; one that has ended already is no error."""
+        """Drop a request and free its pages; do nothing if it has already ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, FinishReason.CANCELLED)
 
+    # Steps
+
     def step(self) -> list[StepOutput]:
-        """Run one forward pass for every scheduled request and commit what was accepted.
+        """Run one forward pass over all scheduled requests and commit the accepted tokens.
 
         Raises:
             RuntimeError: see `finish_step`.
@@ -294,7 +298,7 @@ class Engine:
         return self.finish_step(self.begin_step())
 
     def begin_step(self) -> Step | None:
-        """Schedule a step and start it; None where there is nothing to do.
+        """Schedule a step and start it; return None if there is nothing to run.
 
         On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
         not cancelled.
@@ -306,43 +310,31 @@ class Engine:
         if self._drafter is not None:
             running = self._scheduler.running
             self._drafter.propose(
-                [
-                    item
-                    for item in running
-                    if item.has_drafter and item.num_uncached <= self.window + 1
-                ]
+                [item for item in running if item.has_drafter and not item.in_prefill(self.window)]
             )
-        works = self._scheduler.schedule(self._choose if self._chooser else None)
-        if not works:
+        rows = self._scheduler.schedule(self._choose_masks if self._chooser else None)
+        if not rows:
             self._finished_at = None
             return None
-        self._note_begun(works)
-        return launch(self._runner, works)
+        self._note_begun(rows)
+        return launch(self._runner, rows)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
-        """Wait for a step and commit what was accepted.
+        """Wait for a step and commit the accepted tokens.
 
-        A request whose own share of the pass fails is ended with `FinishReason.ERROR`; the others
-        go on.
+        A request whose own row fails ends with `FinishReason.ERROR`; the others go on.
 
         Raises:
-            RuntimeError: step after step fails for every request.
+            RuntimeError: several consecutive steps failed for every request.
         """
         outputs, self._overdue = self._overdue, []
         if step is None:
             return outputs
         results = self._results(step)
         if self._pacer is not None:
-            self._pacer.finish(step.works)
-        self._note_time(step.works)
-        for work, result in zip(step.works, results, strict=True):
-            if isinstance(result, Exception):
-                outputs.append(self._fail(work.request, result))
-                continue
-            if work.reads_logits or result.prompt_logprobs:
-                outputs.append(self._commit(work, result))
-            else:
-                self._scheduler.stored(work)
+            self._pacer.finish(step.rows)
+        self._note_time(step.rows)
+        outputs += self._commit(step.rows, results)
         self._counts.forward_passes += 1
         if not self._requests:
             self._finished_at = None
@@ -352,16 +344,16 @@ class Engine:
         """Prove that no page leaks or is shared by mistake.
 
         Raises:
-            AssertionError: one does.
+            AssertionError: the proof fails.
         """
         self._scheduler.check_integrity()
 
     def _take_live(self) -> None:
-        """One way for the whole step, whatever is set meanwhile."""
+        """Fix the live decoding of the whole step."""
         live = self.live
-        if live == self._live:
+        if live == self._step_live:
             return
-        self._live = live
+        self._step_live = live
         for request in self._requests.values():
             request.follow(live)
         if self._chooser is not None:
@@ -372,37 +364,41 @@ class Engine:
             self._end(request, FinishReason.TIMEOUT)
             self._overdue.append(StepOutput(request.id, [], request.finish_reason))
 
-    def _note_begun(self, works: Sequence[ScheduledRow]) -> None:
-        for work in works:
-            request = work.request
+    def _note_begun(self, rows: Sequence[ScheduledRow]) -> None:
+        for row in rows:
+            request = row.request
             if request.queue_s is None:
                 assert request.arrived_at is not None
                 request.queue_s = time.monotonic() - request.arrived_at
                 self._counts.prompt_tokens += request.num_prompt
 
-    def _choose(self, rows: list[Request]) -> list[Masks]:
-        """Masks of the rows that leave them to the engine, beside all others that run."""
+    def _choose_masks(self, requests: list[Request]) -> list[Masks]:
+        """Choose the masks of requests that leave them to the engine."""
         assert self._chooser is not None
-        asked, running = set(rows), self._scheduler.running
-        others = [request for request in running if request not in asked]
+        free, running = set(requests), self._scheduler.running
+        others = [request for request in running if request not in free]
         prompts = sum(max(0, request.num_uncached - self.window - 1) for request in running)
-        windows = self._chooser.choose(
-            rows + others, other_positions=min(prompts, self.settings.max_num_batched_tokens)
+        masks = self._chooser.choose(
+            requests + others, other_positions=min(prompts, self.settings.max_num_batched_tokens)
         )
-        return windows[: len(rows)]
+        return masks[: len(requests)]
 
-    def _note_time(self, works: Sequence[ScheduledRow]) -> None:
+    def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
         now = time.perf_counter()
-        # a pacer adds prompts to a step's time at another rate than the table's
-        is_told = self._pacer is None or not self._pacer.load(works).prompt_tokens
-        if self._chooser is not None and self._finished_at is not None and is_told:
-            positions = sum(work.num_positions for work in works)
-            stored = sum(work.request.num_cached for work in works)
-            self._chooser.observe_step(positions, stored, now - self._finished_at)
+        # A pacer adds prompts to a step's time at another rate than that of the table.
+        is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
+        if self._chooser is not None and self._finished_at is not None and is_usable:
+            positions = sum(row.num_positions for row in rows)
+            cached_tokens = sum(row.request.num_cached for row in rows)
+            self._chooser.observe_step(positions, cached_tokens, now - self._finished_at)
         self._finished_at = now
 
     def _results(self, step: Step) -> list[Accepted | Exception]:
-        """What a step gave; where it raises, whose share does."""
+        """Wait for each row's result or error.
+
+        Raises:
+            RuntimeError: several consecutive steps failed for every request.
+        """
         results = wait(self._runner, step)
         if all(isinstance(result, Exception) for result in results):
             self._num_failures += 1
@@ -412,76 +408,75 @@ class Engine:
             self._num_failures = 0
         return results
 
-    def _commit(self, work: ScheduledRow, result: Accepted) -> StepOutput:
-        """Enter what a pass gave: tokens, log-probabilities of the prompt, or both."""
-        request = work.request
+    # Committing
+
+    def _commit(
+        self, rows: Sequence[ScheduledRow], results: Sequence[Accepted | Exception]
+    ) -> Iterator[StepOutput]:
+        """Enter each row's result into its request, and yield the outputs."""
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, Exception):
+                yield self._fail(row.request, result)
+            elif row.reads_logits or result.prompt_logprobs:
+                yield self._commit_row(row, result)
+            else:
+                self._scheduler.commit_cached(row)
+
+    def _commit_row(self, row: ScheduledRow, result: Accepted) -> StepOutput:
+        """Enter a row's tokens, log-probabilities of the prompt, or both into its request."""
+        request = row.request
         is_first = request.num_output == request.num_scored == 0
         request.num_scored += len(result.prompt_logprobs)
-        if not work.reads_logits:
-            self._scheduler.stored(work)
-            output = StepOutput(request.id, [], None)
+        if row.reads_logits:
+            output = self._commit_tokens(row, result)
         else:
-            output = self._commit_tokens(work, result)
-        output.num_masks, output.num_positions = work.num_masks, work.num_positions
+            self._scheduler.commit_cached(row)
+            output = StepOutput(request.id, [], None)
+        output.num_masks, output.num_positions = row.num_masks, row.num_positions
         output.threshold = request.threshold
         output.prompt_logprobs = result.prompt_logprobs
         if is_first:
-            output.num_prefix_hit_tokens, output.queue_s = (
-                request.num_prefix_hit_tokens,
-                request.queue_s or 0.0,
-            )
+            output.num_prefix_hit_tokens = request.num_prefix_hit_tokens
+            output.queue_s = request.queue_s or 0.0
         return output
 
-    def _commit_tokens(self, work: ScheduledRow, result: Accepted) -> StepOutput:
-        request, num_right = work.request, 0
-        tokens, confidences = self._accepted(work, result)
-        accepted = tokens[: request.num_left]
+    def _commit_tokens(self, row: ScheduledRow, result: Accepted) -> StepOutput:
+        request = row.request
+        if self._chooser is not None:
+            # Tokens that an end token or max_tokens cuts off below were accepted all the same.
+            num_accepted = result.num_masks_accepted + 1
+            self._chooser.observe(request, result.num_masks_tried, num_accepted)
+        tokens, reason = self._cut(request, result.tokens)
+        if not commit(request, tokens):
+            return self._fail(request, ValueError("the grammar allows no token of this model"))
+        request.tokens += tokens
+        self._counts.generated_tokens += len(tokens)
+        self._counts.row_passes += bool(tokens)
+        if request.checks_drafts:
+            request.drafts = result.next_drafts
+            request.num_own_drafts = len(request.drafts)
+        self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
+        if reason is not None:
+            self._end(request, reason)
+        return StepOutput(
+            request.id,
+            tokens,
+            reason,
+            confidences=result.confidences[: len(tokens)],
+            logprobs=result.logprobs[: len(tokens)],
+        )
+
+    def _cut(self, request: Request, accepted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Return the accepted tokens up to the first that ends the request, and why it ends."""
         end_tokens = self.checkpoint.special.eos
         if request.options.stop_ids:
             end_tokens |= request.options.stop_ids
-        ends = [i for i, token in enumerate(accepted) if token in end_tokens]
-        if ends:
-            accepted = accepted[: ends[0] + 1]
-        if not commit(request, accepted):
-            return self._fail(request, ValueError("the grammar allows no token of this model"))
-        request.tokens += accepted
-        self._counts.generated_tokens += len(accepted)
-        self._counts.row_passes += bool(accepted)
-        if request.checks_drafts:
-            num_right = min(len(result.tokens) - 1, len(accepted))
-            request.drafts = [] if request.accepts_by_confidence else list(result.drafts)
-            request.num_own_drafts = len(request.drafts)
-        self._scheduler.stored(work, num_right)
-        if ends:
-            self._end(request, FinishReason.STOP)
-        elif request.num_left == 0:
-            self._end(request, FinishReason.LENGTH)
-        return StepOutput(
-            request.id,
-            accepted,
-            request.finish_reason,
-            confidences=confidences[: len(accepted)],
-            logprobs=result.logprobs[: len(accepted)],
-        )
-
-    def _accepted(self, work: ScheduledRow, result: Accepted) -> tuple[list[int], list[float]]:
-        """What a pass gave, with the tokens that masks behind checked drafts add to it, and their
-        confidences.
-        """
-        request, tokens, confidences = work.request, result.tokens, result.confidences
-        num_asked, num_given = work.num_proposed - 1, len(tokens)
-        if request.checks_drafts:
-            num_asked = min(work.num_drafts, request.num_own_drafts)
-            num_given = min(num_given, num_asked + 1)
-            if request.accepts_by_confidence:
-                limit = request.threshold
-                sure = list(takewhile(lambda draft: draft.confidence >= limit, result.drafts))
-                num_asked, num_given = len(result.drafts), len(sure) + 1
-                tokens = [*tokens, *(draft.token for draft in sure)]
-                confidences = [*confidences, *(draft.confidence for draft in sure)]
-        if self._chooser is not None:
-            self._chooser.observe(request, num_asked, min(num_given, num_asked + 1))
-        return tokens, confidences
+        tokens = accepted[: request.num_left]
+        for index, token in enumerate(tokens):
+            if token in end_tokens:
+                return tokens[: index + 1], FinishReason.STOP
+        is_full = len(tokens) == request.num_left
+        return tokens, FinishReason.LENGTH if is_full else None
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
         self._attention.recover()

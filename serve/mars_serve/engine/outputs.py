@@ -1,4 +1,4 @@
-"""What an engine reports: the output of each step and its own status.
+"""The reports of an engine: each step's outputs and the engine's own status.
 
 Imports no Ray, torch or HTTP library.
 """

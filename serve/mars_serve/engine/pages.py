@@ -1,8 +1,10 @@
-"""Fixed-size pages of key/value storage: who holds them, and which content they hold.
+"""The pool of fixed-size KV cache pages: references to each page, and the prefix cache's index.
 
-A page whose tokens are all stored can be registered under a key of its content. It is then found
-by other requests with the same leading tokens, also after its last holder let go of it: it stays
-until its space is needed, least recently used first. Knows no model and no request.
+A page whose tokens are all cached can be registered under a key of its content, by which other
+requests with the same leading tokens find it. It stays after its last holder has released it, until
+its space is needed; the least recently used page is evicted first.
+
+Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ _KEY_BYTES = 16
 
 
 def root_key(tenant: str) -> bytes:
-    """Parent of a tenant's first pages; two tenants' pages never have the same key."""
+    """Return the parent key of a tenant's first pages; no two tenants' pages have the same key."""
     return blake2b(tenant.encode(), digest_size=_KEY_BYTES, person=b"tenant").digest()
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Key of a full page: what it holds depends on its tokens and, by ``parent``, all before."""
+    """Return the key of a full page; ``parent``, the previous page's key, stands for all before."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
 
 
 class PagePool:
-    """Counts the references on each page and finds pages by the key of their content.
+    """Counts the references to each page and finds pages by the key of their content.
 
-    A page without references is plain free or, where it is registered, cached. Both can be
-    allocated: the cached ones once no plain free one is left.
+    A page without references is cached if it is registered, and otherwise free. Both can be
+    allocated, cached pages only once no free page is left.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -44,15 +46,15 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated: nobody holds them."""
+        """Pages that can be allocated, free or cached."""
         return len(self._free) + len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens take."""
+        """Return the number of pages that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take one reference on each of ``count`` free pages; the caller knows that they exist."""
+        """Take one reference to each of ``count`` pages; the caller has checked `num_free`."""
         assert count <= self.num_free, "allocation without a check of num_free"
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
@@ -60,7 +62,7 @@ class PagePool:
         return pages
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Take one reference on each page of the longest leading run of ``keys`` that is stored."""
+        """Take one reference to each page of the longest leading run of registered ``keys``."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -71,12 +73,11 @@ class PagePool:
         return pages
 
     def register(self, page: int, key: bytes) -> int:
-        """Say what a held page holds, now that it is full, and return the page to go on with.
+        """Register a full, held page under the key of its content; return the page to keep.
 
-        Where another page holds the same, that one is returned with a reference taken, and the
-        reference on ``page`` is dropped.
+        If another page is registered under the key, a reference moves from ``page`` to that one.
         """
-        assert self._references[page] > 0, "a page is registered by who holds it"
+        assert self._references[page] > 0, "only a held page is registered"
         known = self._page_of.setdefault(key, page)
         if known == page:
             assert self._key_of.setdefault(page, key) == key, "a full page never changes"
@@ -86,39 +87,42 @@ class PagePool:
         return known
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Take back what held pages were registered under: nobody finds them from now on."""
+        """Unregister held pages, so that no later request finds them."""
         for page in pages:
-            assert self._references[page] > 0, "a page is forgotten by who holds it"
+            assert self._references[page] > 0, "only a held page is forgotten"
             if page in self._key_of:
                 del self._page_of[self._key_of.pop(page)]
 
     def release(self, pages: list[int]) -> None:
-        """Drop one reference on each page and empty the caller's list.
+        """Drop one reference to each page and empty the caller's list.
 
-        The last page goes first, so that a prefix is evicted from its end: pages whose beginning
-        is gone could not be found any more.
+        The last page is dropped first, so that a prefix is evicted from its end: a page is found
+        only if all pages before it are.
         """
         while pages:
             self._drop(pages.pop())
 
     def num_released(self, held: Iterable[list[int]]) -> int:
-        """Pages that would become free if all these lists were released."""
+        """Count the pages that would become free if all these lists were released."""
         counts = Counter(chain.from_iterable(held))
         return sum(self._references[page] == count for page, count in counts.items())
 
     def key_of(self, page: int) -> bytes | None:
-        """What the page is registered under, or None."""
+        """Return the key that the page is registered under, or None."""
         return self._key_of.get(page)
 
     def check_integrity(self, held: Iterable[list[int]]) -> None:
-        """Prove that each page is free, cached or held, and held as often as it is referenced.
+        """Prove that each page is free, cached or held, and has as many references as holders.
+
+        Args:
+            held: pages of each holder.
 
         Raises:
             AssertionError: a page leaked or is held by mistake, or the index is wrong.
         """
         counts = Counter(chain.from_iterable(held))
-        places = sorted([*self._free, *self._cached, *counts])
-        assert places == list(range(self.num_pages)), f"pages leaked or shared by mistake: {places}"
+        pages = sorted([*self._free, *self._cached, *counts])
+        assert pages == list(range(self.num_pages)), f"pages leaked or shared by mistake: {pages}"
         assert all(counts[page] == n for page, n in enumerate(self._references)), (
             f"pages leaked or shared by mistake: {self._references} references, held {counts}"
         )
@@ -133,7 +137,7 @@ class PagePool:
         self._references[page] += 1
 
     def _drop(self, page: int) -> None:
-        assert self._references[page] > 0, "a page is released more often than it is held"
+        assert self._references[page] > 0, "a page is not released more often than it is held"
         self._references[page] -= 1
         if self._references[page] == 0:
             if page in self._key_of:

@@ -27,8 +27,8 @@ class ScheduledRow:
     """Masks of all outcomes together."""
     num_proposed: int = field(init=False)
     """Tokens that the step may accept, if the row reads logits."""
-    num_coming: int = field(init=False)
-    """Tokens that the masks behind checked drafts propose; only the actual outcome's are used."""
+    num_group_proposals: int = field(init=False)
+    """Tokens that groups of masks behind drafts propose; those of the actual outcome are used."""
     num_positions: int = field(init=False)
     """Positions that the row takes in the step."""
 
@@ -37,13 +37,13 @@ class ScheduledRow:
         self.num_masks = sum(self.masks)
         checks = self.request.checks_drafts
         self.num_proposed = 1 + (self.num_drafts if checks else self.num_masks)
-        self.num_coming = self.num_masks if checks else 0
+        self.num_group_proposals = self.num_masks if checks else 0
         self.num_positions = self.num_tokens + self.num_drafts + self.num_masks
 
     @property
     def num_reads(self) -> int:
         """Positions whose logits the step reads for the row."""
-        return self.num_proposed + self.num_coming
+        return self.num_proposed + self.num_group_proposals
 
     @property
     def scored(self) -> range:

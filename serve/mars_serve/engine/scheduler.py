@@ -1,18 +1,18 @@
-"""Decides what each request feeds into the next step, and which requests hold pages. No tensor.
+"""Decides what each request feeds into the next step, and which requests hold pages.
 
-There are no phases: every running request gets the positions it can use, the rest of its prompt
-in chunks or its unstored tokens plus masks, under one budget of positions a step. Requests are
-ordered by tier, then by arrival. Pages are held for committed tokens only; where they run
-out, the last request in order gives its own up and waits again.
+Decoding has no phases: under one budget of positions a step, every running request feeds what it
+can, either a chunk of its prompt or its uncached tokens and masks. Requests are ordered by tier,
+then by arrival. Pages are held for committed tokens and drafts only; if the pages run out, the last
+request in order is preempted: it gives up its pages and waits again.
 
-The first running request in order gets work in every step, and whatever pages it needs. So every
+The first running request in order gets a row in every step, and all pages that it needs. So every
 request whose longest possible length fits the pool ends.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
@@ -20,15 +20,15 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
 ChooseMasks = Callable[[list[Request]], list[Masks]]
-"""Gives the masks of running requests that leave them to the engine."""
+"""Function that returns the masks of running requests whose masks the engine chooses."""
 
 
 class Scheduler:
-    """Admits, chunks and preempts requests, and finds what they can share.
+    """Admits, chunks and preempts requests, and finds the prefixes that they share.
 
-    Between two steps the engine may add and finish requests. A step is `schedule`, the forward
-    pass, then `stored` for each work whose keys and values were written. A work that is not
-    reported as stored (its step failed) is scheduled again.
+    A step is `schedule`, the forward pass, then `commit_cached` for each row whose keys and values
+    were written. A row without it, because its step failed, is scheduled again. Requests may be
+    added and finished between two steps.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Scheduler:
         max_drafts: int | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Share ``pool`` out.
+        """Start without requests.
 
         Args:
-            pool: pages.
-            max_num_seqs: rows of a step at the most.
-            max_num_batched_tokens: positions of a step at the most.
-            window: the model's block size, 0 where it has none.
-            max_drafts: of a row at the most; by default as many as the window.
+            pool: pages that the requests share.
+            max_num_seqs: most rows of a step.
+            max_num_batched_tokens: most positions of a step.
+            window: the model's block size, 0 for a plain AR model.
+            max_drafts: most drafts of a row; by default the window.
             enable_prefix_caching: see `EngineSettings`.
         """
         assert max_num_batched_tokens > window, "one row and its window must fit a step"
@@ -62,7 +62,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
-        """Tokens found stored, over all admissions and while prompts were being fed."""
+        """Tokens found in the prefix cache, at admissions and between chunks of prompts."""
         self._num_arrived = 0
 
     def add(self, request: Request) -> None:
@@ -72,7 +72,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def finish(self, request: Request) -> None:
-        """Forget a request, wherever it stands, and release its pages."""
+        """Remove a running or waiting request and release its pages."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -80,50 +80,51 @@ class Scheduler:
         self.pool.release(request.pages)
 
     def discard(self, request: Request) -> None:
-        """`finish` a request whose pages may hold what is not to be reused."""
+        """Remove a request, and its pages from the prefix cache: they may hold wrong numbers."""
         self.pool.forget(request.pages)
         self.finish(request)
 
-    def schedule(self, choose: ChooseMasks | None = None) -> list[ScheduledRow]:
-        """ScheduledRow of the next step, in order; each request's pages suffice for it.
+    def schedule(self, choose_masks: ChooseMasks | None = None) -> list[ScheduledRow]:
+        """Return the rows of the next step, in order, with pages allocated for each.
 
         Args:
-            choose: gives the masks of each of the running requests that leave them to the
-                engine. Without it they get the full window.
+            choose_masks: returns the masks of the running requests whose masks the engine chooses;
+                without it, they get the full window.
         """
         self._admit()
         for request in self.running:
-            if self._in_prefill(request):
-                self._reuse(request, self._match(request))
-        return self._give_pages(self._plan(self._masks(choose), may_shrink=choose is not None))
+            if request.in_prefill(self.window):
+                self._count_prefix_hit(request, self._take_cached(request))
+        masks = self._masks(choose_masks)
+        return self._give_pages(self._plan(masks, may_shrink=choose_masks is not None))
 
-    def stored(self, work: ScheduledRow, num_drafts: int = 0) -> None:
-        """Note that a work's tokens are stored, and share the pages that became full.
+    def commit_cached(self, row: ScheduledRow, num_right: int = 0) -> None:
+        """Count a row's tokens as cached, and offer the pages that became full to other requests.
 
         Args:
-            work: what was fed.
-            num_drafts: leading drafts of it that have been committed.
+            row: a row of the step that has run.
+            num_right: leading drafts of the row that have been committed.
         """
-        request = work.request
+        request = row.request
         first = request.num_cached // self.pool.page_size
-        request.num_cached += work.num_tokens + num_drafts
+        request.num_cached += row.num_tokens + num_right
         if self.enable_prefix_caching:
             last = request.num_cached // self.pool.page_size
             for index, key in enumerate(self._keys(request, first, last), start=first):
                 request.pages[index] = self.pool.register(request.pages[index], key)
 
     def check_integrity(self) -> None:
-        """Prove that no page leaks, is shared by mistake or holds what its key does not say.
+        """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
 
         Raises:
-            AssertionError: one does.
+            AssertionError: the proof fails.
         """
         self.pool.check_integrity(request.pages for request in self.running)
         assert all(not request.pages and not request.num_cached for request in self.waiting)
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
-            # one that follows what is live may have been in mode exact before
+            # A request that follows the live τ may have been in mode exact before.
             may_draft = request.checks_drafts or request.options.threshold is None
             drafts = self.max_drafts if may_draft else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
@@ -132,13 +133,14 @@ class Scheduler:
             for page, key in zip(request.pages, keys, strict=False):
                 assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
 
-    # Who runs
+    # Admission and preemption
 
     def _admit(self) -> None:
-        """Admit waiting requests in order until one does not fit: nobody overtakes it.
+        """Admit waiting requests in order, up to the first that does not fit.
 
-        A request fits if free pages remain for the committed tokens of all that run, and one
-        more each. It preempts requests of a lower tier if, and only if, it fits then.
+        A request fits if the free pages suffice for the committed tokens of all running requests
+        and its own, and for one more token of each. It preempts requests of a lower tier only if it
+        fits then.
         """
         while self.waiting:
             request = self.waiting[0]
@@ -146,164 +148,158 @@ class Scheduler:
             num_kept = bisect_right(self.running, rank, key=lambda item: _order(item)[0])
             if num_kept == self.max_num_seqs:
                 return
-            num_prefix_hit_tokens = self._match(request)
+            num_prefix_hit_tokens = self._take_cached(request)
             if not self._fits(request, num_kept):
-                self._let_go(request)
+                self._release(request)
                 return
             del self.waiting[0]
             while not self._fits(request, len(self.running)):
                 self._preempt_last()
             insort(self.running, request, key=_order)
-            self._reuse(request, num_prefix_hit_tokens)
+            self._count_prefix_hit(request, num_prefix_hit_tokens)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
-        """Whether a request could run beside the first ``num_kept`` of those that run now."""
+        """Whether a request could run beside the first ``num_kept`` of the running requests."""
         kept, others = self.running[:num_kept], self.running[num_kept:]
         num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
         return num_kept < self.max_num_seqs and self._num_lacking([*kept, request]) <= num_free
 
     def _num_lacking(self, requests: Iterable[Request]) -> int:
-        """Pages that the committed tokens, and one more each, need beyond those held."""
+        """Count the pages that the committed tokens and one more of each need beyond those held."""
         pages_for = self.pool.pages_for
         needs = ((pages_for(len(item.tokens) + 1), len(item.pages)) for item in requests)
         return sum(max(0, needed - held) for needed, held in needs)
 
     def _preempt_last(self) -> None:
         request = self.running.pop()
-        self._let_go(request)
+        self._release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
         insort(self.waiting, request, key=_order)
 
-    def _let_go(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.num_cached = 0
 
-    # What is shared
+    # Prefix caching
 
     def _keys(self, request: Request, start: int, stop: int) -> list[bytes]:
-        """Keys of a request's pages from ``start`` to before ``stop``, all full."""
+        """Return the keys of a request's full pages from ``start`` to before ``stop``."""
         keys, size = request.page_keys, self.pool.page_size
         for index in range(len(keys), stop):
             parent = keys[-1] if keys else root_key(request.tenant)
             keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
         return keys[start:stop]
 
-    def _reuse(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that were found stored."""
+    def _count_prefix_hit(self, request: Request, num_tokens: int) -> None:
         self.num_prefix_hit_tokens += num_tokens
         if request.num_preemptions == 0:
             request.num_prefix_hit_tokens += num_tokens
 
-    def _last_shared(self, request: Request) -> int:
-        """Pages of a request, from its first, that may be another's.
+    def _num_shareable(self, request: Request) -> int:
+        """Count the leading pages of a request that may come from the prefix cache.
 
-        At least the last token stays unstored: what follows it is read from its own forward pass.
-        So are the log-probabilities of a prompt.
+        The last token is always computed, because the next token is read from its forward pass. So
+        are the prompt tokens whose log-probabilities are reported.
         """
         num_tokens = request.num_scored if request.scores_prompt else len(request.tokens) - 1
         return num_tokens // self.pool.page_size
 
-    def _match(self, request: Request) -> int:
-        """Take over stored pages that continue a request's own; return how many tokens they
-        hold.
-        """
+    def _take_cached(self, request: Request) -> int:
+        """Add to a request the cached pages that continue its own; return their tokens' number."""
         size = self.pool.page_size
-        first, last = request.num_cached // size, self._last_shared(request)
+        first, last = request.num_cached // size, self._num_shareable(request)
         if not self.enable_prefix_caching or request.num_cached % size:
             return 0
         pages = self.pool.match(self._keys(request, first, last))
-        unused = request.pages[first:]  # of a work that was not stored
+        unused = request.pages[first:]  # left by a row whose step failed
         request.pages[first:] = pages
         self.pool.release(unused)
         request.num_cached += len(pages) * size
         return len(pages) * size
 
     def _next_key(self, request: Request) -> bytes | None:
-        """Key of the page that a request computes next, where it could take over another's."""
+        """Return the key of the page that a request computes next, if it could share that page."""
         index, inside = divmod(request.num_cached, self.pool.page_size)
-        if not self.enable_prefix_caching or inside or index >= self._last_shared(request):
+        if not self.enable_prefix_caching or inside or index >= self._num_shareable(request):
             return None
         return self._keys(request, index, index + 1)[0]
 
-    def _computed_keys(self, work: ScheduledRow) -> list[bytes]:
-        """Keys of the pages that a work computes, in whole or in part."""
+    def _computed_keys(self, row: ScheduledRow) -> list[bytes]:
+        """Return the keys of the pages that a row computes, in whole or in part."""
         if not self.enable_prefix_caching:
             return []
-        request, size = work.request, self.pool.page_size
-        end = self.pool.pages_for(request.num_cached + work.num_tokens)
+        request, size = row.request, self.pool.page_size
+        end = self.pool.pages_for(request.num_cached + row.num_tokens)
         full = len(request.tokens) // size
         return self._keys(request, request.num_cached // size, min(end, full))
 
-    # What is fed
+    # Rows
 
-    def _in_prefill(self, request: Request) -> bool:
-        """Whether more is unstored than one step's acceptance can leave."""
-        return request.num_uncached > self.window + 1
-
-    def _masks(self, choose: ChooseMasks | None) -> dict[Request, Masks]:
+    def _masks(self, choose_masks: ChooseMasks | None) -> dict[Request, Masks]:
         masks = {request: request.masks(self.window) for request in self.running}
-        if choose is not None:
+        if choose_masks is not None:
             adaptive = [request for request in self.running if request.leaves_masks]
             if adaptive:
-                masks.update(zip(adaptive, choose(adaptive), strict=True))
+                masks.update(zip(adaptive, choose_masks(adaptive), strict=True))
         return masks
 
     def _plan(
-        self, masks: dict[Request, Masks], *, may_shrink: bool
+        self, masks: Mapping[Request, Masks], *, may_shrink: bool
     ) -> dict[Request, ScheduledRow]:
-        """Share the step's positions out: to decoding requests first, then to prompts, in order.
+        """Divide the step's positions: decoding requests first, then prompts, each in order.
 
-        So a long prompt never holds the decoding ones up. Where the first request in order is
-        still in its prompt, one position is set aside for it.
+        So a long prompt never delays decoding requests. If the first request in order is still in
+        its prompt, one position is reserved for it.
 
-        A prompt whose next page an earlier one computes in this step is passed over: it finds
-        that page later. So requests that come together compute a common prefix once.
+        A prompt whose next page an earlier prompt computes in this step is passed over, and takes
+        that page from the prefix cache in a later step. So requests that arrive together compute a
+        common prefix once.
 
-        With ``may_shrink``, windows that were left to the engine give way to the budget. Others are
-        fed whole or not at all: one cut short by its neighbours' needs would make its output
-        depend on them. In mode exact it never does.
+        With ``may_shrink``, masks that the engine chose shrink to the budget. Pinned masks are fed
+        whole or not at all: if they shrank, the output would depend on other requests. In mode
+        exact it does not depend on the masks, so there they always shrink.
         """
 
-        def share(request: Request, budget: int) -> ScheduledRow | None:
+        def plan_row(request: Request, budget: int) -> ScheduledRow | None:
             fed = masks[request]
             if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
-                fed = _shrunk(fed, max(0, budget - request.num_uncached))
-            return _share(request, fed, budget)
+                fed = fit_masks(fed, max(0, budget - request.num_uncached))
+            return fit_row(request, fed, budget)
 
-        prompts = [request for request in self.running if self._in_prefill(request)]
-        decoding = [request for request in self.running if not self._in_prefill(request)]
-        set_aside = 1 if prompts and prompts[0] is self.running[0] else 0
+        prompts = [request for request in self.running if request.in_prefill(self.window)]
+        decoding = [request for request in self.running if not request.in_prefill(self.window)]
+        num_reserved = 1 if prompts and prompts[0] is self.running[0] else 0
         plan = dict[Request, ScheduledRow]()
-        budget = self.max_num_batched_tokens - set_aside
+        budget = self.max_num_batched_tokens - num_reserved
         for request in decoding:
-            if work := share(request, budget):
-                plan[request] = work
-                budget -= work.num_positions
-        budget += set_aside
+            if row := plan_row(request, budget):
+                plan[request] = row
+                budget -= row.num_positions
+        budget += num_reserved
         computed = set[bytes]()
         for request in prompts:
             if self._next_key(request) in computed:
                 continue
-            if work := share(request, budget):
-                plan[request] = work
-                budget -= work.num_positions
-                computed.update(self._computed_keys(work))
+            if row := plan_row(request, budget):
+                plan[request] = row
+                budget -= row.num_positions
+                computed.update(self._computed_keys(row))
         return plan
 
-    def _give_pages(self, plan: dict[Request, ScheduledRow]) -> list[ScheduledRow]:
-        """Allocate each work's pages, in order of the requests, and return what can run.
+    def _give_pages(self, plan: Mapping[Request, ScheduledRow]) -> list[ScheduledRow]:
+        """Allocate each row's pages, in order of the requests, and return the rows that can run.
 
-        Where pages run out, the last running request is preempted. That is one whose turn has
-        not come yet or, at the last, the request itself: nothing that has its pages loses them.
+        If pages run out, the last running request is preempted. It is either a later one, which has
+        no new pages yet, or the request itself; so no request loses pages allocated here.
         """
-        works: list[ScheduledRow] = []
+        rows: list[ScheduledRow] = []
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            work = plan.get(request)
-            if work is not None:
-                num_kept = work.num_tokens + work.num_drafts
+            row = plan.get(request)
+            if row is not None:
+                num_kept = row.num_tokens + row.num_drafts
                 end = self.pool.pages_for(request.num_cached + num_kept)
                 missing = end - len(request.pages)
                 if missing > 0:
@@ -311,31 +307,34 @@ class Scheduler:
                         self._preempt_last()
                         continue
                     request.pages += self.pool.allocate(missing)
-                works.append(work)
+                rows.append(row)
             index += 1
-        return works
+        return rows
 
 
 def _order(request: Request) -> tuple[int, int]:
     return -request.options.tier.rank, request.arrival
 
 
-def _shrunk(masks: Masks, room: int) -> Masks:
-    """``masks`` cut to ``room`` positions, their drafts included: the likeliest outcome, that of
-    all drafts right, is cut last.
+def fit_masks(masks: Masks, budget: int) -> Masks:
+    """Cut a row's drafts and masks to ``budget`` positions.
+
+    Masks of the likeliest outcome, that all drafts are right, are cut last.
     """
-    num_drafts = min(len(masks) - 1, room)
-    room -= num_drafts
+    num_drafts = min(len(masks) - 1, budget)
+    budget -= num_drafts
     kept = []
     for count in reversed(masks[: num_drafts + 1]):
-        kept.append(min(count, room))
-        room -= kept[-1]
+        kept.append(min(count, budget))
+        budget -= kept[-1]
     return tuple(reversed(kept))
 
 
-def _share(request: Request, masks: Masks, budget: int) -> ScheduledRow | None:
-    """Row of a request within ``budget`` positions, up to its cursor with all drafts and masks if
-    they fit, or None.
+def fit_row(request: Request, masks: Masks, budget: int) -> ScheduledRow | None:
+    """Return a row of at most ``budget`` positions.
+
+    The row reaches the cursor, with all drafts and masks, if that fits; otherwise it holds as many
+    tokens before the cursor as fit, and there is none if that is not one.
     """
     if request.num_uncached + len(masks) - 1 + sum(masks) <= budget:
         return ScheduledRow(request, request.num_uncached, masks, reads_logits=True)

@@ -1,4 +1,4 @@
-"""Sizes of an engine."""
+"""The settings of an engine. Imports no Ray, torch or HTTP library."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mars_platform.config import Settings
 
 _CPU_PAGE_SIZE, _GPU_PAGE_SIZE = 16, 256
 CPU_PAGES = 2048
-"""Pages of a pool in main memory whose size is not given."""
+"""Default number of pages of a pool in main memory."""
 
 
 class EngineSettings(Settings):
-    """Sizes of one engine."""
+    """Sizes and options of one engine."""
 
     renamed_keys = {  # noqa: RUF012 -- annotated in the base class
         "max_batch": "max_num_seqs",
@@ -21,45 +21,45 @@ class EngineSettings(Settings):
     }
 
     page_size: int | None = Field(default=None, ge=1, le=1024)
-    """Tokens a page. By default 16 on a CPU, and 256 on a GPU, whose kernels want a multiple."""
+    """Tokens in a page; by default 16 on a CPU and 256 on a GPU, whose kernels need a multiple."""
     num_pages: int | None = Field(default=None, ge=1)
-    """Pages in the pool; all requests' prompts and outputs share them. By default, what
-    ``memory_fraction`` leaves on a GPU, and 2048 on a CPU."""
+    """Pages in the pool, which all requests share; by default as many as ``memory_fraction`` of a
+    GPU's memory holds, and 2048 on a CPU."""
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
-    """Share of a GPU's free memory, once the weights are loaded, that the pool takes."""
+    """Share that the pool takes of the GPU memory that is free once the weights are loaded."""
     max_num_seqs: int = Field(default=32, ge=1)
-    """Requests that run at once."""
+    """Most requests that run at once."""
     max_num_batched_tokens: int = Field(default=1024, ge=65)
-    """Positions a step may feed: prompt chunks, unstored tokens and masks together."""
+    """Most positions of a step: prompt chunks, uncached tokens, drafts and masks together."""
     max_requests: int = Field(default=1024, ge=1)
-    """Requests that may run and wait at once; further ones are refused."""
+    """Most requests that run and wait at once; further ones are refused."""
     enable_prefix_caching: bool = True
-    """Keep the pages of finished requests while there is room, and start requests of the same
-    tenant whose prompts begin alike from them."""
+    """Whether the pages of finished requests are kept while there is room, so that requests of the
+    same tenant whose prompts begin alike need not compute them again."""
     adaptive_windows: bool = True
-    """Choose the masks of each row by what they gain and what a step costs here; otherwise always
-    feed the whole block."""
+    """Whether the masks of each row are chosen by their expected gain and the cost of a step here;
+    otherwise each row feeds the whole block."""
     cuda_graphs: bool = True
-    """On a GPU, capture decoding steps as CUDA graphs at start, where attention reads pages in
-    place."""
+    """Whether decoding steps are captured as CUDA graphs at start, on a GPU whose attention reads
+    pages in place."""
     batch_invariant: bool = False
-    """Compute in fixed shapes, so that a request's numbers do not depend on its neighbours down to
-    the last bit. Slower."""
-
+    """Whether steps are computed in fixed shapes, so that no bit of a request's numbers depends on
+    the other requests. Slower."""
     compile: bool = False
-    """Compile the decoder with ``torch.compile`` when the model is loaded, which takes one to four
-    seconds for each layer, the first time, and needs a C++ compiler (on a GPU, Triton). On a CPU,
-    steps of tiny models take a third less time, those of 100 million weights 5 to 10% less."""
+    """Whether the decoder is compiled with ``torch.compile`` when the model is loaded. The first
+    time, that takes one to four seconds for each layer, and it needs a C++ compiler (on a GPU,
+    Triton). On a CPU, steps of tiny models then take a third less time, and steps of models of 100
+    million weights 5 to 10% less."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
         if self.compile and self.batch_invariant:
             raise ValueError(
-                "compile: compiled numbers depend on a step's size, against batch_invariant; "
-                "leave one of the two out"
+                "compile: compiled numbers depend on the size of a step, which batch_invariant "
+                "forbids; leave one of the two out"
             )
         return self
 
     def page_size_on(self, device: str) -> int:
-        """Tokens a page on a type of device."""
+        """Return the tokens in a page on a type of device."""
         return self.page_size or (_GPU_PAGE_SIZE if device == "cuda" else _CPU_PAGE_SIZE)

@@ -94,7 +94,7 @@ class Steps:
             if work.reads_logits:
                 most = work.num_proposed
                 num_right = self._accept(work, num_accepted or self.source.randint(1, most))
-            self.scheduler.stored(work, num_right)
+            self.scheduler.commit_cached(work, num_right)
             if work.request.num_left == 0:
                 self.scheduler.finish(work.request)
         self.scheduler.check_integrity()

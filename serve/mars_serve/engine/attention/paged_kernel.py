@@ -1,4 +1,4 @@
-"""Which of torch's flash attention kernels can read pages here, and how each wants to be called.
+"""Choice among torch's flash attention kernels that read pages, and the arguments each needs.
 
 Source: ``torch.nn.attention.varlen``, its kernels ``torch.nn.attention._fa3`` and ``_fa4``, and
 FlashAttention's own checks. FlashAttention 2, which torch carries, reads pages of a multiple of 256
@@ -29,7 +29,7 @@ _MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class PagedKernel:
-    """A function like ``torch.nn.attention.varlen.varlen_attn``, and how it wants to be called.
+    """A function like ``torch.nn.attention.varlen.varlen_attn``, and the arguments it needs.
 
     It returns [queries, heads, head_dim] and the log-sum-exps [heads, queries]: so do the kernels
     and their shape functions, though that function's docstring has the log-sum-exps the other way
@@ -39,15 +39,15 @@ class PagedKernel:
     name: str
     call: Callable[..., Any]
     needs_key_starts: bool
-    """Whether it wants cumulative key lengths beside a page table; others refuse them."""
+    """Whether it needs cumulative key lengths beside a page table; other kernels refuse them."""
     num_splits: int | None
-    """Parts of a row's keys computed apart; None: the kernel chooses."""
+    """Parts into which the kernel splits a row's keys; None lets the kernel choose."""
 
 
 def varlen_available(
     device: torch.device, dtype: torch.dtype, *, page_size: int, head_dim: int
 ) -> str | None:
-    """Why no kernel can read such pages here; None where one can."""
+    """Return why no kernel can read such pages here, or None if one can."""
     if device.type != "cuda":
         return f"the device is {device.type}, not a GPU"
     missing = _ARGUMENTS - inspect.signature(varlen.varlen_attn).parameters.keys()
@@ -60,7 +60,7 @@ def varlen_available(
 def refusal(
     capability: int, family: str, dtype: torch.dtype, *, page_size: int, head_dim: int
 ) -> str | None:
-    """Why a kernel family cannot read such pages on a GPU of a (major) compute capability."""
+    """Return why a kernel family cannot read such pages on a GPU of a major compute capability."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the weights are {dtype}, and the kernels take float16 and bfloat16"
     if capability < 8:
@@ -78,9 +78,9 @@ def refusal(
 
 
 def load_kernel(device: torch.device) -> PagedKernel:
-    """The kernel of a device where `varlen_available` has nothing against it.
+    """Return the kernel of a device for which `varlen_available` returned None.
 
-    Where FlashAttention 3 is installed and can run, it is activated in torch for the process.
+    If FlashAttention 3 is installed and can run, it is activated in torch for the process.
     """
     capability, _ = torch.cuda.get_device_capability(device)
     if _family(capability) == _FA2:
@@ -91,7 +91,7 @@ def load_kernel(device: torch.device) -> PagedKernel:
 
 
 def _family(capability: int) -> str:
-    """The kernels that ``varlen_attn`` calls, or will once they are activated."""
+    """Return the family of kernels that ``varlen_attn`` calls, or will call once activated."""
     active = torch.nn.attention.current_flash_attention_impl()
     if active == "FA3" or (
         active is None and capability == 9 and importlib.util.find_spec(_FA3_PACKAGE) is not None

@@ -1,7 +1,6 @@
-"""What a paged attention kernel computes, spelled out in plain torch: the oracle of the fast ones.
+"""The paged attention kernel in plain torch, in float32 on any device: the fast kernels' oracle.
 
-Slow; computes in float32 on any device. It is as unhelpful as a kernel may be where a query has no
-key: what it returns there is no number.
+For a query without a key it returns NaN, the worst that a kernel may return there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def plain_varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``torch.nn.attention.varlen.varlen_attn``, as far as it is used here.
+    """Compute ``torch.nn.attention.varlen.varlen_attn`` for the arguments that are used here.
 
     Returns:
         [queries, heads, head_dim] and the log-sum-exps, float32 [heads, queries].
@@ -72,7 +71,7 @@ def _of_row(
     used: Tensor | None,
     table: Tensor | None,
 ) -> Tensor:
-    """Keys or values of one row: [keys, kv_heads, head_dim]."""
+    """Return the keys or values of one row: [keys, kv_heads, head_dim]."""
     if table is None:
         assert starts is not None
         begin, end = starts[row : row + 2].tolist()
@@ -83,5 +82,5 @@ def _of_row(
 
 
 def plain_kernel(*, needs_key_starts: bool = False) -> PagedKernel:
-    """It, called in one way or the other."""
+    """Return the plain kernel, with or without a need for cumulative key lengths."""
     return PagedKernel("plain torch", plain_varlen_attn, needs_key_starts, num_splits=None)

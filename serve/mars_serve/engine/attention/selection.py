@@ -1,4 +1,4 @@
-"""Chooses how a model attends here, and says why. Knows no request and no step."""
+"""Chooses the attention backend of a model on this machine, and logs the reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_serve.engine.attention.gathered import Attention, GatheredAttention, KeyValueShape
+from mars_serve.engine.attention.gathered import GatheredAttention
+from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.paged_kernel import load_kernel, varlen_available
 from mars_serve.engine.attention.varlen import VarlenAttention
 from mars_serve.engine.settings import EngineSettings
@@ -23,23 +24,23 @@ def choose_attention(
     page_size: int,
     max_masks: int,
 ) -> Attention:
-    """Pages for a model, read in place by a kernel where one can, and gathered elsewhere.
+    """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
     Args:
         model: on its device and in its type.
-        settings: sizes.
-        num_pages: of committed tokens.
-        page_size: tokens a page.
-        max_masks: masks of a row at the most.
+        settings: of the engine.
+        num_pages: pages for committed tokens.
+        page_size: tokens in a page.
+        max_masks: most masks of a row.
 
     Raises:
-        UserError: the model's attention cannot be replaced; it names the family.
+        UserError: the model's attention cannot be replaced; the message names the model's family.
     """
     _refuse_unserved(model)
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype
     if settings.batch_invariant:
-        # where a prompt is cut into chunks depends on its neighbours, and with it what is merged
+        # The chunks of a prompt depend on the other requests, and so would the parts to merge.
         reason: str | None = "engine.batch_invariant is set"
     else:
         reason = varlen_available(device, dtype, page_size=page_size, head_dim=shape.head_dim)

@@ -1,4 +1,4 @@
-"""How many pages an engine's pool has. Knows the device's memory, and no request."""
+"""The number of pages of an engine's pool, by the settings or by the device's memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_serve.engine.attention.gathered import KeyValueShape
+from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 
 
 def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
-    """Pages of the pool, as set or as the device's free memory allows.
+    """Return the number of pages that the settings give or the device's free memory allows.
 
     Args:
         settings: of the engine.
-        shape: of the model's keys and values.
+        shape: size of the model's keys and values.
         model: on its device, in its type.
 
     Raises:
-        UserError: not one page fits.
+        UserError: the memory does not hold one page.
     """
     if settings.num_pages is not None:
         return settings.num_pages

@@ -1,46 +1,61 @@
-"""Starts steps and waits for them; where one fails, finds out whose share does. Knows no queue."""
+"""Runs a step so that only the requests whose own rows fail are affected by a failure."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from mars_serve.engine.execution.forward import Accepted, FailedLaunch, Launched, ModelRunner
+from mars_serve.engine.execution.acceptance import Accepted
+from mars_serve.engine.execution.forward import Launched, ModelRunner
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FailedLaunch:
+    """A step that could not be started."""
+
+    rows: Sequence[ScheduledRow]
+    error: Exception
+
+    def wait(self) -> list[Accepted]:
+        """Raise the error that kept the step from starting."""
+        raise self.error
+
 
 Step = Launched | FailedLaunch
 """A step that was started, or could not be."""
 
 
-def launch(runner: ModelRunner, works: Sequence[ScheduledRow]) -> Step:
-    """Start a step; it never raises."""
+def launch(runner: ModelRunner, rows: Sequence[ScheduledRow]) -> Step:
+    """Start a step; never raises."""
     try:
-        return runner.launch(works)
+        return runner.launch(rows)
     except Exception as error:
-        return FailedLaunch(works, error)
+        return FailedLaunch(rows, error)
 
 
 def wait(runner: ModelRunner, step: Step) -> list[Accepted | Exception]:
-    """What each work of a step gave, or how its share failed.
+    """Wait for a step; return each row's result, or the error by which the row failed.
 
-    A failed step is run again in halves, down to single requests.
+    A failed step is run again in halves, down to single rows.
     """
-    works = step.works
+    rows = step.rows
     try:
         return [_checked(result) for result in step.wait()]
     except Exception as error:
-        if len(works) == 1:
-            _log.exception("the forward pass of request %s failed", works[0].request.id)
+        if len(rows) == 1:
+            _log.exception("the forward pass of request %s failed", rows[0].request.id)
             return [error]
-    middle = len(works) // 2
-    halves = (launch(runner, works[:middle]), launch(runner, works[middle:]))
+    middle = len(rows) // 2
+    halves = (launch(runner, rows[:middle]), launch(runner, rows[middle:]))
     return [result for half in halves for result in wait(runner, half)]
 
 
 def _checked(result: Accepted) -> Accepted | Exception:
-    """A row whose logits are not numbers has failed; its neighbours have not."""
+    """Return a row's result, or an error if its logits held a NaN."""
     numbers = [*result.confidences, *(entry.logprob for entry in result.prompt_logprobs)]
     if any(number != number for number in numbers):
         return ArithmeticError("the model's output is not a number for this request")

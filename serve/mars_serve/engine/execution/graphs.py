@@ -1,55 +1,77 @@
 """The model's forward over one step: eagerly, or by replaying a captured CUDA graph.
 
-A graph fixes every shape and address. Its input is one list of integers at a fixed place, padded to
-a shape that recurs, and its output one table of logits at a fixed place; a step whose shape was not
-captured runs eagerly. How a function is captured is passed in: on a CPU it is simply called again.
-Knows no request and no acceptance.
+A graph fixes all shapes and addresses. Its input is one list of integers at a fixed address, padded
+to a shape that recurs, and its output one table of logits at a fixed address; a step whose shape
+was not captured runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_serve.engine.attention.gathered import Attention
-from mars_serve.engine.attention.staging import stage
-from mars_serve.engine.attention.varlen import MAX_NARROW, StepShape, VarlenAttention, stored_pages
+from mars_serve.engine.attention.interface import Attention
+from mars_serve.engine.attention.varlen import MAX_NARROW, StepShape, VarlenAttention, cached_pages
 from mars_serve.engine.batch import StepBatch, bucket
+from mars_serve.engine.execution.staging import stage
 from mars_serve.engine.execution.step_function import StepFunction
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function as often as it takes and returns what runs it again, on the same addresses."""
+"""Function that runs another as often as capturing takes, and returns a function that repeats the
+run on the same addresses."""
 
 _WARM_UP_RUNS = 2
 _FEWEST_PAGES = 16
 _PAGES_FACTOR = 4
-"""Page tables are this many times longer from one captured length to the next."""
+"""Ratio of one captured length of page tables to the next shorter one."""
+
+Extra = TypeVar("Extra")
+
+
+@dataclass(frozen=True)
+class ForwardOutput(Generic[Extra]):
+    """The model's output of one step."""
+
+    logits: Tensor
+    """[reads, vocabulary], logits of the positions that are read. May be overwritten; valid until
+    the next step."""
+    scored: Tensor | None
+    """[scored, hidden_size], hidden states of the positions that are scored, if there are any."""
+    extra: Extra
+    """The step's further tensors, on the device."""
 
 
 class Forward(Protocol):
     """One way to run the model over a step."""
 
-    def __call__(self, batch: StepBatch, extra: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Logits of the places that are read, [reads, vocabulary], free to be overwritten until the
-        next step; and the ``extra`` tensors, which travel to the device with the step's own.
+    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
+        """Run the model over a step.
+
+        Args:
+            batch: layout of the step.
+            extra: a dataclass of further tensors, copied to the device in the step's one transfer.
         """
 
-    def with_scored(
-        self, batch: StepBatch, extra: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """The same, and hidden states of the places that are scored, [scored, hidden_size]."""
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """From such hidden states to logits, [n, vocabulary]."""
+        """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
+
+
+@dataclass(frozen=True)
+class _EagerInput(Generic[Extra]):
+    ids: Tensor
+    position_ids: Tensor
+    reads: Tensor
+    scored: Tensor | None
+    extra: Extra
 
 
 class EagerForward:
-    """Runs with any attention."""
+    """Runs the model eagerly, with any attention backend."""
 
     def __init__(
         self, model: PreTrainedModel, attention: Attention, *, compiled: bool = False
@@ -58,21 +80,19 @@ class EagerForward:
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention, compiled=compiled)
 
-    def __call__(self, batch: StepBatch, extra: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
         """See `Forward`."""
-        numbers = [torch.tensor(part) for part in (batch.ids, batch.positions, batch.reads or [0])]
-        ids, positions, reads, *staged = stage([*numbers, *extra], self._device)
-        return self._function(ids, positions, reads, self._attention.plan(batch)), staged
-
-    def with_scored(
-        self, batch: StepBatch, extra: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """See `Forward`."""
-        parts = batch.ids, batch.positions, batch.reads or [0], batch.scored
-        numbers = [torch.tensor(part) for part in parts]
-        ids, positions, reads, scored, *staged = stage([*numbers, *extra], self._device)
-        hidden = self._function.hidden(ids, positions, self._attention.plan(batch))
-        return self.logits(hidden.index_select(0, reads)), staged, hidden.index_select(0, scored)
+        host = _EagerInput(
+            ids=torch.tensor(batch.ids),
+            position_ids=torch.tensor(batch.position_ids),
+            reads=torch.tensor(batch.reads or [0]),
+            scored=_scored(batch),
+            extra=extra,
+        )
+        step = stage(host, self._device)
+        metadata = self._attention.prepare(batch)
+        hidden = self._function.hidden(step.ids, step.position_ids, metadata)
+        return _output(self._function, hidden, step.reads, step.scored, step.extra)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Forward`."""
@@ -88,59 +108,67 @@ class ForwardShape:
 
     @property
     def sizes(self) -> list[int]:
-        """Integers of token ids, positions, reads and the attention's plan."""
-        return [self.step.num_places, self.step.num_places, self.num_reads, sum(self.step.sizes)]
+        """Numbers of integers of token ids, position ids, reads and attention metadata."""
+        return [self.step.num_positions] * 2 + [self.num_reads, sum(self.step.sizes)]
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What decoding can come to, by which the shapes to capture are chosen.
+    """Limits of decoding steps, by which the shapes to capture are chosen.
 
-    Those are few: only places and pages are told apart, and the rest is what they allow at most.
+    The shapes are few: they differ in positions and pages only, and leave room for the most rows
+    and reads that these allow.
     """
 
     max_rows: int
     max_masks: int
-    """Of a row."""
+    """Most masks of a row."""
     max_num_batched_tokens: int
-    """Places of a step."""
+    """Most positions of a step."""
     max_pages: int
-    """Of a row."""
+    """Most pages of a row."""
 
     def shapes(self) -> list[ForwardShape]:
-        """All of them, the largest first."""
+        """Return all shapes to capture, the largest first."""
         largest = min(self.max_rows * (2 * self.max_masks + 1), self.max_num_batched_tokens)
-        places = sorted({bucket(count) for count in range(1, largest + 1)}, reverse=True)
+        positions = sorted({bucket(count) for count in range(1, largest + 1)}, reverse=True)
         pages = [_FEWEST_PAGES]
         while pages[-1] < self.max_pages:
             pages.append(pages[-1] * _PAGES_FACTOR)
         lengths = sorted({min(count, self.max_pages) for count in pages}, reverse=True)
-        return [self._shape(count, length) for count in places for length in lengths]
+        return [self._shape(count, length) for count in positions for length in lengths]
 
     def shape_for(self, batch: StepBatch, page_size: int) -> ForwardShape:
-        """The shape that a step takes if it fits one at all; see `fits`."""
-        needed, length = stored_pages(batch, page_size), _FEWEST_PAGES
+        """Return the only captured shape that could hold a step."""
+        needed, length = cached_pages(batch, page_size), _FEWEST_PAGES
         while length < needed:
             length *= _PAGES_FACTOR
         return self._shape(len(batch.ids), min(length, self.max_pages))
 
-    def _shape(self, num_places: int, num_pages: int) -> ForwardShape:
-        # a decoding row feeds the tokens accepted last, one more than masks at most, and new masks
-        num_rows = min(num_places, self.max_rows)
+    def _shape(self, num_positions: int, num_pages: int) -> ForwardShape:
+        # A decoding row feeds the tokens accepted last, at most one more than masks, and new masks.
+        num_rows = min(num_positions, self.max_rows)
         return ForwardShape(
-            num_reads=min(num_places, self.max_rows * (self.max_masks + 1)),
+            num_reads=min(num_positions, self.max_rows * (self.max_masks + 1)),
             step=StepShape(
-                num_places=num_places,
+                num_positions=num_positions,
                 num_rows=num_rows,
                 num_pages=num_pages,
                 num_narrow=num_rows,
-                width=min(num_places, (self.max_masks + 1) ** 2, MAX_NARROW),
+                width=min(num_positions, (self.max_masks + 1) ** 2, MAX_NARROW),
             ),
         )
 
 
+@dataclass(frozen=True)
+class _GraphedInput(Generic[Extra]):
+    numbers: Tensor
+    scored: Tensor | None
+    extra: Extra
+
+
 class GraphedForward:
-    """Runs with paged attention, by a captured graph where the step fits one."""
+    """Runs the model with paged attention, by a captured graph if the step fits one."""
 
     def __init__(
         self, model: PreTrainedModel, attention: VarlenAttention, *, compiled: bool = False
@@ -160,13 +188,12 @@ class GraphedForward:
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Capture the shapes that decoding will meet, the largest first: the others then find
-        their memory already there.
+        """Capture the shapes of decoding steps, the largest first, so that all share its memory.
 
         Args:
-            sizes: of decoding.
+            sizes: limits of decoding steps.
             capture: `CudaCapture`, or `call_again`.
-            on_progress: called with the shapes that are done and their number.
+            on_progress: called with the number of captured shapes and the number of all.
         """
         shapes = sizes.shapes()
         most = max(shape.num_reads for shape in shapes)
@@ -175,35 +202,26 @@ class GraphedForward:
         self._logits = self._logits.new_zeros(most, vocabulary)
         self._sizes = sizes
         for done, shape in enumerate(shapes, start=1):
-            empty = StepBatch([0] * shape.step.num_places, [0] * shape.step.num_places, [], 0)
+            zeros = [0] * shape.step.num_positions
+            empty = StepBatch(ids=zeros, position_ids=zeros, rows=[], num_positions=0)
             self._numbers[: sum(shape.sizes)].copy_(self._pack(empty, shape))
             self._replays[shape] = capture(self._on_fixed_addresses(shape))
             if on_progress is not None:
                 on_progress(done, len(shapes))
 
-    def __call__(self, batch: StepBatch, extra: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """See `Forward`."""
-        shape = self._captured_shape(batch)
-        if shape is None:
-            shape = self._exact_shape(batch)
-            numbers, *staged = stage([self._pack(batch, shape), *extra], self._model.device)
-            return self._run(numbers, shape), staged
-        numbers, *staged = stage([self._pack(batch, shape), *extra], self._model.device)
-        self._numbers[: len(numbers)].copy_(numbers)
+    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
+        """See `Forward`; graphs keep no hidden states, so scored positions are run eagerly."""
+        captured = None if batch.scored else self._captured_shape(batch)
+        shape = captured or self._exact_shape(batch)
+        step = stage(
+            _GraphedInput(self._pack(batch, shape), _scored(batch), extra), self._model.device
+        )
+        if captured is None:
+            hidden, reads = self._run(step.numbers, shape)
+            return _output(self._function, hidden, reads, step.scored, step.extra)
+        self._numbers[: len(step.numbers)].copy_(step.numbers)
         self._replays[shape]()
-        return self._logits[: len(batch.reads)], staged
-
-    def with_scored(
-        self, batch: StepBatch, extra: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """See `Forward`; never by a graph, which keeps no hidden states."""
-        shape = self._exact_shape(batch)
-        tensors = [self._pack(batch, shape), torch.tensor(batch.scored), *extra]
-        numbers, scored, *staged = stage(tensors, self._model.device)
-        ids, positions, reads, packed = torch.split(numbers, shape.sizes)
-        plan = self._attention.unpack(packed, shape.step)
-        hidden = self._function.hidden(ids, positions, plan)
-        return self.logits(hidden.index_select(0, reads)), staged, hidden.index_select(0, scored)
+        return ForwardOutput(self._logits[: len(batch.reads)], None, step.extra)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Forward`."""
@@ -222,11 +240,11 @@ class GraphedForward:
         return shape if shape in self._replays and fits else None
 
     def _pack(self, batch: StepBatch, shape: ForwardShape) -> Tensor:
-        """A step's integers; padded reads read place 0."""
+        """Return a step's integers; padded reads read position 0."""
         reads = batch.reads
         reads += [0] * (shape.num_reads - len(reads))
-        plan = self._attention.pack(batch, shape.step)
-        numbers = torch.tensor([*batch.ids, *batch.positions, *reads, *plan])
+        metadata = self._attention.pack(batch, shape.step)
+        numbers = torch.tensor([*batch.ids, *batch.position_ids, *reads, *metadata])
         assert len(numbers) == sum(shape.sizes), "the step fits its shape"
         return numbers
 
@@ -235,25 +253,28 @@ class GraphedForward:
         logits = self._logits[: shape.num_reads]
 
         def run() -> None:
-            # into one table for all graphs, which would each keep their own otherwise
-            logits.copy_(self._run(numbers, shape))
+            # One table serves all graphs; otherwise each would keep its own logits.
+            hidden, reads = self._run(numbers, shape)
+            logits.copy_(self.logits(hidden.index_select(0, reads)))
 
         return run
 
-    def _run(self, numbers: Tensor, shape: ForwardShape) -> Tensor:
-        ids, positions, reads, packed = torch.split(numbers, shape.sizes)
-        return self._function(ids, positions, reads, self._attention.unpack(packed, shape.step))
+    def _run(self, numbers: Tensor, shape: ForwardShape) -> tuple[Tensor, Tensor]:
+        """Run the decoder; return all hidden states and the positions that are read."""
+        ids, position_ids, reads, packed = torch.split(numbers, shape.sizes)
+        metadata = self._attention.unpack(packed, shape.step)
+        return self._function.hidden(ids, position_ids, metadata), reads
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs that share their memory: one at a time may run."""
+    """Captures functions as CUDA graphs that share memory, so only one may run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`. Libraries prepare themselves in runs before, on a stream of their own.
+        """See `Capture`. Libraries prepare themselves in earlier runs, on a stream of their own.
 
         Source: ``torch.cuda.graph``.
         """
@@ -269,5 +290,19 @@ class CudaCapture:
 
 
 def call_again(function: Callable[[], None]) -> Callable[[], None]:
-    """See `Capture`: where nothing can be captured."""
+    """Stand in for a `Capture` on devices without graphs: the function is called again."""
     return function
+
+
+def _scored(batch: StepBatch) -> Tensor | None:
+    return torch.tensor(batch.scored) if batch.scored else None
+
+
+def _output(
+    function: StepFunction, hidden: Tensor, reads: Tensor, scored: Tensor | None, extra: Extra
+) -> ForwardOutput[Extra]:
+    return ForwardOutput(
+        logits=function.logits(hidden.index_select(0, reads)),
+        scored=None if scored is None else hidden.index_select(0, scored),
+        extra=extra,
+    )

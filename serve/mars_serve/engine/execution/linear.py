@@ -1,9 +1,9 @@
-"""Linear layers in the layout that this machine multiplies fastest. Knows no attention, no step.
+"""Linear layers in the weight layout that this machine multiplies fastest.
 
 On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
-poorly on some machines. oneDNN keeps a weight in a packed layout of its own (the one that
-``torch.compile`` freezes weights into); for each shape of a layer, both ways are timed at load and
-the faster is kept. On other devices nothing is changed.
+slowly on some machines. oneDNN can keep a weight in a packed layout of its own, the one into which
+``torch.compile`` freezes weights. For each shape of a layer, both layouts are timed at load and the
+faster is kept. On other devices nothing is changed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 _log = logging.getLogger(__name__)
 
 _TIMED_ROWS = (1, 4, 16, 64)
-"""Rows of the timed products: one-token decoding of small and large batches, and windows."""
+"""Numbers of rows of the timed products, for one-token decoding in small and large batches and for
+windows."""
 _REPEATS = 7
 _PACKED_FOR_ROWS = 32
-"""Rows that oneDNN picks the layout for; it serves others as well (measured)."""
+"""Number of rows for which oneDNN picks the layout; it is as fast for others (measured)."""
 
 
 class PackedLinear(nn.Module):
@@ -37,16 +38,16 @@ class PackedLinear(nn.Module):
         self._packed = _pack(linear.weight.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         output: Tensor = torch.ops.marsray.packed_linear.default(inputs, self._packed, self.bias)
         return output
 
 
 class TiledLinear(nn.Module):
-    """A linear layer that multiplies ``tile`` rows at a time, whatever it is given.
+    """A linear layer that always multiplies ``tile`` rows at a time.
 
-    Matrix libraries pick their summation order by the shape of the product; with one shape only,
-    a row's result does not depend on how many rows stand beside it.
+    Matrix libraries choose the order of summation by the shape of the product. With one shape only,
+    a row's result does not depend on the number of other rows.
     """
 
     def __init__(self, linear: nn.Linear | PackedLinear, tile: int) -> None:
@@ -55,7 +56,7 @@ class TiledLinear(nn.Module):
         self.linear, self.tile = linear, tile
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         rows = inputs.reshape(-1, self.in_features)
         padded = F.pad(rows, (0, 0, 0, -len(rows) % self.tile))
         outputs = torch.cat([self.linear(part) for part in torch.split(padded, self.tile)])
@@ -71,7 +72,7 @@ def _packed_shape(inputs: Tensor, packed: Tensor, _bias: Tensor | None) -> Tenso
     return inputs.new_empty(*inputs.shape[:-1], packed.shape[0])
 
 
-# torch's own operator, which this one hides, is compiled only where the weight is a constant
+# Torch compiles its own operator only for constant weights, so it is wrapped in another.
 torch.library.define(
     "marsray::packed_linear", "(Tensor inputs, Tensor packed, Tensor? bias) -> Tensor"
 )
@@ -80,9 +81,12 @@ torch.library.register_fake("marsray::packed_linear", _packed_shape)
 
 
 def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
-    """Swap, in place, each linear layer on the CPU for its packed form where that is faster.
+    """Replace, in place, each linear layer on the CPU by its packed form if that is faster.
 
-    Without ``timed`` it is taken to be, so that the choice is the same at each load.
+    Args:
+        model: the model to change.
+        timed: whether to time both forms; otherwise every layer that can be packed is, so that each
+            load gives the same numbers.
     """
     packs: dict[tuple[int, int], bool] = {}
     for parent, name, linear in _linears(model, (nn.Linear,)):
@@ -96,7 +100,7 @@ def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
 
 
 def tile_linears(model: nn.Module, tile: int) -> None:
-    """Make, in place, every linear layer multiply in products of ``tile`` rows."""
+    """Replace, in place, each linear layer by one that multiplies ``tile`` rows at a time."""
     for parent, name, linear in _linears(model, (nn.Linear, PackedLinear)):
         setattr(parent, name, TiledLinear(linear, tile))
 
@@ -104,8 +108,10 @@ def tile_linears(model: nn.Module, tile: int) -> None:
 def _linears(
     model: nn.Module, kinds: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, str, Any]]:
-    """The layers of exactly these kinds, each with its parent and its name there. They may be
-    swapped on the way, and are not held beyond: a model's weights are never there twice.
+    """Yield the layers of exactly these kinds, each with its parent and its name there.
+
+    The caller may replace a layer before it takes the next. No list of the layers is kept, so that
+    replaced weights are freed at once.
     """
     parents = [module for module in model.modules() if any(True for _ in module.children())]
     for parent in parents:
@@ -123,7 +129,7 @@ def _can_pack(linear: nn.Linear) -> bool:
         return False
     try:
         _pack(linear.weight.detach()[:1])
-    except (AttributeError, RuntimeError) as error:  # no such operator, or not for this type here
+    except (AttributeError, RuntimeError) as error:  # the operator is missing, or not for this type
         _log.info("weights stay unpacked: %s", str(error).splitlines()[0])
         return False
     return True
@@ -141,7 +147,7 @@ def _is_faster_packed(linear: nn.Linear) -> bool:
 
 
 def _alternate(*actions: Callable[[], object]) -> list[float]:
-    """Least seconds that each action took, run in turn."""
+    """Run actions in turn, repeatedly, and return the least seconds that each took."""
     best = [float("inf")] * len(actions)
     for _ in range(_REPEATS):
         for index, action in enumerate(actions):

@@ -1,7 +1,4 @@
-"""What a step's requests ask of the choice of their tokens: parameters, grammar, reported numbers.
-
-Lays out by request what `sampling` works through by read. Knows no model and no attention.
-"""
+"""Prepares the choice of a step's tokens by each request's sampling parameters and grammar."""
 
 from __future__ import annotations
 
@@ -13,129 +10,94 @@ from torch import Tensor
 
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
+from mars_serve.engine.execution.reads import first_reads
 from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
-from mars_serve.engine.sampling.grammar import lookahead
 from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 
-def first_reads(works: Sequence[ScheduledRow]) -> list[int]:
-    """Of works that read logits, laid side by side, the first read of each, and their end."""
-    starts = [0]
-    for work in works:
-        starts.append(starts[-1] + work.num_proposed + work.num_coming)
-    return starts
-
-
-def sampled_rows(works: Sequence[ScheduledRow], ends: frozenset[int]) -> list[SampledRow]:
-    """What is to be chosen otherwise than as the likeliest token.
+def sampled_rows(rows: Sequence[ScheduledRow], ends: frozenset[int]) -> list[SampledRow]:
+    """Return the rows whose tokens are not simply the likeliest ones.
 
     Args:
-        works: those that read logits, in order.
+        rows: rows that read logits, in order.
         ends: the model's end tokens.
     """
-    if all(work.request.options.is_plain for work in works):
+    if all(row.request.options.is_plain for row in rows):
         return []
     return [
-        row
-        for work, start in zip(works, first_reads(works), strict=False)
-        if not work.request.options.is_plain
-        for row in _rows(work, start, ends)
+        sampled
+        for row, start in zip(rows, first_reads(rows), strict=False)
+        if not row.request.options.is_plain
+        for sampled in _sampled_parts(row, start, ends)
     ]
 
 
-def _rows(work: ScheduledRow, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
-    """The row's own proposals and, in mode exact, what each group of masks proposes behind them.
+def _sampled_parts(row: ScheduledRow, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
+    """Split a row's reads into its direct reads and those of each group of masks.
 
-    Drafts that a grammar forbids are refused when they are checked.
+    Groups are sampled without the grammar: drafts that it forbids fail their check.
     """
-    request, sampling = work.request, work.request.options.sampling
+    request, sampling = row.request, row.request.options.sampling
     if sampling.needs_history and request.history is None:
         request.history = TokenHistory.of(request.tokens, request.num_prompt)
     length, num_output = len(request.tokens), request.num_output
     end_tokens = ends | request.options.stop_ids
 
-    def row(begin: int, count: int, ahead: int, *, checked: bool) -> SampledRow:
+    def part(begin: int, count: int, ahead: int, *, is_group: bool) -> SampledRow:
+        matcher = None if is_group else request.matcher
         return SampledRow(
-            sampling,
-            list(range(begin, begin + count)),
-            length + ahead,
-            num_output + ahead,
-            end_tokens,
-            request.history,
-            lookahead(request.matcher) if checked and request.matcher is not None else None,
+            sampling=sampling,
+            reads=list(range(begin, begin + count)),
+            position=length + ahead,
+            num_output=num_output + ahead,
+            end_tokens=end_tokens,
+            history=request.history,
+            allow=None if matcher is None else matcher.allowed_after,
         )
 
-    yield row(start, work.num_proposed, 0, checked=True)
-    begin = start + work.num_proposed
-    for outcome, count in enumerate(work.masks if work.num_coming else ()):
+    yield part(start, row.num_proposed, 0, is_group=False)
+    begin = start + row.num_proposed
+    for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            yield row(begin, count, outcome + 1, checked=False)
+            yield part(begin, count, outcome + 1, is_group=True)
         begin += count
 
 
 def commit(request: Request, tokens: list[int]) -> bool:
-    """Move what the choice depends on past newly committed tokens.
+    """Move a request's history and grammar past newly committed tokens.
 
     Returns:
-        False where they are not in the request's grammar: it allows nothing that may be emitted.
+        False if the grammar does not match them, because it allows no token that may be emitted.
     """
     if request.history is not None:
         request.history.extend(tokens)
     return request.matcher is None or request.matcher.advance(tokens) == len(tokens)
 
 
-def temperatures(
-    works: Sequence[ScheduledRow], by_depth: Sequence[float] | None
-) -> list[float] | None:
-    """What each read's logits are divided by where a confidence is taken; None: all by 1.
-
-    Args:
-        works: those that read logits, in order.
-        by_depth: of calibration, from depth 0; None where the model has none.
-    """
-    if by_depth is None or not any(_is_calibrated(work) for work in works):
-        return None
-    found: list[float] = []
-    for work in works:
-        if not _is_calibrated(work):
-            found += [1.0] * (work.num_proposed + work.num_coming)
-        elif work.request.checks_drafts:
-            found += [1.0] * work.num_proposed  # of the model's own choices, at depth 0
-            found += [by_depth[depth + 1] for count in work.masks for depth in range(count)]
-        else:
-            found += by_depth[: work.num_proposed]
-    return found
-
-
-def _is_calibrated(work: ScheduledRow) -> bool:
-    request = work.request
-    return request.options.calibrated or request.mode is Mode.EXACT
-
-
 @dataclass(frozen=True)
 class Reports:
-    """Log-probabilities that requests want reported with their tokens."""
+    """Log-probabilities of a step's tokens for the requests that want them reported."""
 
     by_request: dict[str, Tensor]
-    """float32 [proposals, vocabulary] of each, by request id."""
+    """float32 [proposals, vocabulary] by request id."""
 
     @classmethod
-    def of(cls, logits: Tensor, works: Sequence[ScheduledRow]) -> Reports:
-        """Taken from raw logits, float [reads, vocabulary]."""
-        if all(work.request.options.num_logprobs is None for work in works):
+    def of(cls, logits: Tensor, rows: Sequence[ScheduledRow]) -> Reports:
+        """Take the log-probabilities from raw logits, float [reads, vocabulary]."""
+        if all(row.request.options.num_logprobs is None for row in rows):
             return cls({})
         return cls(
             {
-                work.request.id: log_probabilities(logits[start : start + work.num_proposed])
-                for work, start in zip(works, first_reads(works), strict=False)
-                if work.request.options.num_logprobs is not None
+                row.request.id: log_probabilities(logits[start : start + row.num_proposed])
+                for row, start in zip(rows, first_reads(rows), strict=False)
+                if row.request.options.num_logprobs is not None
             }
         )
 
     def report(self, request: Request, tokens: list[int]) -> list[TokenLogprob]:
-        """Of the tokens that a pass gave a request; nothing where it does not ask."""
+        """Return the log-probabilities of a request's tokens; none if it wants none."""
         found = self.by_request.get(request.id)
         if found is None:
             return []

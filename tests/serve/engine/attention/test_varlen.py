@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.engine.attention.gathered import GatheredAttention, KeyValueShape
+from mars_serve.engine.attention.gathered import GatheredAttention
+from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged_kernel import (
     PagedKernel,
     load_kernel,
@@ -233,9 +234,9 @@ class Step:
             **self.sizes,
         )
         attention.keys[0], attention.values[0] = self.pages
-        plan = attention.plan(self.batch)
+        plan = attention.prepare(self.batch)
         output = attention.attend(0, self.query, self.key, self.value, 0.125, plan)
-        return output[: self.batch.num_places], attention
+        return output[: self.batch.num_positions], attention
 
     def expected(self) -> Tensor:
         """Of each row by itself: what is stored, then what it feeds as `_seen` says."""
@@ -390,7 +391,7 @@ def test_a_gpu_kernels_log_sum_exps_have_heads_first() -> None:
         device=device,
         kernel=kernel,
     )
-    plan = attention.plan(
+    plan = attention.prepare(
         build_batch(
             [ScheduledRow(Request("", [5] * 70, DecodingOptions(1), pages=[0]), 70, (0,), True)],
             None,
@@ -431,10 +432,10 @@ def test_both_attentions_agree_on_a_gpu(tiny_model: Models) -> None:
         query = torch.randn(len(batch.ids), 8, 64, **sizes)
         key, value = torch.randn(2, len(batch.ids), 2, 64, **sizes)
         one, other = (
-            attention.attend(0, query, key, value, 0.125, attention.plan(batch))
+            attention.attend(0, query, key, value, 0.125, attention.prepare(batch))
             for attention in (in_place, gathered)
         )
-        used = slice(batch.num_places)
+        used = slice(batch.num_positions)
         torch.testing.assert_close(one[used], other[used], rtol=2e-2, atol=2e-2)
 
 

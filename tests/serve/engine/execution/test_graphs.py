@@ -17,16 +17,17 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
-from mars_serve.engine.attention.gathered import ATTENTION_NAME, KeyValueShape
+from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged_kernel import PagedKernel, load_kernel, varlen_available
 from mars_serve.engine.attention.plain_kernel import plain_kernel
-from mars_serve.engine.attention.staging import pack, stage, unpack
 from mars_serve.engine.attention.varlen import StepShape, VarlenAttention, stored_pages
 from mars_serve.engine.batch import StepBatch, build_batch
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import CudaCapture, EagerForward, GraphedForward, GraphSizes
+from mars_serve.engine.execution.staging import pack, stage, unpack
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -272,7 +273,7 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
     shape = sizes.shape_for(batch, PAGE)
     assert shape in sizes.shapes()
     exact = StepShape.of(batch, PAGE)
-    assert shape.step.num_places == exact.num_places
+    assert shape.step.num_positions == exact.num_positions
     assert shape.step.num_rows == shape.step.num_narrow >= exact.num_rows
     assert shape.step.num_pages >= stored_pages(batch, PAGE)
     assert shape.step.width >= exact.width
@@ -285,7 +286,7 @@ def test_shapes_are_few_and_the_largest_comes_first() -> None:
     ).shapes()
     assert max(Counter(shapes).values()) == 1
     assert len(shapes) < 120
-    sizes = [(shape.step.num_places, shape.step.num_pages) for shape in shapes]
+    sizes = [(shape.step.num_positions, shape.step.num_pages) for shape in shapes]
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -17,7 +17,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.engine.attention.gathered import KeyValueShape
+from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.plain_kernel import plain_kernel
 from mars_serve.engine.attention.varlen import VarlenAttention
 from mars_serve.engine.decoding_options import DecodingOptions
