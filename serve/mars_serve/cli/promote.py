@@ -35,8 +35,8 @@ def promote(
     again to serve the new checkpoint.
     """
     from rich.console import Console
-    from rich.table import Table
 
+    from mars_platform.cli.report import Column, table_of
     from mars_platform.config import build_settings
     from mars_serve.measure.promote import Gate
     from mars_serve.measure.promote import promote as put_in_service
@@ -46,17 +46,14 @@ def promote(
     compared = put_in_service(candidate, service, None if force else gate)
     console = Console()
     if compared:
-        table = Table("", "quality", "in service", "tokens a pass", "in service")
-        for each in compared:
-            new, old = each.candidate, each.current
-            table.add_row(
-                "mode ar" if old.mode == "ar" else f"τ {old.threshold:g}",
-                f"{new.quality:.1f}",
-                f"{old.quality:.1f}",
-                f"{new.tokens_per_forward:.2f}",
-                f"{old.tokens_per_forward:.2f}",
-            )
-        console.print(table)
+        columns = [
+            Column("", "name"),
+            Column("quality", "candidate.quality", ".1f"),
+            Column("in service", "current.quality", ".1f"),
+            Column("tokens a pass", "candidate.tokens_per_forward", ".2f"),
+            Column("in service", "current.tokens_per_forward", ".2f"),
+        ]
+        console.print(table_of(columns, compared))
     console.print(f"{service} is now {service.resolve()}", highlight=False, soft_wrap=True)
     if before is not None:
         console.print(f"before, it was {before}", highlight=False, soft_wrap=True)

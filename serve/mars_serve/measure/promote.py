@@ -1,9 +1,8 @@
 """Puts a trained checkpoint in the place of the one in service, if it is not worse.
 
-The place is a symbolic link, so that the change is one step, and going back is another. What is
-compared are the two frontiers, measured on the same conversations. The candidate itself is checked
-as servers check it when they start. Knows no server: one that is to serve the new checkpoint is
-deployed again.
+The place is a symbolic link: changing it is one step, and so is going back. The two frontiers are
+compared, which were measured on the same conversations, and the candidate's files are checked as
+servers check them when they start. A server has to be deployed again to serve the new checkpoint.
 """
 
 from __future__ import annotations
@@ -25,55 +24,62 @@ _FORCE = "or promote with --force, which compares nothing"
 
 
 class Gate(Settings):
-    """What a candidate may be worse by."""
+    """The limits of how much worse a candidate may be."""
 
     max_loss: float = Field(default=1.0, ge=0, le=100)
-    """Points of quality, in mode ar and at each τ that both were measured at."""
+    """Most points of quality lost, in mode ar and at each τ that both were measured at."""
     max_slower: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the tokens a forward pass, at each of those."""
+    """Largest share of the tokens per forward pass lost, in the same settings."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One way to decode, of both checkpoints."""
+class PointPair:
+    """The points of both checkpoints in one setting."""
 
     candidate: FrontierPoint
+    """Point of the candidate."""
     current: FrontierPoint
+    """Point of the checkpoint in service."""
+
+    @property
+    def name(self) -> str:
+        """Name of the setting."""
+        return "mode ar" if self.current.mode == "ar" else f"τ {self.current.threshold:g}"
 
     def problem(self, gate: Gate) -> str | None:
-        """What the candidate is too much worse in; None where it is not."""
-        name = "mode ar" if self.current.mode == "ar" else f"τ {self.current.threshold:g}"
+        """Return what the candidate is too much worse in, None if it passes the gate."""
         loss = self.current.quality - self.candidate.quality
         if loss > gate.max_loss:
             return (
-                f"{name}: quality {self.candidate.quality:.1f} is {loss:.1f} points below "
+                f"{self.name}: quality {self.candidate.quality:.1f} is {loss:.1f} points below "
                 f"{self.current.quality:.1f}"
             )
         slower = 1 - self.candidate.tokens_per_forward / self.current.tokens_per_forward
         if slower > gate.max_slower:
             return (
-                f"{name}: {self.candidate.tokens_per_forward:.2f} tokens a pass are {slower:.0%} "
-                f"fewer than {self.current.tokens_per_forward:.2f}"
+                f"{self.name}: {self.candidate.tokens_per_forward:.2f} tokens a pass are "
+                f"{slower:.0%} fewer than {self.current.tokens_per_forward:.2f}"
             )
         return None
 
 
-def promote(candidate: Path, service: Path, gate: Gate | None) -> list[Compared]:
-    """Let a link point to a checkpoint.
+def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair]:
+    """Point a link to a checkpoint.
 
     Args:
-        candidate: the checkpoint's directory, with frontier.json. All of its files are read once;
-            a manifest is written into it if it has none.
-        service: the link; one that does not exist yet is made without a comparison.
-        gate: what the candidate may be worse by; None compares nothing, and reads nothing of the
-            checkpoint in service.
+        candidate: directory of the checkpoint, with frontier.json. All of its files are read once;
+            it gets a manifest if it has none.
+        service: the link; a link that does not exist yet is made without a comparison.
+        gate: limits of how much worse the candidate may be; None compares nothing and reads nothing
+            of the checkpoint in service.
 
     Returns:
-        What was compared, mode ar first; empty where there was nothing to compare with.
+        The compared points, mode ar first; empty if nothing was compared.
 
     Raises:
-        UserError: the candidate is worse, damaged or incomplete, a frontier cannot be used, the two
-            were not measured alike, or the link cannot be made. The link stays as it was.
+        UserError: the candidate is worse, damaged or incomplete, a frontier cannot be used, the
+            frontiers were measured differently, or the link cannot be made. The link then stays as
+            it was.
     """
     frontier = read_frontier(candidate)
     if service.exists() and not service.is_symlink():
@@ -81,7 +87,7 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[Compared]
             f"--service: {service} is no symbolic link, so that it could not be changed at once; "
             "name a path that does not exist yet, or a link"
         )
-    compared = list[Compared]()
+    compared = list[PointPair]()
     if gate is not None and service.exists():
         compared = compare(frontier, _frontier_in_service(service))
         problems = [each.problem(gate) for each in compared]
@@ -95,15 +101,14 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[Compared]
     return compared
 
 
-def compare(candidate: Frontier, current: Frontier) -> list[Compared]:
-    """What both were measured at, mode ar first, then mode threshold with falling τ.
+def compare(candidate: Frontier, current: Frontier) -> list[PointPair]:
+    """Return the settings that both were measured in: mode ar, then mode threshold by falling τ.
 
-    Where no conversation has an answer to check, quality is agreement with the model's own mode ar:
-    100 there, whatever the model says. Two of those are not compared either, since a model that
-    answers worse agrees with itself as well as a better one.
+    If no conversation has an answer, quality is the agreement with the model's own mode ar. Two
+    such frontiers are not compared: a worse model agrees with itself as well as a better one.
 
     Raises:
-        UserError: they were not measured alike, or on conversations without answers.
+        UserError: the two were measured differently, or on conversations without answers.
     """
     if "agreement" in (candidate.measure, current.measure):
         raise UserError(
@@ -118,7 +123,7 @@ def compare(candidate: Frontier, current: Frontier) -> list[Compared]:
         )
     known = {(point.mode, point.threshold): point for point in current.points}
     shared = [
-        Compared(point, known[point.mode, point.threshold])
+        PointPair(point, known[point.mode, point.threshold])
         for point in candidate.points
         if point.mode != "exact" and (point.mode, point.threshold) in known
     ]
@@ -141,10 +146,9 @@ def _frontier_in_service(service: Path) -> Frontier:
 def _check(candidate: Path) -> None:
     """Refuse a checkpoint that no server could start from.
 
-    Where there is no manifest to compare it with, its files get one as they are: by then it is
-    known that config and tokenizer can be read, and that the tensors are those that the frontier
-    was measured on, with none missing or cut off. To demand a manifest would show no more, since
-    whoever made it now would describe the same files.
+    A checkpoint without a manifest gets one of its files as they are. Its config and tokenizer have
+    been read by then, and its tensors are those that the frontier was measured on. Demanding a
+    manifest would prove no more: it would be made now and describe the same files.
     """
     read_checkpoint(candidate)
     if not (candidate / MANIFEST).exists():
@@ -160,7 +164,7 @@ def _check(candidate: Path) -> None:
 
 
 def _point(link: Path, target: Path) -> None:
-    """Change a link in one step, so that whoever reads it finds the old one or the new one."""
+    """Change a link in one step: readers find either the old target or the new one."""
     new = link.with_name(f".{link.name}.new")
     try:
         new.unlink(missing_ok=True)

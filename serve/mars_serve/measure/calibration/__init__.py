@@ -1,1 +1,1 @@
-"""`marsray calibrate`: fits confidences to how often they are right."""
+"""Runs ``marsray calibrate``: fits confidences to how often they are right."""

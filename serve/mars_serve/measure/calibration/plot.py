@@ -9,21 +9,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mars_platform.checkpoint.calibration import Bin
-from mars_serve.measure.calibration.collect import Measured
+from mars_platform.cli.report import finish_axes, write_picture
+from mars_serve.measure.calibration.collect import MeasuredCalibration
 from mars_serve.measure.frontier.measure import MeasuredFrontier
 from mars_serve.measure.frontier.plot import draw_gains, draw_quality
 
 
 def plot_calibration(
-    title: str, measured: Measured, frontier: MeasuredFrontier, path: Path
+    title: str, measured: MeasuredCalibration, frontier: MeasuredFrontier, path: Path
 ) -> None:
-    """Draw accuracy over confidence before and after, quality over speed, and speed over batch.
+    """Draw reliability before and after, quality over speed, and speed over batch size.
 
     Args:
-        title: of the picture.
-        measured: reliability, a line for each depth from 1.
+        title: title of the picture.
+        measured: reliability, drawn as a line for each depth from 1.
         frontier: quality and speed.
-        path: the picture; its suffix says the format.
+        path: the picture; its suffix names the format.
+
+    Raises:
+        UserError: the picture cannot be written.
     """
     figure = Figure(figsize=(11, 9), layout="constrained")
     (before, after), (quality, gains) = figure.subplots(2, 2)
@@ -38,22 +42,19 @@ def plot_calibration(
     draw_quality(quality, frontier)
     draw_gains(gains, frontier)
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=110)
+    write_picture(path, figure)
 
 
-def _draw(axis: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> None:
-    """One panel: bins and temperature of each depth from 1."""
-    axis.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
+def _draw(axes: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> None:
+    """Draw one panel from the bins and temperature of each depth from 1."""
+    axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     for depth, (bins, temperature) in enumerate(lines, start=1):
         if bins:
-            axis.plot(
+            axes.plot(
                 [part.confidence for part in bins],
                 [part.accuracy for part in bins],
                 marker=".",
                 linewidth=1,
                 label=f"depth {depth}, T = {temperature:.2f}",
             )
-    axis.set_title(title, fontsize="small")
-    axis.set_xlabel("confidence (mean of the bin)")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small", loc="lower right")
+    finish_axes(axes, title=title, x="confidence (mean of the bin)", legend="lower right")

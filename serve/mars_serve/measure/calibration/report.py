@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint.calibration import NUM_BINS, DepthCalibration
+from mars_platform.checkpoint.calibration import NUM_BINS, Calibration
+from mars_platform.cli.report import Column, print_json, print_notes, table_of
 from mars_serve.measure.calibration.run import CalibrationRun
 from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, frontier_table
+
+_COLUMNS = (
+    ("depth", "depth", ""),
+    ("fitted on", "num_fitted", ","),
+    ("checked on", "num_checked", ","),
+    ("right", "accuracy", ".1%"),
+    ("temperature", "temperature", ".3f"),
+    ("ECE", "ece_before", ".4f"),
+    ("calibrated", "ece_after", ".4f"),
+    ("Brier", "brier_before", ".4f"),
+    ("calibrated", "brier_after", ".4f"),
+)
+"""Header, key and format of each column."""
 
 
 def print_calibration(run: CalibrationRun, console: Console, *, as_json: bool) -> None:
     """Print the result as tables with their notes, or as JSON."""
     if as_json:
         frontier = frontier_figures(run.frontier, run.frontier_file)
-        console.print_json(json.dumps(_figures(run) | {"frontier": frontier}))
+        print_json(console, _figures(run) | {"frontier": frontier})
         return
-    console.print(_table(run.measured.calibration.depths))
-    _print_notes(console, _notes(run))
+    console.print(_table(run.measured.calibration))
+    print_notes(console, _notes(run))
     console.print(frontier_table(run.frontier))
-    _print_notes(console, frontier_notes(run.frontier, run.frontier_file))
+    print_notes(console, frontier_notes(run.frontier, run.frontier_file))
 
 
-def _print_notes(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(note, style="dim", highlight=False, markup=False)
-
-
-def _table(depths: Sequence[DepthCalibration]) -> Table:
-    table = Table()
-    columns = ("depth", "fitted on", "checked on", "right", "temperature")
-    for title in (*columns, "ECE", "calibrated", "Brier", "calibrated"):
-        table.add_column(title, justify="right", overflow="fold")
-    for depth, found in enumerate(depths):
-        table.add_row(
-            str(depth),
-            f"{found.num_fitted:,}",
-            f"{found.num_checked:,}",
-            "" if found.accuracy is None else f"{100 * found.accuracy:.1f}%",
-            f"{found.temperature:.3f}",
-            *map(
-                _cell,
-                (found.ece_before, found.ece_after, found.brier_before, found.brier_after),
-            ),
-        )
-    return table
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _table(calibration: Calibration) -> Table:
+    columns = [
+        Column(header, value, spec, justify="right", overflow="fold")
+        for header, value, spec in _COLUMNS
+    ]
+    rows = [{"depth": depth, **vars(each)} for depth, each in enumerate(calibration.depths)]
+    return table_of(columns, rows)
 
 
 def _notes(run: CalibrationRun) -> list[str]:
@@ -76,14 +68,14 @@ def _notes(run: CalibrationRun) -> list[str]:
 
 
 def _figures(run: CalibrationRun) -> dict[str, Any]:
-    options, calibration = run.options, run.measured.calibration
+    options = run.options
     return {
         "model": options.model,
-        "data": [str(path) for path in options.data],
-        "file": str(run.file),
+        "data": options.data,
+        "file": run.file,
         "max_tokens": options.max_tokens,
         "num_cursors": run.measured.num_cursors,
         "device": run.device,
         "dtype": run.dtype,
-        **calibration.model_dump(mode="json"),
+        **run.measured.calibration.model_dump(mode="json"),
     }

@@ -1,6 +1,6 @@
-"""``marsray calibrate``: measures, and writes ``calibration.json`` and ``frontier.json``.
+"""Runs ``marsray calibrate``: measures, and writes ``calibration.json`` and ``frontier.json``.
 
-Takes up what an earlier run of the same kind has left unfinished. Prints nothing but progress.
+A run continues an earlier one with the same model, data, machine and options that was stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from rich.console import Console
 
 from mars_autoscale.model.frontier import write_frontier
@@ -19,18 +18,23 @@ from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibra
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.checkpoint.files import check_writable
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.cli.output_files import check_plot_file
 from mars_platform.cli.progress import progress_display
+from mars_platform.cli.report import check_output_files
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
 from mars_serve.engine.execution.warm_up import REPEATS
 from mars_serve.measure.calibration.collect import (
-    Measured,
+    MeasuredCalibration,
     OnProgress,
     check_halves,
     measure_calibration,
 )
 from mars_serve.measure.calibration.plot import plot_calibration
+from mars_serve.measure.evaluation.decoding import (
+    DTYPES,
+    check_threshold,
+    device_and_dtype,
+)
 from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (
@@ -42,79 +46,91 @@ from mars_serve.measure.frontier.measure import (
 from mars_serve.measure.frontier.progress import WholeProgress
 from mars_serve.measure.frontier.working_file import WorkingFile, run_key
 
-_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 _QUICK_ITEMS = 100
 _QUICK_THRESHOLDS = (0.95, 0.9, 0.8, 0.7)
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """What ``marsray calibrate`` is asked for."""
+    """Options of ``marsray calibrate``."""
 
     model: str
     """Checkpoint directory or hub id."""
     data: Sequence[Path]
     """JSONL and Parquet files of conversations."""
     max_items: int | None = None
-    """Conversations, the first ones of the files."""
+    """Number of the files' first conversations to read; None reads all."""
     max_cursors: int = 4000
-    """Places at which tokens are proposed, over all conversations; at least 2."""
+    """Most output indices to propose tokens at, over all conversations; at least 2."""
     max_tokens: int = 256
-    """Output tokens of a conversation; what the context leaves may be less."""
+    """Limit of a conversation's output tokens; the context may leave fewer."""
     batch: int = 32
-    """Conversations that decode at once."""
+    """Number of conversations that decode at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Auto is CUDA where there is a device."""
+    """Device to run on; auto is CUDA if there is a device."""
     dtype: Literal["float32", "bf16"] | None = None
-    """Of the weights; None for float32 on the CPU and bf16 on CUDA."""
+    """Type of the weights; None for float32 on the CPU and bf16 on CUDA."""
     plot: Path | None = None
-    """Picture to draw; its suffix says the format."""
+    """Picture to draw; its suffix names the format."""
     thresholds: Sequence[float] = ()
-    """τ of the frontier's points; empty for the default ones. Mode ar and exact are always
+    """τ of the frontier's points; empty for the default ones. Modes ar and exact are always
     measured."""
     quick: bool = False
-    """Fewer conversations and thresholds where neither is given, and fewer runs of each step."""
+    """Whether to time each step less often, and to measure fewer conversations and thresholds
+    unless they are given."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the files to read at the most."""
+        """Most rows of the files to read; None reads all."""
         return _QUICK_ITEMS if self.quick and self.max_items is None else self.max_items
 
     @property
     def repeats(self) -> int:
-        """Runs of each step that is timed."""
+        """Number of runs of each timed step."""
         return REPEATS if self.quick else 3 * REPEATS
 
     @property
     def below_one(self) -> tuple[float, ...]:
-        """τ of mode threshold, each once."""
+        """Values of τ for mode threshold, each once."""
         default = _QUICK_THRESHOLDS if self.quick else DEFAULT_THRESHOLDS
         return tuple({value: None for value in self.thresholds or default if value < 1.0})
 
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """The result."""
+    """The result of ``marsray calibrate``."""
 
     options: CalibrateOptions
+    """Options of the run."""
     file: Path
-    """Where the calibration was written."""
+    """File that the calibration was written to."""
     device: str
+    """Device that it ran on."""
     dtype: str
-    measured: Measured
+    """Type of the weights."""
+    measured: MeasuredCalibration
+    """Calibration with its reliability diagrams."""
     frontier_file: Path
+    """File that the frontier was written to."""
     frontier: MeasuredFrontier
+    """Frontier with the load that its capacity is computed for."""
 
 
 def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationRun:
-    """Measure, write both files, draw the plot if there is to be one; progress on ``console``.
+    """Measure, write both files, and draw the plot if the options name one.
+
+    Args:
+        options: options of the run.
+        console: console for the progress.
 
     Raises:
-        UserError: the model, the data or an option is unusable, or what was measured contradicts
-            itself.
+        UserError: the model, the data or an option is unusable, a file cannot be written, or the
+            measured figures contradict each other.
     """
-    _check_options(options)
-    how = _how(options)
+    check_output_files({"--plot": options.plot})
+    for threshold in options.thresholds:
+        check_threshold(threshold)
+    how = _frontier_options(options)
     checkpoint = _mars_checkpoint(options.model)
     items = read_items(
         options.data,
@@ -124,12 +140,12 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     )
     check_halves(items)
     working = _working_file(checkpoint, items, options.max_cursors, how)
-    if working.found.parts:
-        said = f"{working.path}: not measured again: {', '.join(working.found.parts)}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    if working.kept.parts:
+        text = f"{working.path}: not measured again: {', '.join(working.kept.parts)}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     num_items = len(items)
     with progress_display(console) as display:
-        phases = _phases(working, num_items) | phases_left(how, working.found, num_items)
+        phases = _phases(working, num_items) | phases_left(how, working.kept, num_items)
         on_progress = WholeProgress(display.update, phases).update
         measured = _calibration(checkpoint, items, options.max_cursors, how, working, on_progress)
         file = write_calibration(checkpoint.path, measured.calibration)
@@ -139,27 +155,24 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         plot_calibration(options.model, measured, frontier, options.plot)
     working.remove()
     return CalibrationRun(
-        options, file, how.device, how.dtype_name, measured, frontier_file, frontier
+        options=options,
+        file=file,
+        device=how.device,
+        dtype=how.dtype_name,
+        measured=measured,
+        frontier_file=frontier_file,
+        frontier=frontier,
     )
 
 
-def _check_options(options: CalibrateOptions) -> None:
-    if options.plot is not None:
-        check_plot_file(options.plot)
-    for threshold in options.thresholds:
-        if not 0.0 < threshold <= 1.0:
-            raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
-
-
-def _how(options: CalibrateOptions) -> FrontierOptions:
-    device = _device(options.device)
-    dtype = options.dtype or ("float32" if device == "cpu" else "bf16")
+def _frontier_options(options: CalibrateOptions) -> FrontierOptions:
+    device, dtype = device_and_dtype(options.device, options.dtype)
     return FrontierOptions(
         options.below_one,
         max_tokens=options.max_tokens,
         batch=options.batch,
         repeats=options.repeats,
-        dtype=_DTYPES[dtype],
+        dtype=DTYPES[dtype],
         dtype_name=dtype,
         device=device,
         hardware=hardware_name(device),
@@ -167,8 +180,8 @@ def _how(options: CalibrateOptions) -> FrontierOptions:
 
 
 def _mars_checkpoint(model: str) -> Checkpoint:
-    """A checkpoint that has masks and a directory to write into."""
-    # what is replaced need not be readable
+    """Read a checkpoint; refuse one without masks, or in a directory that cannot be written."""
+    # The old calibration need not be readable: it is replaced.
     checkpoint = read_checkpoint(model, with_calibration=False)
     if checkpoint.metadata is None:
         raise UserError(
@@ -182,8 +195,8 @@ def _mars_checkpoint(model: str) -> Checkpoint:
 def _working_file(
     checkpoint: Checkpoint, items: Sequence[EvalItem], max_cursors: int, how: FrontierOptions
 ) -> WorkingFile:
-    """Thresholds may differ between two runs: each one's outcomes are kept by themselves."""
-    figures_depend_on = {
+    """Open the working file of a run; runs with other thresholds may share it."""
+    conditions = {
         "version": __version__,
         "max_cursors": max_cursors,
         "max_tokens": how.max_tokens,
@@ -192,13 +205,13 @@ def _working_file(
         "dtype": how.dtype_name,
         "hardware": how.hardware,
     }
-    key = run_key(weights_fingerprint(checkpoint.path), items, figures_depend_on)
+    key = run_key(weights_fingerprint(checkpoint.path), items, conditions)
     return WorkingFile(checkpoint.path, key)
 
 
 def _phases(working: WorkingFile, num_items: int) -> dict[str, float]:
-    """As `phases_left`."""
-    if working.found.calibration is not None:
+    """Return the phases of the calibration that are left; see `phases_left`."""
+    if working.kept.calibration is not None:
         return {}
     return {"decode": float(num_items), "calibrate": 2.0 * num_items}
 
@@ -210,10 +223,10 @@ def _calibration(
     how: FrontierOptions,
     working: WorkingFile,
     on_progress: OnProgress,
-) -> Measured:
-    """The kept one, or one that is measured now."""
-    if working.found.calibration is not None:
-        return working.found.calibration
+) -> MeasuredCalibration:
+    """Return the calibration that an earlier run kept, or measure it."""
+    if working.kept.calibration is not None:
+        return working.kept.calibration
     measured = measure_calibration(
         checkpoint,
         items,
@@ -226,10 +239,3 @@ def _calibration(
     )
     working.keep(calibration=measured)
     return measured
-
-
-def _device(device: str) -> str:
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise UserError("--device: there is no CUDA device on this machine; use cpu")
-    return "cuda" if available and device != "cpu" else "cpu"

@@ -1,1 +1,1 @@
-"""`marsray eval`: scores a checkpoint on held-out conversations."""
+"""Runs ``marsray eval``: scores a checkpoint on held-out conversations."""

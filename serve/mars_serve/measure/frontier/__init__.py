@@ -1,1 +1,1 @@
-"""Measures what each τ costs in quality and gives in speed."""
+"""Measures the frontier: the quality that each τ costs and the speed that it gives."""

@@ -1,4 +1,4 @@
-"""Log-likelihoods of outputs under the model in plain AR decoding. Knows no text and no file."""
+"""Computes log-likelihoods of outputs under the model in plain AR decoding."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 
-Text = tuple[tuple[int, ...], tuple[int, ...]]
-"""Tokens of a prompt and of an output, at least one each."""
+PromptAndOutput = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt and of its output, at least one each."""
 
 _SCORE_ONLY = DecodingOptions(0, Mode.AR, num_prompt_logprobs=0)
 
 
 def log_likelihoods(
-    engine: Engine, texts: Sequence[Text], on_progress: Callable[[int], None]
+    engine: Engine, texts: Sequence[PromptAndOutput], on_progress: Callable[[int], None]
 ) -> list[float]:
-    """Log-likelihood of each output behind its prompt, in nats, the end token's included.
+    """Return the log-likelihood of each output given its prompt, in nats, end token included.
 
     Args:
-        engine: without other requests; each text fits its context.
-        texts: none at all is fine.
-        on_progress: called with the number of finished texts whenever some have finished.
+        engine: an engine without other requests, whose context fits each text.
+        texts: prompts with their outputs; may be empty.
+        on_progress: called with the number of finished texts whenever it has grown.
     """
     assert not engine.has_work, "scoring has its engine to itself"
     waiting = iter(enumerate(texts))
@@ -42,9 +42,9 @@ def log_likelihoods(
             num_done += step.finish_reason is not None
         if num_done > num_before:
             on_progress(num_done)
-    return [_of_output(*text, line) for text, line in zip(texts, found, strict=True)]
+    return [_output_sum(*text, line) for text, line in zip(texts, found, strict=True)]
 
 
-def _of_output(prompt: Sequence[int], output: Sequence[int], found: Sequence[float]) -> float:
+def _output_sum(prompt: Sequence[int], output: Sequence[int], found: Sequence[float]) -> float:
     assert len(found) == len(prompt) + len(output) - 1, "each token but the first has a number"
     return math.fsum(found[-len(output) :])

@@ -1,7 +1,7 @@
-"""Measures a checkpoint's frontier: quality and speed of each way to decode, and step times here.
+"""Measures a checkpoint's frontier: quality and speed of each setting, and step times here.
 
-Windows do not adapt while it measures: each row feeds all masks that it can use, so that a point's
-figures depend on the model and the data alone. Knows no terminal, no Ray and no HTTP.
+Windows do not adapt during the measurement: each row feeds all masks that it can use, and a point's
+figures depend on the model and the data alone. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
@@ -31,39 +31,51 @@ from mars_serve.measure.evaluation.decoding import (
     widest_row,
 )
 from mars_serve.measure.evaluation.items import EvalItem
-from mars_serve.measure.frontier.likelihood import Text, log_likelihoods
-from mars_serve.measure.frontier.points import contradiction, name_of, point_of, stored_tokens
+from mars_serve.measure.frontier.likelihood import PromptAndOutput, log_likelihoods
+from mars_serve.measure.frontier.points import (
+    contradiction,
+    mean_cached_tokens,
+    name_of,
+    point_of,
+)
 from mars_serve.measure.frontier.step_fit import LinearSteps, fit_steps
-from mars_serve.measure.frontier.working_file import Found, Speed, WorkingFile, items_sum
+from mars_serve.measure.frontier.working_file import (
+    KeptMeasurements,
+    MeasuredSpeed,
+    WorkingFile,
+    items_sum,
+)
 
-_STORED_TOKENS = 512  # of a row, up to which steps are timed
+_CACHED_TOKENS = 512
+"""Most cached tokens of a row in the timed steps."""
 _STEPS, _SCORES = "step times", "log-likelihoods"
 
 
 @dataclass(frozen=True)
 class FrontierOptions:
-    """How to measure."""
+    """Options of the measurement of a frontier."""
 
     thresholds: tuple[float, ...]
-    """τ in (0, 1), each once."""
+    """Values of τ in (0, 1), each once."""
     max_tokens: int
-    """Output tokens of an item; what the context leaves may be less."""
+    """Limit of an item's output tokens; the context may leave fewer."""
     batch: int
-    """Items that decode at once, and slots of the replica whose capacity is computed."""
+    """Number of items that decode at once, and ``max_num_seqs`` of the replica whose capacity is
+    computed."""
     repeats: int
-    """Runs that each step's median time is taken of."""
+    """Number of runs of each step, of which the median time counts."""
     dtype: torch.dtype
-    """Of the weights."""
+    """Type of the weights."""
     dtype_name: str
-    """The same, as the user knows it."""
+    """Name of the type, as the command has it."""
     device: str
-    """Where to run."""
+    """Device to run on."""
     hardware: str
-    """The device in words."""
+    """Name of the device."""
 
     @property
     def settings(self) -> list[DecodingSetting]:
-        """Plain AR decoding, mode threshold with falling τ, mode exact."""
+        """Settings to measure: plain AR decoding, mode threshold with falling τ, and mode exact."""
         falling = sorted(self.thresholds, reverse=True)
         thresholds = [DecodingSetting(Mode.THRESHOLD, value) for value in falling]
         return [ONE_TOKEN, *thresholds, DecodingSetting(Mode.EXACT, 1.0)]
@@ -71,38 +83,41 @@ class FrontierOptions:
 
 @dataclass(frozen=True)
 class MeasuredFrontier:
-    """The frontier, and the load that its capacity is computed for."""
+    """A frontier with the load that its capacity is computed for."""
 
     frontier: Frontier
+    """Quality and speed of each setting."""
     max_num_seqs: int
-    """Rows of a step at the most."""
-    stored_tokens: float
-    """Mean tokens that a row reads while it decodes these items in mode ar."""
+    """Most rows of a step."""
+    cached_tokens: float
+    """Mean number of cached tokens that a row reads while it decodes these items in mode ar."""
 
     @cached_property
     def capacity(self) -> Capacity:
-        """What a replica can do with these items as its load."""
-        return self.frontier.capacity(self.max_num_seqs, self.stored_tokens)
+        """Capacity of a replica that has these items as its load."""
+        return self.frontier.capacity(self.max_num_seqs, self.cached_tokens)
 
     @cached_property
     def steps(self) -> LinearSteps | None:
-        """The line that comes closest to that replica's step times."""
+        """Line that comes closest to the step times of that replica."""
         return fit_steps(self.capacity.step_time)
 
 
-def phases_left(options: FrontierOptions, found: Found, num_items: int) -> dict[str, float]:
-    """Phases that are to be measured still, in order, and the share of the work of each.
+def phases_left(
+    options: FrontierOptions, kept: KeptMeasurements, num_items: int
+) -> dict[str, float]:
+    """Return the expected work of each phase that is left, in order.
 
-    The unit is what an item takes in mode ar; the others are what they took of a tiny model on a
-    CPU.
+    The unit is the work of an item in mode ar; the other phases are relative to it as they were for
+    a tiny model on a CPU.
     """
     phases = dict[str, float]()
-    if found.speed is None:
+    if kept.speed is None:
         phases[_STEPS] = float(options.batch * options.repeats)
     for setting in options.settings:
-        if name_of(setting) not in found.outcomes:
+        if name_of(setting) not in kept.outcomes:
             phases[name_of(setting)] = num_items * (0.5 if setting.mode is Mode.THRESHOLD else 1.0)
-    if phases.keys() - {_STEPS} or _unscored(options, found):
+    if phases.keys() - {_STEPS} or _unscored(options, kept):
         phases[_SCORES] = float(num_items)
     return phases
 
@@ -114,25 +129,25 @@ def measure_frontier(
     working: WorkingFile,
     on_progress: OnProgress,
 ) -> MeasuredFrontier:
-    """Measure what the working file does not hold yet, keep it there, and make the frontier of it.
+    """Measure what the working file lacks, keep it there, and build the frontier.
 
     Args:
-        checkpoint: a MARS one.
-        items: at least two.
-        options: how to measure.
-        working: takes each part as soon as it is measured.
-        on_progress: told how far each of `phases_left` is.
+        checkpoint: a MARS checkpoint.
+        items: at least two items.
+        options: options of the measurement.
+        working: the working file, which gets each part as soon as it is measured.
+        on_progress: told of the progress of each of `phases_left`.
 
     Raises:
         UserError: the weights cannot be loaded, the working file cannot be written, or the figures
             contradict each other.
     """
     assert checkpoint.metadata is not None
-    if phases_left(options, working.found, len(items)):
+    if phases_left(options, working.kept, len(items)):
         _measure(_engine(checkpoint, items, options), items, options, working, on_progress)
-    found = working.found
-    assert found.speed is not None
-    points = [point_of(found, setting) for setting in options.settings]
+    kept = working.kept
+    assert kept.speed is not None
+    points = [point_of(kept, setting) for setting in options.settings]
     num_checkable = sum(item.answer is not None for item in items)
     content = {
         "weights": weights_fingerprint(checkpoint.path),
@@ -142,15 +157,15 @@ def measure_frontier(
         "num_items": num_checkable or len(items),
         "items": items_sum(items),
         "window": checkpoint.metadata.block_size,
-        **found.speed.model_dump(),
+        **kept.speed.model_dump(),
         "points": points,
     }
     try:
         frontier = build_settings(content, Frontier, source="frontier")
     except UserError as error:
         raise contradiction(str(error), points, working.path) from error
-    ar = found.outcomes[name_of(ONE_TOKEN)]
-    return MeasuredFrontier(frontier, options.batch, stored_tokens(items, ar))
+    ar = kept.outcomes[name_of(ONE_TOKEN)]
+    return MeasuredFrontier(frontier, options.batch, mean_cached_tokens(items, ar))
 
 
 def _engine(checkpoint: Checkpoint, items: Sequence[EvalItem], options: FrontierOptions) -> Engine:
@@ -163,7 +178,7 @@ def _engine(checkpoint: Checkpoint, items: Sequence[EvalItem], options: Frontier
         max_num_seqs=options.batch,
         exact=True,
         min_pool_tokens=max(
-            options.batch * (_STORED_TOKENS + widest), EngineSettings().max_num_batched_tokens
+            options.batch * (_CACHED_TOKENS + widest), EngineSettings().max_num_batched_tokens
         ),
         dtype=options.dtype,
         device=options.device,
@@ -177,44 +192,46 @@ def _measure(
     working: WorkingFile,
     on_progress: OnProgress,
 ) -> None:
-    # steps first: on a GPU that captures them as graphs, with which items are decoded faster
-    if working.found.speed is None:
+    # Steps come first: on a GPU timing captures them as graphs, which speed up the decoding.
+    if working.kept.speed is None:
         working.keep(speed=_measure_speed(engine, options, on_progress))
     for setting in options.settings:
         name = name_of(setting)
-        if name in working.found.outcomes:
+        if name in working.kept.outcomes:
             continue
-        outcomes = run_setting(
+        decoded = run_setting(
             engine,
             items,
             setting,
             max_tokens=options.max_tokens,
             on_progress=_counting(on_progress, name, len(items)),
         )
-        working.keep(outcomes={**working.found.outcomes, name: tuple(outcomes)})
-    unscored = _unscored(options, working.found)
+        working.keep(outcomes={**working.kept.outcomes, name: tuple(decoded)})
+    unscored = _unscored(options, working.kept)
     if unscored:
         scores = _score_outputs(engine, items, unscored, on_progress)
-        working.keep(log_likelihoods={**working.found.log_likelihoods, **scores})
+        working.keep(log_likelihoods={**working.kept.log_likelihoods, **scores})
 
 
-def _measure_speed(engine: Engine, options: FrontierOptions, on_progress: OnProgress) -> Speed:
+def _measure_speed(
+    engine: Engine, options: FrontierOptions, on_progress: OnProgress
+) -> MeasuredSpeed:
     times = engine.measure_step_times(
         widest_row=widest_row(engine.window, exact=True),
         repeats=options.repeats,
         on_progress=partial(on_progress, _STEPS),
     )
     table = StepTable(positions=times.positions, stored=times.cached_tokens, seconds=times.seconds)
-    num_tokens = (
-        EngineSettings().max_num_batched_tokens
-    )  # a server's chunk where nothing else is set
-    rate = engine.measure_prefill(num_tokens, options.repeats)
-    return Speed(step_seconds=table, prefill_tokens_per_s=rate)
+    # A server feeds its prompts in chunks of this size unless its settings say otherwise.
+    rate = engine.measure_prefill(EngineSettings().max_num_batched_tokens, options.repeats)
+    return MeasuredSpeed(step_seconds=table, prefill_tokens_per_s=rate)
 
 
-def _unscored(options: FrontierOptions, found: Found) -> dict[str, tuple[DecodedItem, ...]]:
-    wanted = {name_of(setting) for setting in options.settings} - found.log_likelihoods.keys()
-    return {name: outcomes for name, outcomes in found.outcomes.items() if name in wanted}
+def _unscored(
+    options: FrontierOptions, kept: KeptMeasurements
+) -> dict[str, tuple[DecodedItem, ...]]:
+    wanted = {name_of(setting) for setting in options.settings} - kept.log_likelihoods.keys()
+    return {name: decoded for name, decoded in kept.outcomes.items() if name in wanted}
 
 
 def _score_outputs(
@@ -223,12 +240,12 @@ def _score_outputs(
     unscored: Mapping[str, Sequence[DecodedItem]],
     on_progress: OnProgress,
 ) -> dict[str, tuple[float, ...]]:
-    """Log-likelihoods by setting; an output that several settings gave is scored once."""
+    """Return log-likelihoods by setting; an output that several settings gave is scored once."""
 
-    def text(item: EvalItem, outcome: DecodedItem) -> Text:
-        return item.prompt, outcome.tokens
+    def text(item: EvalItem, decoded: DecodedItem) -> PromptAndOutput:
+        return item.prompt, decoded.tokens
 
-    texts = {name: [*map(text, items, outcomes)] for name, outcomes in unscored.items()}
+    texts = {name: [*map(text, items, decoded)] for name, decoded in unscored.items()}
     distinct = list(dict.fromkeys(each for line in texts.values() for each in line))
     found = log_likelihoods(engine, distinct, _counting(on_progress, _SCORES, len(distinct)))
     score_of = dict(zip(distinct, found, strict=True))

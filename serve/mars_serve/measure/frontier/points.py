@@ -1,4 +1,4 @@
-"""Makes the points of a frontier of what decoding the items gave. Knows no engine and no file."""
+"""Computes the points of a frontier from the decoded items."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ from mars_platform.statistics import Estimate, proportion, ratio_of_totals
 from mars_serve.measure.evaluation.decoding import ONE_TOKEN, DecodedItem, DecodingSetting
 from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.evaluation.scoring import score
-from mars_serve.measure.frontier.working_file import Found
+from mars_serve.measure.frontier.working_file import KeptMeasurements
 
 
 def name_of(setting: DecodingSetting) -> str:
-    """What a setting is called in messages and in the working file."""
+    """Return the name of a setting in messages and in the working file."""
     return _name(setting.mode, setting.threshold)
 
 
-def point_of(found: Found, setting: DecodingSetting) -> dict[str, Any]:
-    """The fields of a `FrontierPoint`: accuracy where some item has an answer, else agreement.
+def point_of(kept: KeptMeasurements, setting: DecodingSetting) -> dict[str, Any]:
+    """Return the fields of a `FrontierPoint`; without answers, its quality is agreement.
 
     Args:
-        found: holds outcomes of at least two items, and their log-likelihoods, in this setting and
-            in mode ar.
-        setting: of the point.
+        kept: at least two items decoded in this setting and in mode ar, with log-likelihoods.
+        setting: setting of the point.
     """
     name = name_of(setting)
-    outcomes = found.outcomes[name]
-    result = score(outcomes)
-    quality = result.accuracy or _agreement(outcomes, found.outcomes[name_of(ONE_TOKEN)])
-    likelihood = ratio_of_totals(
-        found.log_likelihoods[name], [outcome.num_tokens for outcome in outcomes]
-    )
+    decoded = kept.outcomes[name]
+    result = score(decoded)
+    quality = result.accuracy or _agreement(decoded, kept.outcomes[name_of(ONE_TOKEN)])
+    likelihood = ratio_of_totals(kept.log_likelihoods[name], [each.num_tokens for each in decoded])
     return {
         "mode": setting.mode.value,
         "threshold": setting.threshold,
@@ -48,28 +45,29 @@ def point_of(found: Found, setting: DecodingSetting) -> dict[str, Any]:
     }
 
 
-def _agreement(outcomes: Sequence[DecodedItem], baseline: Sequence[DecodedItem]) -> Estimate:
-    """Share of the outputs that are the baseline's, token for token."""
-    pairs = zip(outcomes, baseline, strict=True)
-    return proportion(sum(ours.tokens == theirs.tokens for ours, theirs in pairs), len(outcomes))
+def _agreement(decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem]) -> Estimate:
+    """Return the share of the outputs that equal the baseline's token for token."""
+    pairs = zip(decoded, baseline, strict=True)
+    return proportion(sum(ours.tokens == theirs.tokens for ours, theirs in pairs), len(decoded))
 
 
-def stored_tokens(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> float:
-    """Mean tokens that a row reads over the passes of mode ar: its prompt and, on average, half of
-    its output.
+def mean_cached_tokens(items: Sequence[EvalItem], decoded: Sequence[DecodedItem]) -> float:
+    """Return the mean number of cached tokens that a row reads over the passes of mode ar.
+
+    A row reads its prompt and, on average over its passes, half of its output.
     """
-    pairs = list(zip(items, outcomes, strict=True))
+    pairs = list(zip(items, decoded, strict=True))
     total = sum(out.num_tokens * (len(item.prompt) + out.num_tokens / 2) for item, out in pairs)
     return total / sum(out.num_tokens for _, out in pairs)
 
 
 def contradiction(message: str, points: Sequence[Mapping[str, Any]], kept: Path) -> UserError:
-    """What `Frontier` says of figures, with the point's name and value, and what to do.
+    """Return the error for points that `Frontier` refuses, with their names and values.
 
     Args:
-        message: the validators'.
-        points: that it numbers.
-        kept: file that holds what was measured.
+        message: message of the validators, which numbers the points.
+        points: the points.
+        kept: file that keeps what was measured.
     """
 
     def named(match: re.Match[str]) -> str:

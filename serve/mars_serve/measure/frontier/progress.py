@@ -1,4 +1,4 @@
-"""Progress over a run of several phases: each phase's own, and the time left for the whole."""
+"""Shows the progress of each phase of a run, with the time left for the whole run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 
 _LEAST_SHARE = 0.02
-"""Of the whole that must be done before the time left is guessed at."""
+"""Share of the work that must be done before the time left is estimated."""
 
 Show = Callable[[str, int, int, str], None]
-"""Takes a phase's title, what is done of it and all of it, and the time left in words."""
+"""Function called with a phase's title, finished units, total units, and time left in words."""
 
 
 class WholeProgress:
-    """Tells of phases one after the other, with the time that is left for all of them."""
+    """The progress of several phases, one after the other, with the time left for all of them."""
 
     def __init__(
         self, show: Show, phases: Mapping[str, float], clock: Callable[[], float] = time.monotonic
@@ -21,9 +21,9 @@ class WholeProgress:
         """Start the clock.
 
         Args:
-            show: told each step.
-            phases: title of each phase and its expected share of the work, in any unit, in order.
-            clock: seconds.
+            show: called at each update.
+            phases: expected work of each phase by its title, in any unit and in order.
+            clock: function that returns the time in seconds.
         """
         self._show = show
         self._phases = dict(phases)
@@ -31,7 +31,7 @@ class WholeProgress:
         self._begin_s = clock()
 
     def update(self, title: str, done: int, total: int) -> None:
-        """Note that ``done`` of ``total`` is done of the phase ``title``, and all before it."""
+        """Record that ``done`` of ``total`` units of a phase are done, and all phases before it."""
         share = self._share(title, done / total)
         left = ""
         if _LEAST_SHARE <= share < 1:
@@ -46,7 +46,7 @@ class WholeProgress:
 
 
 def in_words(seconds: float) -> str:
-    """Time left for the whole."""
+    """Return the time left for the whole run in words."""
     if seconds < 90:
         return f"about {max(round(seconds), 1)} s left in all"
     if seconds < 90 * 60:

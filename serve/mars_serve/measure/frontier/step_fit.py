@@ -1,4 +1,4 @@
-"""What a table of step times comes down to: t0 and K of ``t0 * (1 + positions / K)``."""
+"""Fits a straight line to a table of step times: t0 and K of ``t0 * (1 + positions / K)``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import numpy as np
 from mars_autoscale.model.capacity import StepTime
 
 _LEAST_RISE = 0.001
-"""Share of t0 by which the longest step must be longer; less is the noise of numbers."""
+"""Least share of t0 by which the longest step is longer; a smaller rise is numerical noise."""
 
 
 @dataclass(frozen=True)
 class LinearSteps:
-    """The fit of `linear_step_time`, and how far measured steps are from it."""
+    """The parameters of `linear_step_time`, and the errors of measured steps against it."""
 
     t0_s: float
-    """Seconds of a step without positions."""
+    """Seconds that a step without positions would take."""
     positions_to_double: float
-    """K, the positions that take as long again; infinite where steps do not grow."""
+    """K, the positions that double the time of a step; infinite if steps do not grow."""
     error_mean: float
-    """Share of its own time by which a measured step is off, mean over the table."""
+    """Mean relative error of the measured steps."""
     error_max: float
-    """The same of the step that is off the most."""
+    """Largest relative error of a measured step."""
 
 
 def fit_steps(steps: StepTime) -> LinearSteps | None:
-    """The straight line with the least squares of relative errors; None where steps grow faster
-    than any that begins above 0.
+    """Return the line with the least squares of relative errors.
+
+    The result is None if steps grow faster than any line that begins above 0.
     """
     positions, seconds = np.array(steps.positions), np.array(steps.seconds)
     shares = np.stack([1 / seconds, positions / seconds], axis=1)  # [points, (t0, slope)]
@@ -40,8 +41,8 @@ def fit_steps(steps: StepTime) -> LinearSteps | None:
         return None
     errors = np.abs(shares @ (t0_s, slope) - 1)
     return LinearSteps(
-        float(t0_s),
-        float(t0_s / slope) if slope else math.inf,
-        float(errors.mean()),
-        float(errors.max()),
+        t0_s=float(t0_s),
+        positions_to_double=float(t0_s / slope) if slope else math.inf,
+        error_mean=float(errors.mean()),
+        error_max=float(errors.max()),
     )
