@@ -1,7 +1,7 @@
-"""What tests share: one trained tiny model for the whole run, ``--full``, and who runs what.
+"""Shared by all tests: one trained tiny model, the option ``--full``, and the order of a run.
 
-Two processes run the suite (``pytest -n 2``): one takes every module that starts a Ray, which is
-the longer half, the other takes the rest by module. Without ``-n`` it is one process.
+Two processes run the suite (``pytest -n 2``): the first takes every module that starts Ray, which
+is the longer half, and the second takes the other modules.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
-_WITH_RAY = ("tests/end_to_end/", "tests/packaging/", "tests/train/data/test_pipeline.py")
-collect_ignore = ["clients"]  # they run in an environment of their own: `make test-clients`
+_WITH_RAY = (
+    "tests/end_to_end/training/test_training.py",  # trains the model that others wait for
+    "tests/end_to_end/training/",
+    "tests/end_to_end/",
+    "tests/packaging/test_wheel.py",
+    "tests/train/data/test_pipeline.py",
+)
+"""Tests that start Ray, in the order in which they run; all other tests follow."""
+collect_ignore = ["clients"]  # need an environment of their own: `make test-clients`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)  # the longest part of a run begins first
     if config.getoption("--full"):
         return
     full = [item for item in items if item.get_closest_marker("full")]
@@ -40,8 +48,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in full]
 
 
+def _turn(item: pytest.Item) -> int:
+    turns = [turn for turn, start in enumerate(_WITH_RAY) if item.nodeid.startswith(start)]
+    return turns[0] if turns else len(_WITH_RAY)
+
+
 class _OneRayAtATime(LoadFileScheduling):
-    """Two clusters at once would be slower than one after the other: each starts many processes."""
+    """Gives all tests that start Ray to one process.
+
+    Two clusters at once would be slower than one after the other, since each starts many processes.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return "Ray" if nodeid.startswith(_WITH_RAY) else super()._split_scope(nodeid)
@@ -53,22 +69,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # more than one is far slower on a busy machine
+    torch.set_num_threads(1)  # several threads are far slower on a busy machine
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _interruptible() -> None:
-    """A shell's background jobs ignore SIGINT, and so would this process and all that it starts."""
+    """Let SIGINT end this process and its children, which ignore it if a shell runs them behind."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model trained with Ray Train, and the data it came from."""
+    """A MARS model that was trained with Ray Train, and its data."""
 
     output: Path
+    """The run's output directory."""
     data: Path
+    """Directory of ``train.jsonl`` and ``eval.jsonl``."""
     printed: str
+    """Text that the run printed."""
 
     @property
     def model(self) -> Path:
@@ -81,7 +100,7 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Both stages of a short recipe, on two gloo workers: once for all processes of a run."""
+    """Train both stages of a short recipe on two gloo workers, once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     work = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained"
     with FileLock(f"{work}.lock"):

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import yaml
 
-from tool_template import TEMPLATE
+from rest_requests import TOOL_TEMPLATE
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at its import; else it asks the network
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def model(work: Path, python: str) -> Path:
     recipe += ["--set", f"evaluation.data=[{work / 'data/eval.jsonl'}]"]
     _run(recipe)
     shutil.copytree(work / "out/model", path)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     return path
 
 

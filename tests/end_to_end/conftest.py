@@ -1,46 +1,54 @@
-"""Servers as child processes, as a user starts them."""
+"""Recipes of short runs, for all tests that train."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mars_platform.cluster.processes import free_port, wait_until_ready
+from mars_train.data.demo import write_demo_data
 
-_START_TIMEOUT_S = 120
-_STOP_TIMEOUT_S = 60
-
-
-@contextmanager
-def _serve(settings: dict[str, Any], directory: Path) -> Iterator[str]:
-    port, log, config = free_port(), directory / "log", directory / "serve.yaml"
-    config.write_text(yaml.safe_dump({"port": port, **settings}))
-    command = [sys.executable, "-m", "mars_platform", "serve", str(config)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        name = f"marsray serve, see {log},"
-        wait_until_ready(process, f"{address}/ready", name=name, timeout_s=_START_TIMEOUT_S)
-        yield address
-    finally:
-        process.send_signal(signal.SIGINT)
-        status = process.wait(_STOP_TIMEOUT_S)
-    assert status == 0, log.read_text()
+_RECIPE = Path(__file__).parents[1] / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")
-def serve() -> Callable[[dict[str, Any], Path], AbstractContextManager[str]]:
-    """``marsray serve`` for the length of a block: ``serve(settings, directory)`` is its address.
+def write_recipe() -> Callable[..., Path]:
+    """Write a recipe of one stage, and its data, into a directory; see `_write_recipe`."""
+    return _write_recipe
 
-    Settings are those of a configuration file, without the port; the log goes to the directory.
+
+def _write_recipe(
+    work: Path,
+    *,
+    every_steps: int,
+    scaling: Mapping[str, Any],
+    stage: int = 1,
+    num_train: int = 500,
+    train: str | None = None,
+    **of_stage: Any,
+) -> Path:
+    """Write ``recipe.yaml`` and ``data/train.jsonl``; returns the recipe's path.
+
+    Args:
+        work: An existing directory; the run's output is ``out`` in it.
+        every_steps: Steps between two checkpoints.
+        scaling: The recipe's section ``scaling``.
+        stage: Index of the stage in the recipe of all tests: 0 for AR, 1 for MARS.
+        num_train: Number of conversations.
+        train: Path of the data in the recipe; an absolute one by default.
+        of_stage: Fields of the stage to change.
     """
-    return _serve
+    write_demo_data(work / "data", num_train=num_train, num_eval=1, seed=1)
+    recipe = yaml.safe_load(_RECIPE.read_text())
+    recipe["data"]["train"] = [train or str(work / "data" / "train.jsonl")]
+    recipe["stages"] = [{**recipe["stages"][stage], "epochs": 100, **of_stage}]
+    recipe["scaling"] = {"threads_per_worker": 1, **scaling}
+    recipe["checkpoints"] = {"every_steps": every_steps}
+    recipe["output"] = str(work / "out")
+    del recipe["evaluation"]
+    path = work / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path

@@ -15,7 +15,6 @@ from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from rich.console import Console
 
 from mars_platform.config import load_settings
-from mars_train.data.demo import write_demo_data
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
@@ -23,22 +22,6 @@ from mars_train.stage.history import read_history
 EVERY_STEPS = 50
 NODE = {"resources": {"place": 1}, "object_store_memory": 100 * 2**20}
 TIMEOUT_S = 200
-RECIPE = f"""
-model:
-  scratch:
-    vocabulary_size: 320
-    config:
-      {{model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-       num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}
-data: {{train: [], max_length: 128}}
-stages:
-  - {{objective: mars, block_size: 4, epochs: 100, max_steps: 20, batch_size: 16,
-     micro_batch_size: 8, learning_rate: 3.0e-3, row_slots: 192}}
-checkpoints: {{every_steps: {EVERY_STEPS}}}
-scaling: {{num_workers: 2, threads_per_worker: 1}}
-precision: "no"
-output: out
-"""
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +53,15 @@ def second_node(cluster):
 
 
 @pytest.fixture(scope="module")
-def recipe_file(tmp_path_factory):
-    work = tmp_path_factory.mktemp("nodes")
-    write_demo_data(work / "data", num_train=500, num_eval=1, seed=1)
-    text = RECIPE.replace("train: []", f"train: [{work / 'data' / 'train.jsonl'}]")
-    (work / "recipe.yaml").write_text(text)
-    return work / "recipe.yaml"
+def recipe_file(write_recipe, tmp_path_factory):
+    return write_recipe(
+        tmp_path_factory.mktemp("nodes"),
+        every_steps=EVERY_STEPS,
+        scaling={"num_workers": 2},
+        max_steps=20,
+        batch_size=16,
+        micro_batch_size=8,
+    )
 
 
 class Run:

@@ -15,12 +15,13 @@ import httpx
 import pytest
 import yaml
 
-from hosts import Cluster, Host, Network, network, why_no_hosts
+from clusters.hosts import Cluster, Host, Network, network, why_no_hosts
+from clusters.outages import NUM_STREAMS, PROMPTS, READ_S, Outage, outage_of
+from clusters.ray_heads import BIN
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_train.data.demo import write_demo_data
 from mars_train.stage.history import read_history
-from outages import NUM_STREAMS, PROMPTS, READ_S, Outage, outage_of
-from ray_heads import BIN, wait_until
+from waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 

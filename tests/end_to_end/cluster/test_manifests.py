@@ -22,11 +22,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from clusters.pods import WAIT_S, WITH_TOKEN, Done, Pods, bearer, get, run
+from clusters.ray_heads import SHELL, ray_head
 from kustomized import rendered
 from mars_platform.cluster.processes import free_port
 from mars_train.data.demo import write_demo_data
-from pods import WAIT_S, WITH_TOKEN, Done, Pods, bearer, get, run
-from ray_heads import SHELL, ray_head, wait_until
+from waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 OVERLAYS = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
@@ -126,7 +127,7 @@ def test_the_jobs_train_measure_and_promote_a_candidate(pods, promoted):
     for overlay in OVERLAYS:
         checked = pods.init(rendered(overlay).workers, "weights")
         assert (checked.returncode, checked.stderr) == (0, "")
-        assert f"{current} ({promoted.model}) is what its manifest says" in checked.stdout
+        assert f"{current} ({promoted.model}) matches its manifest" in checked.stdout
     listed = run("marsray", "submit", "list", "--address", pods.address, environment=WITH_TOKEN)
     assert listed.returncode == 0, listed.stderr
 

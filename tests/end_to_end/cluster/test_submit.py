@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from clusters.ray_heads import BIN, SHELL, new_token, ray_head
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_train.data.demo import write_demo_data
-from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
+from waiting import wait_until
 
 RECIPE = Path(__file__).parents[2] / "recipe.yaml"
 pytestmark = pytest.mark.timeout(600)  # of which an idle machine needs a tenth

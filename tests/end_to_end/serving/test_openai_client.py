@@ -1,21 +1,15 @@
-"""The official openai client against the real server, which it takes for OpenAI's."""
+"""OpenAI's official client talks to the real server as if it were OpenAI's."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from typing import Literal
 
 import openai
 import pytest
-import yaml
 from pydantic import BaseModel, Field
 
-from tool_template import TEMPLATE
-
 QUESTION = [{"role": "user", "content": "Start at 48. Steps: -4 +5 +2 +1"}]
-ADMIN, USER, SLOW = "mars-admin-key-of-the-tests", "mars-user-key-of-the-tests", "mars-slow"
 
 
 class Weather(BaseModel):
@@ -49,37 +43,7 @@ OTHER = {
 
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
-
-def key_entry(name, secret, **options):
-    return {"name": name, "sha256": hashlib.sha256(secret.encode()).hexdigest(), **options}
-
-
-@pytest.fixture(scope="module")
-def server(serve, trained, tmp_path_factory):
-    """A server with keys, and with a model whose template knows tools."""
-    work = tmp_path_factory.mktemp("openai")
-    model = work / "model"
-    shutil.copytree(trained.model, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    keys = [
-        key_entry("admin", ADMIN, admin=True),
-        key_entry("user", USER, tiers=["default"]),
-        key_entry("slow", SLOW, requests_per_minute=1),
-    ]
-    (work / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    settings = {
-        # exact unless asked otherwise: what a request gets does not depend on those beside it
-        "models": [{"name": "mars", "path": str(model), "mode": "exact"}],
-        "keys": {"file": str(work / "keys.yaml")},
-    }
-    with serve(settings, work) as address:
-        yield f"{address}/v1"
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server, api_key=USER, max_retries=0) as made:
-        yield made
+pytestmark = pytest.mark.timeout(900)  # a busy machine starts the server slowly
 
 
 def ask(client, **options):
@@ -87,10 +51,12 @@ def ask(client, **options):
     return client.chat.completions.create(**body)
 
 
-async def test_the_asynchronous_client_and_streams_give_the_same_text(server, client):
+async def test_the_asynchronous_client_and_streams_give_the_same_text(server, keys, client):
     text = ask(client).choices[0].message.content
     assert text
-    async with openai.AsyncOpenAI(base_url=server, api_key=USER, max_retries=0) as other:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server}/v1", api_key=keys.user, max_retries=0
+    ) as other:
         assert (await ask(other)).choices[0].message.content == text
         chunks = [chunk async for chunk in await ask(other, stream=True)]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
@@ -108,9 +74,9 @@ def test_a_streams_usage_comes_last_with_no_choice(client):
 
 
 def test_models_are_listed_and_found(client):
-    listed = client.models.list().data
-    assert [model.id for model in listed] == ["mars"]
-    assert client.models.retrieve("mars") == listed[0]
+    listed = {model.id: model for model in client.models.list().data}
+    assert listed.keys() == {"mars", "plain", "untrained"}
+    assert client.models.retrieve("mars") == listed["mars"]
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("nobody")
     assert error.value.code == "model_not_found"
@@ -169,9 +135,7 @@ def test_a_cut_off_output_is_not_parsed(client):
         )
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "clock"}}]
-)
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_tool_is_called_and_its_result_goes_back(client, choice):
     options = {"tools": [TOOL, OTHER], "tool_choice": choice, "max_tokens": 200}
     made = ask(client, **options).choices[0]
@@ -250,14 +214,14 @@ def test_refusals_arrive_as_the_clients_own_errors(client, body, kind, param, co
     assert error.value.request_id
 
 
-def test_keys_arrive_as_the_clients_own_errors(server):
+def test_keys_arrive_as_the_clients_own_errors(server, keys):
     with (
-        openai.OpenAI(base_url=server, api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=f"{server}/v1", api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as error,
     ):
         stranger.models.list()
     assert error.value.code == "invalid_api_key"
-    with openai.OpenAI(base_url=server, api_key=SLOW, max_retries=0) as slow:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key=keys.slow, max_retries=0) as slow:
         ask(slow, max_tokens=1)
         with pytest.raises(openai.RateLimitError) as limited:
             ask(slow, max_tokens=1)

@@ -18,13 +18,14 @@ import httpx
 import pytest
 import yaml
 
+from clusters.ray_heads import BIN, SHELL, new_token, ray_head
+from clusters.traffic import NUM_CLIENTS, Ask, Traffic, running
 from mars_platform.cluster.processes import free_port
 from mars_serve.config.key_file import hash_key
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy.proxies import proxy_environment
-from ray_heads import BIN, SHELL, new_token, ray_head, wait_until
 from rest_requests import CHAT, COMPLETIONS, text_of
-from traffic import NUM_CLIENTS, Ask, Traffic, running
+from waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NUM_PROMPTS, NUM_TOKENS, NUM_LONG = 4, 24, 500

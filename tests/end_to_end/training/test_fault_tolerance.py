@@ -1,7 +1,7 @@
-"""A run that is killed, corrupted and stopped ends as one that is left alone, bit for bit.
+"""A run that is killed, corrupted and stopped ends like an uninterrupted one, bit for bit.
 
-The commands here join one Ray cluster, which spares their starts; bench/training/kill_resume.py, which the
-full suite runs, kills commands together with the clusters of their own.
+The commands here join one Ray cluster, which saves their own clusters' starts. The benchmark that
+the full suite runs kills commands together with clusters of their own.
 """
 
 from __future__ import annotations
@@ -9,76 +9,41 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from rich.console import Console
 
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
-from mars_train.data.demo import write_demo_data
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
 
-BENCH = Path(__file__).parents[3] / "bench" / "training" / "kill_resume.py"
+ROOT = Path(__file__).parents[3]
 NUM_STEPS = 120
 EVERY_STEPS = 5
-TIMEOUT_S = 120
-RECIPE = f"""
-model:
-  scratch:
-    vocabulary_size: 320
-    config:
-      {{model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-       num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}}
-data: {{train: [], max_length: 128}}
-stages:
-  - {{objective: mars, block_size: 4, epochs: 100, max_steps: {NUM_STEPS}, batch_size: 16,
-     micro_batch_size: 8, learning_rate: 3.0e-3, row_slots: 192}}
-checkpoints: {{every_steps: {EVERY_STEPS}}}
-scaling: {{num_workers: 1, threads_per_worker: 1, max_failures: 1}}
-precision: "no"
-output: out
-"""
+TIMEOUT_S = 300
+pytestmark = pytest.mark.timeout(900)  # a busy machine runs the commands slowly
 
 
 @pytest.fixture(scope="module")
-def address():
-    """A Ray cluster that runs, and commands join."""
-    with (
-        tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as short,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        context = ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=100 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=short,
-        )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def recipe_file(tmp_path_factory):
-    work = tmp_path_factory.mktemp("faults")
-    write_demo_data(work / "data", num_train=500, num_eval=1, seed=1)
-    text = RECIPE.replace("train: []", f"train: [{work / 'data' / 'train.jsonl'}]")
-    (work / "recipe.yaml").write_text(text)
-    return work / "recipe.yaml"
+def recipe_file(write_recipe, tmp_path_factory):
+    return write_recipe(
+        tmp_path_factory.mktemp("faults"),
+        every_steps=EVERY_STEPS,
+        scaling={"num_workers": 1, "max_failures": 1},
+        max_steps=NUM_STEPS,
+        batch_size=16,
+        micro_batch_size=8,
+    )
 
 
 def run_here(recipe_file, output, *overrides):
-    """Run the recipe in this process; returns what it printed."""
+    """Run the recipe in this process and return the printed text."""
     recipe = load_settings(recipe_file, Recipe, [f"output={output}", *overrides])
     with (recipe_file.parent / f"{output.name}-here.txt").open("w+") as printed:
         run_recipe(recipe, Console(file=printed, width=200))
@@ -283,5 +248,6 @@ def test_a_finished_run_is_not_entered_again(story, recipe_file):
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_twenty_kills_change_nothing(tmp_path):
-    command = [sys.executable, str(BENCH), "--kills", "20", "--json", str(tmp_path / "result.json")]
-    subprocess.run(command, check=True, timeout=3500)
+    command = [sys.executable, "-m", "bench.training.kill_resume", "--kills", "20"]
+    command += ["--json", str(tmp_path / "result.json")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3500)

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import yaml
 
-from hosts import Cluster, Host
-from ray_heads import BIN, wait_until
+from clusters.hosts import Cluster, Host
+from clusters.ray_heads import BIN
+from waiting import wait_until
 
 NUM_STREAMS = 8
 """Through each proxy."""

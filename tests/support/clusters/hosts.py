@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from ray_heads import BIN, SHELL, new_token, wait_until
+from clusters.ray_heads import BIN, SHELL, new_token
+from waiting import wait_until
 
 _IP = shutil.which("ip")
 _MAX_NETWORKS, _MAX_HOSTS, _USERS = 250, 20, 254

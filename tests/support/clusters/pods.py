@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import yaml
 
+from clusters.ray_heads import SHELL, new_token
 from kustomized import rendered
 from mars_platform.cluster.processes import free_port
-from ray_heads import SHELL, new_token
 
 Done = subprocess.CompletedProcess[str]
 WAIT_S = 240

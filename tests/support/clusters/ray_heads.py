@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import httpx
 import psutil
 
 from mars_platform.cluster.processes import free_port
+from waiting import wait_until
 
 BIN = Path(sys.executable).parent
 SHELL = {
@@ -71,14 +71,6 @@ def ray_head(
     finally:
         _end(head)
         shutil.rmtree(files, ignore_errors=True)
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
-    """Wait for something to hold; if it does not in time, fail with a description."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.3)
 
 
 def _is_up(address: str, token: str) -> bool:
