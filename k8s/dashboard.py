@@ -1,7 +1,7 @@
-"""Grafana's dashboard of marsray, as JSON: a table of panels, and the layout around it.
+"""Builds marsray's Grafana dashboard as JSON, from a table of panels.
 
-Metrics are those that Ray's exporter has, with its prefix ``ray_``: every replica's and every
-ingress' own, so that sums count nothing twice.
+The metrics are those of Ray's exporter, with its prefix ``ray_``. Every replica and every ingress
+exports only its own, so that sums count nothing twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ _MODEL = '{model=~"$model"}'
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph; ``queries`` are (legend, PromQL)."""
+    """A graph of the dashboard."""
 
     title: str
     unit: str
+    """Grafana's name of the unit; ``none`` for plain numbers."""
     queries: tuple[tuple[str, str], ...]
+    """Legend and PromQL expression of each curve."""
 
 
 def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
@@ -36,7 +38,7 @@ def _sum_rate(metric: str, *by: str) -> str:
 PANELS = (
     Panel("Time to first token", "s", _quantiles("marsray_time_to_first_token_seconds")),
     Panel("Time between tokens", "s", _quantiles("marsray_inter_token_latency_seconds")),
-    Panel("Whole request", "s", _quantiles("marsray_e2e_request_latency_seconds")),
+    Panel("Time of a whole request", "s", _quantiles("marsray_e2e_request_latency_seconds")),
     Panel("Time in the queue", "s", _quantiles("marsray_request_queue_time_seconds")),
     Panel(
         "τ: live, and the lowest allowed",
@@ -54,7 +56,7 @@ PANELS = (
         "Replicas",
         "none",
         (
-            ("asked for", f"max by (model) (ray_marsray_autoscaler_replicas{_MODEL})"),
+            ("target", f"max by (model) (ray_marsray_autoscaler_replicas{_MODEL})"),
             ("ready", f"max by (model) (ray_marsray_autoscaler_replicas_ready{_MODEL})"),
             ("needed", f"max by (model) (ray_marsray_autoscaler_replicas_needed{_MODEL})"),
         ),
@@ -65,7 +67,7 @@ PANELS = (
         (("{{reason}}", f"60 * {_sum_rate('marsray_autoscaler_decisions_total', 'reason')}"),),
     ),
     Panel(
-        "What is owed: debt, saturation, budget, frontier",
+        "Autoscaler: debt, saturation, quality budget, frontier",
         "none",
         (
             ("debt, s", f"max by (model) (ray_marsray_autoscaler_debt_seconds{_MODEL})"),
@@ -86,12 +88,12 @@ PANELS = (
         ),
     ),
     Panel(
-        "Ended a second, by outcome",
+        "Requests ended a second, by outcome",
         "reqps",
         (("{{outcome}}", _sum_rate("marsray_requests_total", "outcome")),),
     ),
     Panel(
-        "Refused a second",
+        "Requests refused a second",
         "reqps",
         (("{{status}} {{code}}", _sum_rate("marsray_rejections_total", "status", "code")),),
     ),
@@ -101,11 +103,11 @@ PANELS = (
         (
             ("output", _sum_rate("marsray_generation_tokens_total", "model")),
             ("prompt", _sum_rate("marsray_prompt_tokens_total", "model")),
-            ("prompt, found stored", _sum_rate("marsray_prefix_cache_hit_tokens_total", "model")),
+            ("prompt, prefix hits", _sum_rate("marsray_prefix_cache_hit_tokens_total", "model")),
         ),
     ),
     Panel(
-        "Tokens a pass and request",
+        "Output tokens per forward pass of a request",
         "none",
         (
             (
@@ -116,7 +118,7 @@ PANELS = (
         ),
     ),
     Panel(
-        "Pages of keys and values in use",
+        "KV cache in use",
         "percentunit",
         (("{{pod}}", f"ray_marsray_kv_cache_usage_ratio{_MODEL}"),),
     ),
@@ -124,7 +126,7 @@ PANELS = (
 
 
 def dashboard() -> str:
-    """The JSON that Grafana imports."""
+    """Return the dashboard in the JSON that Grafana imports."""
     content = {
         "uid": "marsray",
         "title": "marsray",

@@ -1,10 +1,10 @@
-"""Writes what the manifests repeat from elsewhere; run it after a change to one of the sources.
+"""Generates files of the manifests from their sources; run it after a source has changed.
 
-    python k8s/generate.py            writes
-    python k8s/generate.py --check    writes nothing; exits 1 where a file is not up to date
+    python k8s/generate.py            writes the files and prints the changed ones
+    python k8s/generate.py --check    writes nothing; exits 1 if a file is out of date
 
-Sources: each overlay's serve.yaml, which is a config file of `marsray serve` (its Serve config is
-made from it), dashboard.py (Grafana's JSON) and sizing.py (the table in README.md).
+Sources are each overlay's serve.yaml, a config file of `marsray serve` from which the overlay's Ray
+Serve config is made, dashboard.py for Grafana's JSON, and sizing.py for the table in README.md.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEAD = "# Generated from serve.yaml by k8s/generate.py; change that file instea
 
 
 def serve_config(source: Path) -> dict[str, Any]:
-    """Ray Serve's configuration for a config file of ``marsray serve``.
+    """Return Ray Serve's configuration for a config file of ``marsray serve``.
 
     Raises:
-        UserError: the file is not valid, or gives what a cluster of KubeRay's decides.
+        UserError: the file is invalid, or sets something that is up to KubeRay's cluster.
     """
     args = read_yaml(source)
     without_effect = {"host", "port", "cluster"} & set(args)
@@ -40,7 +40,7 @@ def serve_config(source: Path) -> dict[str, Any]:
     build_settings({"host": "0.0.0.0", **args}, ServeSettings, source=str(source))  # noqa: S104
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - of a pod
+        "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - a pod's address
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [
             {
@@ -51,9 +51,9 @@ def serve_config(source: Path) -> dict[str, Any]:
                 "deployments": [
                     {
                         "name": "ingress",
-                        # Without a CPU of its own it might be put on the head, which takes no
-                        # requests. All on a node would fail together; an update, though, starts a
-                        # new one before it ends an old one, for which there may be no other node.
+                        # Without a CPU it could run on the head, which takes no requests. One node
+                        # gets at most two: they would fail together, but an update may have to run
+                        # a new one beside an old one for a while.
                         "ray_actor_options": {"num_cpus": 1},
                         "max_replicas_per_node": 2,
                     }
@@ -64,7 +64,7 @@ def serve_config(source: Path) -> dict[str, Any]:
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """Every file that is written, with its content."""
+    """Yield the path and content of every generated file."""
     for source in sorted(ROOT.glob("overlays/*/serve.yaml")):
         yield source.with_name("serve-config.yaml"), _patch(serve_config(source))
     yield ROOT / "components" / "monitoring" / "dashboard.json", dashboard()
@@ -84,7 +84,7 @@ def _patch(config: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write, or check; returns the exit status."""
+    """Write or check the files and return the exit status."""
     old = [
         (path, content)
         for path, content in generated()

@@ -1,7 +1,7 @@
-"""Computes, from published figures, what a replica of a model on a GPU can be expected to do.
+"""Estimates, from published figures, the speed of a replica of a model on a GPU.
 
-Nothing here is measured. ``marsray calibrate`` measures the same on your hardware, and the
-autoscaler goes by that.
+Nothing here is measured. ``marsray calibrate`` measures the same on real hardware, and the
+autoscaler uses those measurements.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from mars_autoscale.policy.settings import OuterSettings
+from mars_serve.engine.settings import EngineSettings
+
 CONTEXT = 2048
-"""Tokens that a request has stored on average: prompt and half of its output."""
-PAGE = 256
-"""Tokens a page, as engines have it on GPUs."""
-MEMORY_FRACTION = 0.85
-"""Share of the memory that the weights leave that the pool takes; engine.memory_fraction."""
+"""Cached tokens of a request on average: its prompt and half of its output."""
+PAGE = EngineSettings().page_size_on("cuda")
+"""Tokens in a page of the KV cache."""
+MEMORY_FRACTION = EngineSettings().memory_fraction
+"""Share of the memory left by the weights that the KV cache takes."""
 CUDA_BYTES = 1.5e9
-"""Taken by the driver, the kernels and the captured graphs."""
+"""Memory of the driver, the kernels and the captured graphs."""
 BANDWIDTH_SHARE, ARITHMETIC_SHARE = 0.65, 0.45
 """Shares of the published peaks that a step reaches."""
 STEP_OVERHEAD_S = 0.002
-"""Of a step, beside reading and computing."""
-UTILIZATION = 0.68
-"""Share of a replica's speed that the mean load may take; autoscaling.utilization."""
+"""Seconds that a step takes beside reading memory and computing."""
+UTILIZATION = OuterSettings().utilization
+"""Share of a replica's speed that the mean load may take."""
 LOAD = 10_000
-"""Output tokens a second that the column of replicas is for."""
-MOST_BATCH = 64
-"""Past which the table does not go, whatever the memory holds."""
+"""Output tokens a second that the table counts replicas for."""
+MOST_REQUESTS = 64
+"""Largest batch in the table, also if memory holds more."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +44,26 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights."""
+        """Bytes of all weights."""
         return 2 * self.parameters
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return 2 * 2 * self.layers * self.key_value_heads * self.head_size
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as published: bytes, bytes a second, dense bfloat16 operations a second."""
+    """A GPU with its published figures."""
 
     name: str
     memory: float
+    """Bytes of memory."""
     bandwidth: float
+    """Bytes of memory that are read a second."""
     operations: float
+    """Dense bfloat16 operations a second."""
 
 
 MODELS = (
@@ -76,18 +82,21 @@ GPUS = (
 
 
 def num_pages(model: Model, gpu: Gpu) -> int:
-    """Pages of the pool; 0 where the weights do not fit."""
+    """Return the number of pages in the KV cache; 0 if the weights do not fit."""
     left = gpu.memory - CUDA_BYTES - model.weight_bytes
     return max(0, int(MEMORY_FRACTION * left / (PAGE * model.token_bytes)))
 
 
 def batch(model: Model, gpu: Gpu) -> int:
-    """Requests that run at once."""
-    return min(MOST_BATCH, num_pages(model, gpu) * PAGE // CONTEXT)
+    """Return the number of requests that run at once."""
+    return min(MOST_REQUESTS, num_pages(model, gpu) * PAGE // CONTEXT)
 
 
 def step_s(model: Model, gpu: Gpu, rows: int) -> float:
-    """Seconds of a step that gives each row one token: it reads all weights and the rows' pages."""
+    """Return the seconds of a step that decodes one token for each row.
+
+    The step reads all weights and the rows' cached tokens.
+    """
     read = model.weight_bytes + rows * CONTEXT * model.token_bytes
     computed = 2 * model.parameters * rows
     return STEP_OVERHEAD_S + max(
@@ -96,13 +105,13 @@ def step_s(model: Model, gpu: Gpu, rows: int) -> float:
 
 
 def tokens_per_s(model: Model, gpu: Gpu) -> float:
-    """Output tokens a second of a full replica, one token a pass."""
+    """Return the output tokens a second of a replica with a full batch, one token a pass."""
     rows = batch(model, gpu)
     return rows / step_s(model, gpu, rows) if rows else 0.0
 
 
 def table() -> str:
-    """The table, in Markdown."""
+    """Return the table, in Markdown."""
     lines = [
         f"| model | GPU | pages of {PAGE} | batch | step, ms | tokens/s a replica | "
         f"replicas for {LOAD:,} tokens/s |",

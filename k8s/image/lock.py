@@ -1,12 +1,12 @@
 """Writes the image's constraints: each package with its version and the hashes of its files.
 
-Run it by `make constraints` after a change of pyproject.toml or requirements.in. A version is that
-of the environment that this runs in, with which the tests were run, wherever it fits; the others
-are the newest that fit. uv resolves for the image's Python and platform, and installs nothing.
+Run it with `make constraints` after a change of pyproject.toml or requirements.in. Where possible a
+package gets the version of the current environment, with which the tests passed; the others get the
+newest version that fits. uv resolves for the image's Python and platform and installs nothing.
 
-    constraints-cpu.txt    torch without CUDA, from PyTorch's CPU index, the only place that has it
-    constraints-gpu.txt    torch with CUDA and its libraries, from PyPI like the rest
-    constraints-build.txt  what builds the wheel
+    constraints-cpu.txt    torch without CUDA, which only PyTorch's CPU index has
+    constraints-gpu.txt    torch with CUDA and its libraries, from PyPI like the other packages
+    constraints-build.txt  the packages that build the wheel
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 _IMAGE = Path(__file__).resolve().parent
 _ROOT = _IMAGE.parents[1]
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# glibc 2.35 is that of Ubuntu 22.04; llguidance has no wheel for one before 2.31.
+# Ubuntu 22.04 has glibc 2.35; llguidance has no wheels for versions before 2.31.
 _TARGET = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_35")
 _HEADER = """\
 # For Linux on x86_64 with Python 3.11. Each file that pip installs has to match a hash below; only
@@ -36,7 +36,7 @@ _CPU_HEADER = f"""\
 
 
 def main() -> None:
-    """Write the three files beside this one."""
+    """Write the three constraints files beside this script."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument(
         "--torch-wheels",
@@ -57,7 +57,7 @@ def main() -> None:
 def _write(name: str, header: str, requirements: list[str], arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "constraints.txt")
-        output.write_text(_installed())  # uv keeps what an output file already has where it can
+        output.write_text(_installed())  # uv keeps versions of an existing output file if it can
         _compile(requirements, [*arguments, "--output-file", str(output)])
         target = _IMAGE / f"constraints-{name}.txt"
         target.write_text(header + output.read_text())
@@ -78,7 +78,7 @@ def _compile(requirements: list[str], arguments: list[str]) -> None:
     text = "\n".join(requirements)
     done = subprocess.run(command, input=text, text=True, cwd=_ROOT, check=False)  # noqa: S603 - uv
     if done.returncode:
-        sys.exit(f"error: uv could not resolve {', '.join(requirements)}; its reasons stand above")
+        sys.exit(f"error: uv could not resolve {', '.join(requirements)}; see its reasons above")
 
 
 if __name__ == "__main__":

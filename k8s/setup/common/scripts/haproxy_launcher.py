@@ -2,8 +2,8 @@
 
     haproxy_launcher.py FILE
 
-The program runs `mars_serve.deploy.haproxy` in front of the real HAProxy. `marsray serve` writes
-the same program for a cluster of its own; on KubeRay's clusters an init container runs this script.
+The program runs `mars_serve.deploy.haproxy`, which then becomes the real HAProxy. On KubeRay's
+clusters an init container runs this script; `marsray serve` writes the same program itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def launcher() -> str:
-    """The program's text, for this machine's Python, package and binary."""
+    """Return the text of the program, with this machine's paths of Python, package and binary."""
     spec = find_spec("mars_serve.deploy.haproxy")
     assert spec is not None
     assert spec.origin is not None
@@ -27,7 +27,7 @@ def launcher() -> str:
 
 
 if __name__ == "__main__":
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names what is written here
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # names the file that is written here
     file = Path(sys.argv[1])
     file.write_text(launcher(), encoding="utf-8")
     file.chmod(0o755)

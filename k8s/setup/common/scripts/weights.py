@@ -1,11 +1,11 @@
-"""Checks a checkpoint against its manifest before anything is served or trained from it.
+"""Copies checkpoints and checks them against their manifests before they are used.
 
-    weights.py verify DIRECTORY          every file of manifest.json is there, and is what it says
-    weights.py store DIRECTORY PLACE     copies it to PLACE, a path or URL, with a manifest
-    weights.py fetch URL DIRECTORY       downloads what was stored, and checks each file
+    weights.py verify DIRECTORY         checks every file that manifest.json lists
+    weights.py store DIRECTORY PLACE    copies a checkpoint to PLACE, a path or URL, with a manifest
+    weights.py fetch URL DIRECTORY      downloads a stored checkpoint and checks every file
 
-Knows no model: a manifest holds sizes and SHA-256 sums. `marsray train` writes one with each model.
-What `marsray calibrate` writes beside the weights may change after the manifest was made.
+A manifest lists sizes and SHA-256 sums; `marsray train` writes one with each model. The files that
+`marsray calibrate` writes beside the weights are not checked, since they may change later.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mars_train.storage.directories import Alone, Damaged, SaveFailed, Storage, 
 
 
 def verify(directory: str) -> str:
-    """Compare a directory, or what a link points to, with its manifest.
+    """Compare a directory, or the target of a link, with its manifest.
 
     Raises:
-        UserError: it is missing or damaged, or has no manifest.
+        UserError: the directory is missing or damaged, or has no manifest.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -36,17 +36,17 @@ def verify(directory: str) -> str:
         storage.verify(name)
     except Damaged as error:
         raise UserError(
-            f"{path} is not what its manifest says ({error}); copy it again from where it came, or "
-            "point to the checkpoint before it"
+            f"{path} does not match its manifest ({error}); copy it again from its source, or "
+            "point to the previous checkpoint"
         ) from error
-    return f"{path} ({path.resolve()}) is what its manifest says"
+    return f"{path} ({path.resolve()}) matches its manifest"
 
 
 def store(directory: str, place: str) -> str:
-    """Copy a directory to a path or URL where there is nothing yet.
+    """Copy a directory to a new path or URL, with a manifest.
 
     Raises:
-        UserError: there is no such directory, the place is taken, or it cannot be written.
+        UserError: the directory is missing, or the place exists or cannot be written.
     """
     source = Path(directory)
     if not source.is_dir():
@@ -59,30 +59,30 @@ def store(directory: str, place: str) -> str:
     try:
         storage.save(name, lambda target: copy_into(target, source), Alone())
     except SaveFailed as error:
-        raise UserError(f"{error}; make room, or check the rights to write there") from error
+        raise UserError(f"{error}; free space there, or check the right to write") from error
     return f"{place} is stored, with its manifest"
 
 
 def fetch(url: str, directory: str) -> str:
-    """Download into a directory that is complete or absent.
+    """Download a stored checkpoint into a directory, which is complete once it exists.
 
     Raises:
-        UserError: it is not there, or did not arrive as it was stored.
+        UserError: there is no such checkpoint, or a file did not arrive as it was stored.
     """
     target = Path(directory)
-    if target.exists():  # it got its name only after it was checked
+    if target.exists():  # it gets this name only after every file was checked
         return f"{target} is there already"
     storage, name = _place(url)
     if storage.is_local:
         raise UserError(f"{url} is a path; give a URL such as s3://bucket/models/name")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # what is downloaded is then renamed, for which it has to be on the same disk
+    # the download is renamed to the target, which works only within one disk
     tempfile.tempdir = str(target.parent)
     try:
         storage.fetch(name).rename(target)
     except Damaged as error:
         raise UserError(f"{url}: {error}; store it again with `weights.py store`") from error
-    return f"{url} is in {target}, and is what its manifest says"
+    return f"{url} is in {target} and matches its manifest"
 
 
 def _place(path_or_url: str) -> tuple[Storage, str]:
@@ -94,7 +94,7 @@ def _place(path_or_url: str) -> tuple[Storage, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the three; returns the exit status, 2 for a mistake of the user's."""
+    """Run a command line and return the exit status, 2 for a mistake of the user."""
     commands: dict[tuple[str, int], Callable[..., str]] = {
         ("verify", 1): verify,
         ("store", 2): store,
