@@ -1,112 +1,87 @@
-"""The MARS paper's drafting configurations (arXiv 2604.07023, section 4.6 and table 6), through the
-engine: tokens a forward pass of the target, and speed over ordinary speculative decoding.
+"""Measures the MARS paper's ways to draft (arXiv 2604.07023, section 4.6 and table 6).
 
-    python bench/draft_table.py TARGET --draft DRAFT --plain-draft DRAFT_AR --data eval.jsonl
+    python -m bench.draft_table TARGET --draft DRAFT --plain-draft DRAFT_AR --data eval.jsonl
 
-The contenders decode the same prompts in turn, in rounds; a ratio is taken in each round.
+For each configuration, the table shows the tokens per forward pass of the target model and the
+speed as a multiple of ordinary speculative decoding's. The configurations decode the same prompts
+in turn, round after round; a ratio compares two runs of the same round.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
+from bench.engine_runs import EngineRun, decode, settings_for, warm_engine
 from rich.console import Console
 from rich.table import Table
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
-from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import EvalItem, read_items
+from mars_serve.engine.request import Request
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+
+_BASELINE = "AR drafts, no masks"
+"""Label of ordinary speculative decoding."""
 
 
 class Configuration(NamedTuple):
-    """Who drafts, and how the target decodes."""
+    """A drafting model and the way in which the target decodes."""
 
     label: str
     drafts: str
-    """``none``, ``ar`` or ``mars``."""
+    """Drafting model: ``none``, ``ar`` or ``mars``."""
     options: DecodingOptions
-
-
-class Run(NamedTuple):
-    """All prompts once."""
-
-    outputs: list[list[int]]
-    num_passes: int
-    seconds: float
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Of the target; a prompt's own pass counts."""
-        return sum(map(len, self.outputs)) / self.num_passes
 
 
 def _configurations(max_tokens: int, threshold: float) -> list[Configuration]:
     def options(mode: Mode, window: int | None) -> DecodingOptions:
         return DecodingOptions(max_tokens, mode, threshold, window=window)
 
+    one_token, verified = options(Mode.AR, None), options(Mode.EXACT, None)
+    no_masks, by_threshold = options(Mode.EXACT, 0), options(Mode.THRESHOLD, None)
     return [
-        Configuration("one token a pass", "none", options(Mode.AR, None)),
-        Configuration("AR drafts, no masks", "ar", options(Mode.EXACT, 0)),
-        Configuration("MARS drafts, no masks", "mars", options(Mode.EXACT, 0)),
-        Configuration("MARS drafts, masks checked", "mars", options(Mode.EXACT, None)),
-        Configuration(
-            f"MARS drafts, masks by τ={threshold:g}", "mars", options(Mode.THRESHOLD, None)
-        ),
-        Configuration("no drafts, masks checked", "none", options(Mode.EXACT, None)),
-        Configuration(
-            f"no drafts, masks by τ={threshold:g}", "none", options(Mode.THRESHOLD, None)
-        ),
+        Configuration("one token a pass", "none", one_token),
+        Configuration(_BASELINE, "ar", no_masks),
+        Configuration("MARS drafts, no masks", "mars", no_masks),
+        Configuration("MARS drafts, masks verified", "mars", verified),
+        Configuration(f"MARS drafts, masks by τ={threshold:g}", "mars", by_threshold),
+        Configuration("no drafts, masks verified", "none", verified),
+        Configuration(f"no drafts, masks by τ={threshold:g}", "none", by_threshold),
     ]
 
 
 def _engine(target: Checkpoint, draft: Path | None, num_drafts: int, batch: int) -> Engine:
-    pages = batch * -(-target.max_length // 16)
-    sizes = EngineSettings(max_num_seqs=batch, num_pages=pages, enable_prefix_caching=False)
-    drafter = None
-    if draft is not None:
-        checkpoint = drafting_checkpoint(read_checkpoint(str(draft)), target)
-        drafter = Drafter(Engine(checkpoint, sizes), num_drafts)
-    engine = Engine(target, sizes, drafter=drafter)
-    engine.warm_up()
-    return engine
+    settings = settings_for(target, batch)
+    if draft is None:
+        return warm_engine(target, settings)
+    checkpoint = drafting_checkpoint(read_checkpoint(str(draft)), target)
+    return warm_engine(target, settings, Drafter(Engine(checkpoint, settings), num_drafts))
 
 
-def _run(engine: Engine, items: list[EvalItem], options: DecodingOptions) -> Run:
-    requests = [Request(str(i), list(item.prompt), options) for i, item in enumerate(items)]
-    for request in requests:
-        engine.add(request)
-    num_passes, begin = 0, time.perf_counter()
-    while engine.has_work:
-        num_passes += len(engine.step())
-    seconds = time.perf_counter() - begin
-    return Run([r.tokens[r.num_prompt :] for r in requests], num_passes, seconds)
+def _requests(items: list[EvalItem], options: DecodingOptions) -> list[Request]:
+    return [Request(str(index), list(item.prompt), options) for index, item in enumerate(items)]
 
 
-def _table(runs: dict[str, list[Run]], baseline: str, title: str) -> Table:
-    table = Table(
-        "configuration", "tokens/forward", "tokens/s", "over AR drafts", "same", title=title
-    )
+def _table(runs: dict[str, list[EngineRun]], title: str) -> Table:
+    columns = ("configuration", "tokens/forward", "tokens/s", "over AR drafts", "same")
+    table = Table(*columns, title=title)
     first = next(iter(runs.values()))[0]
     for label, rounds in runs.items():
-        ratios = [
-            other.seconds / run.seconds for run, other in zip(rounds, runs[baseline], strict=True)
-        ]
-        speed = statistics.median(sum(map(len, run.outputs)) / run.seconds for run in rounds)
-        pairs = zip(rounds[0].outputs, first.outputs, strict=True)
-        same = statistics.mean(ours == theirs for ours, theirs in pairs)
+        pairs = zip(rounds, runs[_BASELINE], strict=True)
+        ratios = [baseline.seconds / run.seconds for run, baseline in pairs]
+        outputs = zip(rounds[0].outputs, first.outputs, strict=True)
+        same = statistics.mean(output == expected for output, expected in outputs)
         table.add_row(
             label,
             f"{rounds[0].tokens_per_forward:.2f}",
-            f"{speed:,.0f}",
+            f"{statistics.median(run.tokens_per_s for run in rounds):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
             f"{same:.1%}",
         )
@@ -114,18 +89,20 @@ def _table(runs: dict[str, list[Run]], baseline: str, title: str) -> Table:
 
 
 def main(
-    target: Path,
+    target: Annotated[Path, typer.Argument(help="MARS checkpoint that is decoded.")],
     draft: Annotated[Path, typer.Option(help="A smaller MARS checkpoint.")],
     plain_draft: Annotated[Path, typer.Option(help="The AR checkpoint it was trained from.")],
     data: Annotated[Path, typer.Option(help="Conversations, JSONL or Parquet.")],
-    num_items: Annotated[int, typer.Option(min=1)] = 100,
-    num_drafts: Annotated[int, typer.Option(min=1)] = 4,
-    batch: Annotated[list[int] | None, typer.Option(help="Else 1 and 8.")] = None,
-    threshold: Annotated[float, typer.Option()] = 0.95,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
+    num_items: Annotated[int, typer.Option(min=1, help="Conversations to decode.")] = 100,
+    num_drafts: Annotated[int, typer.Option(min=1, help="Drafts in each step.")] = 4,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Concurrent requests; may be repeated; 1 and 8.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="τ of mode threshold.")] = 0.95,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
 ) -> None:
-    """Print the table."""
+    """Print one table for each batch size."""
     torch.set_num_threads(threads)
     checkpoint = read_checkpoint(str(target))
     length = checkpoint.max_length
@@ -137,12 +114,13 @@ def main(
             name: _engine(checkpoint, path, num_drafts, size) for name, path in paths.items()
         }
         configurations = _configurations(max_tokens, threshold)
-        runs: dict[str, list[Run]] = {each.label: [] for each in configurations}
+        runs: dict[str, list[EngineRun]] = {each.label: [] for each in configurations}
         for index in range(rounds):
             for each in configurations[index:] + configurations[:index]:
-                runs[each.label].append(_run(engines[each.drafts], items, each.options))
+                requests = _requests(items, each.options)
+                runs[each.label].append(decode(engines[each.drafts], requests))
         title = f"batch {size}, {num_drafts} drafts, {len(items)} prompts, {rounds} rounds"
-        Console().print(_table(runs, "AR drafts, no masks", title))
+        Console().print(_table(runs, title))
 
 
 if __name__ == "__main__":

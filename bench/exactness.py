@@ -1,15 +1,14 @@
-"""How often mode exact parts from mode ar, and by how little the model prefers one token there.
+"""Measures how often mode exact parts from mode ar, and how close the two tokens are there.
 
     python bench/exactness.py MODEL --data eval.jsonl --dtype bfloat16
 
-Both modes read the same weights' logits, but in steps of different shapes, so that a product may
-differ in its last bits. In float32 that hardly ever matters; in bfloat16 two tokens whose logits
-are as near as a rounding may change places. For each output that parts, the prompt and the tokens
-that both have in common go through an ordinary forward pass, without cache, in the given type and
-in float32. The gap is the logit of mode ar's next token minus that of mode exact's: in bfloat16 it
-should be no more than a few roundings, in float32 about as small, of either sign. A wide gap would
-be an error of the engine. Mode ar with one conversation after the other is measured beside, for its
-steps differ in shape too.
+Both modes read the same weights' logits, but in steps of different shapes, so a product may differ
+in its last bits. In float32 that hardly ever matters. In bfloat16 two tokens whose logits differ by
+about one rounding may change places. For each output that parts, the prompt and the common tokens
+go through an ordinary forward pass without cache, in the given type and in float32. The gap is the
+logit of mode ar's next token minus that of mode exact's. It should be at most a few roundings in
+bfloat16, and about as small in float32, with either sign; a wide gap is an error of the engine.
+Mode ar with one conversation after the other is measured too, since its steps also differ in shape.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from rich.table import Table
 
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_platform.method.mode import Mode
-from mars_serve.engine.request import Outcomes
-from mars_serve.measure.evaluation.scoring import (
+from mars_serve.engine.decoding_options import Outcomes
+from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
-    EvalItem,
-    Outcome,
-    Setting,
+    DecodedItem,
+    DecodingSetting,
     evaluation_engine,
-    read_items,
     run_setting,
 )
+from mars_serve.measure.evaluation.items import EvalItem, read_items
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
@@ -50,36 +48,37 @@ class Parting:
     """The first place where two outputs of a prompt differ."""
 
     way: str
-    """What parts from mode ar: mode exact in a layout, or mode ar one by one."""
+    """Decoding that parts from mode ar: mode exact with its outcomes, or mode ar one by one."""
     source: str
+    """Source of the conversation."""
     place: int
-    """Output tokens that both have in common."""
+    """Number of output tokens that both have in common."""
     tokens: tuple[int, int]
-    """Mode ar's next token and the other's."""
+    """Next token of mode ar, and of the other decoding."""
     gap: float
-    """Logit of the first minus that of the second, in the type of the weights."""
+    """Logit of the first token minus that of the second, in the type of the weights."""
     roundings: float
-    """The gap's size over the distance of neighbouring numbers of that type at the larger logit."""
+    """Size of the gap in distances of neighbouring numbers of that type at the larger logit."""
     gap_float32: float
-    """The gap with weights and activations in float32, the weights rounded as before."""
+    """Gap with activations in float32; the weights are rounded as before."""
     usual_gap: float
-    """Logit of the likeliest token minus that of the second one, median up to there."""
+    """Median gap between the two likeliest tokens over the common tokens."""
 
 
 def main(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
     data: Annotated[list[Path], typer.Option(help="Conversations, JSONL or Parquet.")],
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of weights, keys and values.")
+        Literal["float32", "bfloat16"], typer.Option(help="Type of weights, keys and values.")
     ] = "bfloat16",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to run.")] = "cpu",
-    max_items: Annotated[int | None, typer.Option(min=1, help="Conversations at most.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens at the most.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Conversations that run at once.")] = 32,
+    max_items: Annotated[int | None, typer.Option(min=1, help="Most conversations.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 32,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Decode in modes ar and exact and look at where they part."""
+    """Decode in modes ar and exact and measure the gaps where they part."""
     torch.set_num_threads(threads)
     checkpoint = read_checkpoint(model)
     items = read_items(
@@ -97,11 +96,11 @@ def main(
     run = partial(run_setting, engine, max_tokens=max_tokens)
     baseline = run(items, ONE_TOKEN)
     decoded = {
-        f"exact, {outcomes}": run(items, Setting(Mode.EXACT, 1.0, outcomes=outcomes))
+        f"exact, {outcomes}": run(items, DecodingSetting(Mode.EXACT, 1.0, outcomes=outcomes))
         for outcomes in (Outcomes.ALL, Outcomes.LAST)
     }
     decoded["ar, one by one"] = [run([item], ONE_TOKEN)[0] for item in items]
-    del engine, run  # its weights go before others come
+    del engine, run  # frees its weights before others are loaded
     assert checkpoint.path is not None
     reader = LogitReader(checkpoint.path, dtype, device)
     partings = [
@@ -119,18 +118,18 @@ def main(
 
 
 class LogitReader:
-    """Logits of ordinary forward passes, in the type asked for and in float32."""
+    """Reads logits of ordinary forward passes, in a given type and in float32."""
 
     def __init__(self, path: Path, dtype: str, device: str) -> None:
-        """Load the weights twice, rounded alike."""
+        """Load the weights twice; both copies are rounded to the given type."""
         self._dtype = dtype
         self._rounded = load_model(path, dtype=_DTYPES[dtype]).to(device)
         self._wide = load_model(path, dtype=_DTYPES[dtype]).to(device).float()
         self._device = device
 
     @torch.inference_mode()
-    def parting(self, way: str, item: EvalItem, ours: Outcome, theirs: Outcome) -> Parting:
-        """Where two outputs of an item part, ``ours`` of mode ar."""
+    def parting(self, way: str, item: EvalItem, ours: DecodedItem, theirs: DecodedItem) -> Parting:
+        """Return the first difference of two outputs of an item; ``ours`` is mode ar's."""
         pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
         place, tokens = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         ids = torch.tensor([[*item.prompt, *ours.tokens[:place]]], device=self._device)
@@ -138,7 +137,7 @@ class LogitReader:
         rounded = self._rounded(input_ids=ids, use_cache=False).logits[0, first:].float()
         wide = self._wide(input_ids=ids, use_cache=False).logits[0, first:]
         pair, pair_float32 = rounded[-1, [*tokens]].tolist(), wide[-1, [*tokens]].tolist()
-        largest, second = rounded.topk(2).values.unbind(-1)  # [common + 1] each
+        largest, second = rounded.topk(2).values.unbind(-1)  # [place + 1] each
         gap, step = pair[0] - pair[1], _distance(max(map(abs, pair)), self._dtype)
         return Parting(
             way,
@@ -153,19 +152,19 @@ class LogitReader:
 
 
 def _distance(value: float, dtype: str) -> float:
-    """From a positive number to the next larger one of a type."""
+    """Return the distance from a positive number to the next larger one of a type."""
     return float(2.0 ** (math.floor(math.log2(value)) - _MANTISSA_BITS[dtype]))
 
 
-def num_tokens(outcomes: Iterable[Outcome]) -> int:
-    """Output tokens of all items."""
+def num_tokens(outcomes: Iterable[DecodedItem]) -> int:
+    """Return the number of output tokens of all items."""
     return sum(outcome.num_tokens for outcome in outcomes)
 
 
 def print_table(
     partings: Sequence[Parting], ways: Iterable[str], num_items: int, dtype: str
 ) -> None:
-    """Print counts and the distribution of the gaps' sizes."""
+    """Print how many outputs differ, and the distribution of the gaps' sizes."""
     table = Table("against mode ar", "outputs that differ", "gap", "least", "median", "most")
     for way in ways:
         own = [each for each in partings if each.way == way]

@@ -1,9 +1,9 @@
-"""How long a new live threshold takes to reach every replica while streams run.
+"""Measures how long a new live threshold takes to reach every replica while streams run.
 
     python bench/live_threshold.py http://127.0.0.1:8000 MODEL --streams 32 --changes 50
 
-Times from sending ``PUT /admin/threshold`` to the answer of the last replica that decodes with it.
-The answer itself, a round trip to the governor and one to the replicas, is part of that.
+A change takes from sending ``PUT /admin/threshold`` until an answer shows that the last replica
+decodes with the new value. The answer itself needs a round trip to governor and replicas.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ async def _measure(address: str, model: str, streams: int, changes: int) -> list
 
 
 def main(
-    address: str,
-    model: str,
-    streams: Annotated[int, typer.Option(min=0)] = 32,
-    changes: Annotated[int, typer.Option(min=2)] = 50,
+    address: Annotated[str, typer.Argument(help="URL of the server, without /v1.")],
+    model: Annotated[str, typer.Argument(help="Name of the served model.")],
+    streams: Annotated[int, typer.Option(min=0, help="Streams that run meanwhile.")] = 32,
+    changes: Annotated[int, typer.Option(min=2, help="Changes of the threshold.")] = 50,
 ) -> None:
-    """Print median, 95th percentile and longest time."""
+    """Print the median, the 95th percentile and the longest time of a change."""
     times = asyncio.run(_measure(address, model, streams, changes))
     worst = statistics.quantiles(times, n=20)[-1]
     print(

@@ -1,11 +1,12 @@
-"""What serving costs: throughput over HTTP as a share of the bare engine's.
+"""Measures throughput over HTTP as a share of the bare engine's.
 
-    python bench/served_share.py --rounds 5
+    python -m bench.served_share --rounds 5
 
-The same requests go to an engine in this process and, 64 at a time, to ``marsray serve``, streamed
-and not, in alternation. Both have the same settings and threads; the server has the cores that its
-HTTP processes and this client need to itself with the engine, as it would in use. The model is of
-about 100 million random weights unless one is named; greedy output is the same on every path.
+The same requests go in turn to an engine in this process and to ``marsray serve``, 64 at a time,
+streamed and unstreamed. Both engines have the same settings and number of threads; the server's
+HTTP processes and this client share the machine with the server's engine, as they do in use. The
+model has about 100 million random weights unless one is named. Greedy output is the same on every
+path.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when the kernels are
 import aiohttp
 import torch
 import typer
+from bench.engine_runs import decode, warm_engine
+from bench.servers import SERVE, running
 from rich.console import Console
 from rich.table import Table
-from servers import marsray_command, running
 
 from mars_platform.checkpoint.directory import (
     MarsMetadata,
@@ -46,19 +48,21 @@ from mars_serve.bench.decode.workload import (
     RaggedShape,
     generated_requests,
 )
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
 
+_THRESHOLD = 0.95
 _SIZES = ("vocab_size", "max_position_embeddings")
 _BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run."""
+    """Output tokens of all requests of a run, and the seconds that it took."""
 
     num_tokens: int
     seconds: float
@@ -69,7 +73,10 @@ class Measured:
 
 
 def make_checkpoint(path: Path) -> None:
-    """About 100 million random weights, with a tokenizer of made-up words."""
+    """Write a MARS checkpoint of about 100 million random weights to ``path / "mars"``.
+
+    Its tokenizer is trained on made-up words.
+    """
     source = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(source.choices(letters, k=source.randint(3, 9))) for _ in range(_NUM_WORDS)]
@@ -85,24 +92,21 @@ def make_checkpoint(path: Path) -> None:
 
 
 def run_bare(engine: Engine, requests: list[BenchRequest], mode: Mode) -> Measured:
-    """All requests at once, in this process."""
-    running_requests = [
-        Request(each.id, list(each.prompt), DecodingOptions(each.max_tokens, mode, 0.95))
-        for each in requests
-    ]
-    begin = time.perf_counter()
-    for request in running_requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    seconds = time.perf_counter() - begin
-    return Measured(sum(request.num_output for request in running_requests), seconds)
+    """Decode all requests at once in this process."""
+    run = decode(
+        engine,
+        [
+            Request(each.id, list(each.prompt), DecodingOptions(each.max_tokens, mode, _THRESHOLD))
+            for each in requests
+        ],
+    )
+    return Measured(run.num_tokens, run.seconds)
 
 
 async def run_served(
     address: str, requests: list[BenchRequest], mode: Mode, concurrency: int, *, stream: bool
 ) -> Measured:
-    """As many requests at a time as there are clients."""
+    """Send all requests to the server with ``concurrency`` clients, one request each at a time."""
     waiting, counts = iter(requests), {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(address, connector=connector) as session:
@@ -120,11 +124,11 @@ async def run_served(
 async def _complete(
     session: aiohttp.ClientSession, request: BenchRequest, mode: Mode, stream: bool
 ) -> int:
-    """Output tokens, as the server counts them."""
+    """Send one request and return its number of output tokens, as the server counts them."""
     body: dict[str, Any] = {"model": "mars", "prompt": list(request.prompt), "mode": mode}
     body |= {"max_tokens": request.max_tokens, "stream": stream}
     if mode is Mode.THRESHOLD:
-        body["confidence_threshold"] = 0.95
+        body["confidence_threshold"] = _THRESHOLD
     if stream:
         body["stream_options"] = {"include_usage": True}
     async with session.post("/v1/completions", json=body) as response:
@@ -137,12 +141,6 @@ async def _complete(
             if line.startswith(b"data: {"):
                 last = line
         return int(json.loads(last[6:])["usage"]["completion_tokens"])
-
-
-def _bare_engine(model: Path, settings: EngineSettings) -> Engine:
-    engine = Engine(read_checkpoint(model), settings)
-    engine.warm_up()
-    return engine
 
 
 def _report(
@@ -165,33 +163,35 @@ def _report(
 
 def main(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint; else 100 million random weights.")
+        Path | None, typer.Option(help="Checkpoint; by default 100 million random weights.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 128,
-    concurrency: Annotated[int, typer.Option(min=1)] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    mode: Annotated[Mode, typer.Option()] = Mode.AR,
-    threads: Annotated[int, typer.Option(min=1, help="Of the kernels, on both sides.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="JSON with all shares.")] = None,
-    log: Annotated[Path, typer.Option(help="What the server prints.")] = Path("served_share.log"),
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each path.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in each run.")] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 64,
+    mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.AR,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all shares.")] = None,
+    log: Annotated[Path, typer.Option(help="File for the server's output.")] = Path(
+        "served_share.log"
+    ),
 ) -> None:
-    """Print the table."""
+    """Print the throughput of each path and its share of the engine's."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             make_checkpoint(Path(folder))
             model = Path(folder) / "mars"
-        config = _config(Path(folder), model, threads)
         port = free_port()
-        command = [*marsray_command({}, port, []), str(config)]
-        with running(command, f"http://127.0.0.1:{port}/ready", log):
-            address = f"http://127.0.0.1:{port}"
+        address = f"http://127.0.0.1:{port}"
+        command = [*SERVE, str(_config(Path(folder), model, threads, port))]
+        with running(command, f"{address}/ready", log):
             shape = RaggedShape((prompt_tokens, prompt_tokens), (output_tokens, output_tokens))
             vocabulary = range(4, read_checkpoint(model).config.vocab_size - 65)
             prompts = generated_requests(requests, shape, list(vocabulary), seed=0)
-            engine = _bare_engine(model, EngineSettings(enable_prefix_caching=False))
+            settings = EngineSettings(enable_prefix_caching=False)
+            engine = warm_engine(read_checkpoint(model), settings)
             paths: dict[str, Callable[[], Measured]] = {
                 "engine": lambda: run_bare(engine, prompts, mode),
                 "served": lambda: asyncio.run(
@@ -208,17 +208,17 @@ def main(
         out.write_text(json.dumps({"title": title, "rows": rows}, indent=1) + "\n")
 
 
-def _config(folder: Path, model: Path, threads: int) -> Path:
-    """The server's settings: the engine's are those of the bare one."""
+def _config(folder: Path, model: Path, threads: int, port: int) -> Path:
+    """Write the server's settings, with the bare engine's settings for its engine."""
     engine = {"enable_prefix_caching": False}
     entry = {"name": "mars", "path": str(model), "num_threads": threads, "engine": engine}
     path = folder / "serve.json"
-    path.write_text(json.dumps({"models": [entry]}), encoding="utf-8")
+    path.write_text(json.dumps({"models": [entry], "port": port}), encoding="utf-8")
     return path
 
 
 def _alternate(paths: dict[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
-    """Runs of every path, one round after another; a first round warms up."""
+    """Run every path once per round; the first round warms up and is left out."""
     measured: dict[str, list[Measured]] = {name: [] for name in paths}
     for number in range(rounds + 1):
         found = {name: run() for name, run in paths.items()}

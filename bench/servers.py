@@ -1,8 +1,9 @@
-"""Servers that a benchmark starts, one at a time, as child processes, and ends."""
+"""Starts a server as a child process for a benchmark, and ends it."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from mars_platform.cluster.processes import end_process, wait_until_ready
 
+SERVE = [sys.executable, "-m", "mars_platform", "serve"]
+"""The command ``marsray serve``, without its arguments."""
 _START_TIMEOUT_S = 180.0
 
 
@@ -19,12 +22,18 @@ _START_TIMEOUT_S = 180.0
 def running(
     command: list[str], ready_url: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server for the length of the block, once ``ready_url`` answers with 200.
+    """Run a server for the length of the block, which begins when the server is ready.
+
+    Args:
+        command: The server's command line.
+        ready_url: URL that answers with status 200 when the server is ready.
+        log: File to which the server's output is appended.
+        environment: Variables to add to those of this process.
 
     Raises:
-        CommandFailed: it ended, or was not ready in time; names the log.
+        CommandFailed: The server ended or was not ready in time; the message names the log.
     """
-    signal.signal(signal.SIGTERM, _leave)  # a benchmark that is ended ends its server, too
+    signal.signal(signal.SIGTERM, _exit)  # runs the block below when the benchmark is terminated
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - a command of the caller's, no shell
             command,
@@ -42,18 +51,19 @@ def running(
         end_process(process)
 
 
-def marsray_command(models: Mapping[str, Path], port: int, options: list[str]) -> list[str]:
-    """``marsray serve`` of some models on a loopback port."""
-    command = [sys.executable, "-m", "mars_platform", "serve", "--port", str(port)]
-    for name, path in models.items():
-        command += ["--model", f"{name}={path}"]
-    return command + options
+def own_ray_cluster(directory: str) -> dict[str, str]:
+    """Return the variables that make a command start a Ray cluster of its own.
+
+    Args:
+        directory: Directory of Ray's files; its path must be short, since it holds Unix sockets.
+    """
+    return {
+        "RAY_TMPDIR": directory,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_ADDRESS": "",
+    }
 
 
-def configured_command(config: Path) -> list[str]:
-    """``marsray serve`` of a settings file, which names the port, too."""
-    return [sys.executable, "-m", "mars_platform", "serve", str(config)]
-
-
-def _leave(number: int, _: object) -> None:
+def _exit(number: int, _: object) -> None:
     sys.exit(128 + number)

@@ -1,14 +1,14 @@
-"""Served latency and throughput beside ``transformers serve``, measured by aiperf.
+"""Measures served latency and throughput beside ``transformers serve``, with aiperf.
 
-    python bench/serving.py MODEL --data eval.jsonl --aiperf .venv-clients/bin/aiperf \\
+    python -m bench.serving MODEL --data eval.jsonl --aiperf .venv-clients/bin/aiperf \\
         --transformers OTHER_VENV/bin/transformers --out serving.json
 
-A round starts each server alone, measures it at every concurrency and ends it; rounds repeat that
-with the servers in another order, and figures are medians over the rounds. All of them stream the
-same chats, greedily, with the same limit. aiperf counts tokens itself, with the model's tokenizer:
-an event may hold several. A first-token time is that of the first event that holds text.
-``transformers`` needs an environment of its own with ``transformers[serving]``. Run it with
-OMP_NUM_THREADS=1 where the load has no cores of its own: more threads wait for each other.
+A round starts each server alone, measures it at every concurrency and ends it. The next round does
+the same in another order, and the table shows medians over the rounds. All servers stream the same
+chats, greedily, with the same limit of tokens. aiperf counts the tokens with the model's tokenizer,
+because one event may hold several; the time to the first token is that of the first event with
+text. ``transformers`` needs an environment of its own with ``transformers[serving]``. Set
+OMP_NUM_THREADS=1 where the load shares the server's cores: more threads wait for each other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench.servers import SERVE, running
 from rich.console import Console
 from rich.table import Table
-from servers import marsray_command, running
 
 from mars_platform.cluster.processes import free_port
 
@@ -42,7 +42,7 @@ _METRICS = {
     "output_tokens": ("output_sequence_length", "avg"),
     "num_requests": ("request_count", "avg"),
 }
-"""Our name: aiperf's name and the statistic that is taken. Medians of a run's requests."""
+"""Each figure's name here, its name in aiperf, and the statistic over a run's requests."""
 _MODES: dict[str, dict[str, Any]] = {
     "marsray ar": {"mode": "ar"},
     "marsray threshold .95": {"mode": "threshold", "confidence_threshold": 0.95},
@@ -52,18 +52,18 @@ _MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to be served."""
+    """A model as requests name it, with the fields that choose how it decodes."""
 
     name: str
     model: str
-    """What requests name."""
+    """Model that requests name."""
     extra: dict[str, Any]
-    """Fields of its requests beside the common ones."""
+    """Fields that its requests have beside the common ones."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A command, and the contenders that it serves."""
+    """A server's command line, and the contenders that it serves."""
 
     command: list[str]
     ready_url: str
@@ -73,7 +73,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """What aiperf is told in every run."""
+    """The load that aiperf sends in every run."""
 
     aiperf: Path
     tokenizer: Path
@@ -82,10 +82,10 @@ class Load:
     max_tokens: int
 
     def run(self, server: Server, contender: Contender, concurrency: int) -> dict[str, float]:
-        """One run's figures.
+        """Send the load once and return the run's figures by name.
 
         Raises:
-            RuntimeError: aiperf failed, or a request did.
+            RuntimeError: aiperf or one of its requests failed.
         """
         extra = {"temperature": 0, "max_tokens": self.max_tokens, **contender.extra}
         with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def _servers(model: Path, transformers: Path | None, port: int | None) -> list[S
     servers = []
     for suffix, options in (("", []), (", compiled", ["--set", "models.0.engine.compile=true"])):
         contenders = [Contender(name + suffix, _NAME, extra) for name, extra in _MODES.items()]
-        command = marsray_command({_NAME: model}, port, options)
+        command = [*SERVE, "--port", str(port), "--model", f"{_NAME}={model}", *options]
         servers.append(Server(command, f"{address}/ready", address, contenders))
     if transformers is None:
         return servers
@@ -132,7 +132,7 @@ def _servers(model: Path, transformers: Path | None, port: int | None) -> list[S
 
 @contextmanager
 def _prompts(data: Path, count: int) -> Iterator[Path]:
-    """The first questions of a file, as aiperf reads them."""
+    """Write the first questions of a file as aiperf reads them; yields the new file."""
     lines = data.read_text(encoding="utf-8").splitlines()[:count]
     texts = [json.loads(line)["messages"][0]["content"] for line in lines]
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
@@ -189,21 +189,23 @@ def _table(medians: dict[tuple[int, str], dict[str, float]], title: str) -> Tabl
 
 
 def main(
-    model: Path,
-    data: Annotated[Path, typer.Option(help="Conversations, JSONL; their first turns are asked.")],
-    aiperf: Annotated[Path, typer.Option(help="The program.")] = Path(".venv-clients/bin/aiperf"),
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    data: Annotated[Path, typer.Option(help="Conversations, JSONL; their first turns are sent.")],
+    aiperf: Annotated[Path, typer.Option(help="Program.")] = Path(".venv-clients/bin/aiperf"),
     transformers: Annotated[
-        Path | None, typer.Option(help="The program; else marsray is measured alone.")
+        Path | None, typer.Option(help="Program; without it, only marsray is measured.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    concurrency: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 96,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    port: Annotated[int | None, typer.Option(help="Of the servers; else a free one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON with every run.")] = None,
-    log: Annotated[Path, typer.Option(help="What the servers print.")] = Path("serving.log"),
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 5,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Concurrent requests; may be repeated; 1, 4 and 16.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in each run.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 64,
+    port: Annotated[int | None, typer.Option(help="Port of the servers; a free one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for every run.")] = None,
+    log: Annotated[Path, typer.Option(help="File for the servers' output.")] = Path("serving.log"),
 ) -> None:
-    """Print the table."""
+    """Print latency and throughput of each server at each concurrency."""
     levels = concurrency or [1, 4, 16]
     servers = _servers(model.resolve(), transformers, port)
     with _prompts(data, requests) as prompts:

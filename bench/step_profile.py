@@ -1,14 +1,14 @@
-"""Where the time of an engine's step goes, as a table and as a flame graph.
+"""Shows where the time of an engine's step goes, as a table and as a flame graph.
 
     python bench/step_profile.py --untrained qwen2-100m --batch 16 --flame steps.svg
     python bench/step_profile.py MODEL --batch 1 --mode ar
 
-The table comes from clocks around the engine's own functions; an indented line is part of the one
-above it. "outside the model" is all that is not the model's forward pass. "weights read once" is
-what no step can be faster than: the bytes of the weights over the speed at which this machine sums
-a large tensor. On a GPU, which works on while the host goes on, only the whole step and that floor
-mean anything. The flame graph is drawn
-by py-spy (``pip install py-spy``) from samples of a second, longer run in a process of its own.
+The table comes from clocks around the engine's own functions; an indented line is part of the line
+above it. "outside the model" is the whole step without the model's forward pass. No step can be
+faster than "weights read once", the bytes of the weights over the speed at which this machine sums
+a large tensor. A GPU works while the host goes on, so on a GPU only the whole step and that bound
+mean anything. py-spy (``pip install py-spy``) draws the flame graph from a second, longer run in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from mars_serve.bench.decode.workload import (
     generated_requests,
     read_acceptance,
 )
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution import forward
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.request import Request
 
 _MODEL, _OUTPUT = "model up to its output layer", "output layer"
 _SKIPPED_STEPS = 8
@@ -51,13 +52,13 @@ _SHAPE = RaggedShape(prompt=(64, 256), output=(256, 256))
 
 
 class Clock:
-    """Seconds spent in functions, callees included."""
+    """Measures the seconds spent in functions, including the functions that they call."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def watch(self, owner: Any, name: str, label: str) -> None:
-        """Count what ``owner.name`` takes."""
+        """Add the time of each call of ``owner.name`` to a label."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -93,7 +94,7 @@ def _engine(
 
 
 def _decode(engine: Engine, requests: list[Request], mode: Mode, clock: Clock) -> tuple[int, float]:
-    """Steps counted and what they took."""
+    """Decode the requests; returns the number of measured steps and their seconds."""
     for request in requests:
         options = replace(request.options, mode=mode)
         engine.add(replace(request, tokens=list(request.tokens), options=options))
@@ -108,13 +109,13 @@ def _decode(engine: Engine, requests: list[Request], mode: Mode, clock: Clock) -
 
 
 def _floor_s(engine: Engine) -> float:
-    """Seconds to read, once, each weight that a step of one position reads."""
+    """Return the seconds to read once each weight that a step of one position reads."""
     config, model = engine.checkpoint.config, engine._runner.model
-    with torch.device("meta"):  # linear layers that are packed hold no parameter
+    with torch.device("meta"):  # packed linear layers hold no parameter
         weights = AutoModelForCausalLM.from_config(config)
     count = sum(weight.numel() for weight in weights.parameters())
     if not config.tie_word_embeddings:
-        count -= weights.get_input_embeddings().weight.numel()  # of which a step reads one line
+        count -= weights.get_input_embeddings().weight.numel()  # a step reads one row of it
     return count * model.dtype.itemsize / _bytes_per_s(model.device)
 
 
@@ -131,14 +132,14 @@ def _bytes_per_s(device: torch.device) -> float:
 def _watch(engine: Engine) -> Clock:
     clock, runner = Clock(), engine._runner
     clock.watch(engine._scheduler, "schedule", "schedule, windows included")
-    clock.watch(forward, "build_batch", "lay the batch out")
-    clock.watch(engine._attention, "plan", "plan attention")
+    clock.watch(forward, "build_batch", "build the batch")
+    clock.watch(engine._attention, "prepare", "prepare attention")
     clock.watch(runner.model.base_model, "forward", _MODEL)
     clock.watch(engine._attention, "attend", "  attention")
     clock.watch(runner.model.get_output_embeddings(), "forward", _OUTPUT)
     clock.watch(forward, "accept", "accept")
     clock.watch(forward, "unpack", "copy to the host")
-    clock.watch(engine._scheduler, "stored", "note what is stored")
+    clock.watch(engine._scheduler, "commit_cached", "count cached tokens")
     return clock
 
 
@@ -164,31 +165,24 @@ def _print(
 
 
 def _record(path: Path, arguments: list[str]) -> None:
-    command = [
-        str(Path(sys.executable).with_name("py-spy")),
-        "record",
-        "--rate",
-        "200",
-        "--format",
-        "flamegraph",
-        "-o",
-        str(path),
-        "--",
-    ]
-    subprocess.run([*command, sys.executable, *arguments], check=True)  # noqa: S603 - own command
+    command = [str(Path(sys.executable).with_name("py-spy")), "record", "--rate", "200"]
+    command += ["--format", "flamegraph", "-o", str(path), "--", sys.executable]
+    subprocess.run([*command, *arguments], check=True)  # noqa: S603 - own command
 
 
 def main(
-    model: Annotated[str | None, typer.Argument()] = None,
-    untrained: Annotated[str | None, typer.Option()] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 16,
-    mode: Annotated[Mode | None, typer.Option(help="Else both.")] = None,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
+    model: Annotated[str | None, typer.Argument(help="Checkpoint directory or hub id.")] = None,
+    untrained: Annotated[
+        str | None, typer.Option(help="Size of a model with random weights, instead of MODEL.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 16,
+    mode: Annotated[Mode | None, typer.Option(help="Mode; ar and threshold by default.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     device: Annotated[str, typer.Option(help="cpu, or cuda with bfloat16.")] = "cpu",
     flame: Annotated[Path | None, typer.Option(help="Draw a flame graph into this SVG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, too.")] = False,
 ) -> None:
-    """Profile the steps that decode a batch."""
+    """Print the time of each part of a step that decodes a batch."""
     torch.set_num_threads(threads)
     engine, requests = _engine(model, untrained, batch, device)
     floor_s, clock, found = _floor_s(engine), _watch(engine), {}

@@ -1,32 +1,36 @@
-"""Outputs under a grammar: whether all of them are valid, and what a token of theirs costs.
+"""Checks outputs under a grammar, and measures what the grammar costs per token.
 
-    python bench/structured.py MODEL --data eval.jsonl
+    python -m bench.structured MODEL --data eval.jsonl
 
-Every mode decodes the same prompts, greedily and sampled, under a JSON schema and, for comparison,
-for as many tokens without it.
+Every mode decodes the same prompts, greedily and sampled, under a JSON schema. For comparison it
+decodes them again without the schema, for as many tokens.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from bench.engine_runs import decode, settings_for, warm_engine
 from jsonschema import Draft202012Validator
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.method.mode import Mode
-from mars_serve.api.text import decode
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import DecodingOptions, GrammarKind, GrammarSpec, Request, Sampling
-from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import EvalItem, read_items
+from mars_serve.api.text import decode as decode_text
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    GrammarKind,
+    GrammarSpec,
+    Sampling,
+)
+from mars_serve.engine.request import Request
+from mars_serve.measure.evaluation.items import EvalItem, read_items
 
 _SCHEMA = {
     "type": "object",
@@ -39,30 +43,17 @@ _SCHEMA = {
 }
 
 
-def _engine(checkpoint: Checkpoint, batch: int) -> Engine:
-    pages = batch * -(-checkpoint.max_length // 16)
-    engine = Engine(checkpoint, EngineSettings(max_num_seqs=batch, num_pages=pages))
-    engine.warm_up()
-    return engine
-
-
-def _run(
-    engine: Engine, items: list[EvalItem], options: DecodingOptions, lengths: list[int] | None
-) -> tuple[list[list[int]], int, float]:
-    """Outputs, passes and seconds."""
-    requests = []
-    for index, item in enumerate(items):
-        own = replace(options, sampling=replace(options.sampling, seed=index))
-        if lengths is not None:
-            own = replace(own, max_tokens=lengths[index])
-        requests.append(Request(str(index), list(item.prompt), own))
-    for request in requests:
-        engine.add(request)
-    num_passes, begin = 0, time.perf_counter()
-    while engine.has_work:
-        num_passes += len(engine.step())
-    seconds = time.perf_counter() - begin
-    return [r.tokens[r.num_prompt :] for r in requests], num_passes, seconds
+def _requests(items: list[EvalItem], options: DecodingOptions, lengths: list[int]) -> list[Request]:
+    """Return one request per item, with its own seed and at most ``lengths[i]`` tokens."""
+    sampling = options.sampling
+    return [
+        Request(
+            str(index),
+            list(item.prompt),
+            replace(options, sampling=replace(sampling, seed=index), max_tokens=length),
+        )
+        for index, (item, length) in enumerate(zip(items, lengths, strict=True))
+    ]
 
 
 def _is_valid(text: str) -> bool:
@@ -73,20 +64,20 @@ def _is_valid(text: str) -> bool:
 
 
 def main(
-    model: str,
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
     data: Annotated[Path, typer.Option(help="Conversations, JSONL or Parquet.")],
-    num_items: Annotated[int, typer.Option(min=1)] = 200,
-    batch: Annotated[int, typer.Option(min=1)] = 8,
-    temperature: Annotated[float, typer.Option()] = 0.8,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
+    num_items: Annotated[int, typer.Option(min=1, help="Conversations to decode.")] = 200,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 8,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampled runs.")] = 0.8,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
 ) -> None:
-    """Print the table."""
+    """Print how many outputs are valid, and the time per token with and without the schema."""
     torch.set_num_threads(threads)
     checkpoint = read_checkpoint(model)
     length = checkpoint.max_length
     items = read_items([data], checkpoint.tokenizer, max_length=length, max_items=num_items)
-    room = length - max(len(item.prompt) for item in items)
-    engine = _engine(checkpoint, batch)
+    max_tokens = length - max(len(item.prompt) for item in items)
+    engine = warm_engine(checkpoint, settings_for(checkpoint, batch))
     grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA))
     table = Table(
         *("mode", "temperature", "valid", "as ar", "tokens", "tok/fwd", "ms a token", "without"),
@@ -95,22 +86,21 @@ def main(
     for value in (0.0, temperature):
         expected: list[list[int]] = []
         for mode in (Mode.AR, Mode.EXACT, Mode.THRESHOLD):
-            options = DecodingOptions(room, mode, sampling=Sampling(value), grammar=grammar)
-            outputs, num_passes, seconds = _run(engine, items, options, None)
-            expected = expected or outputs
-            num_tokens = sum(map(len, outputs))
-            lengths = [len(output) for output in outputs]
-            free, _, free_s = _run(engine, items, replace(options, grammar=None), lengths)
-            valid = sum(_is_valid(decode(checkpoint.tokenizer, output)) for output in outputs)
+            options = DecodingOptions(max_tokens, mode, sampling=Sampling(value), grammar=grammar)
+            run = decode(engine, _requests(items, options, [max_tokens] * len(items)))
+            lengths = [len(output) for output in run.outputs]
+            free = decode(engine, _requests(items, replace(options, grammar=None), lengths))
+            expected = expected or run.outputs
+            valid = sum(_is_valid(decode_text(checkpoint.tokenizer, each)) for each in run.outputs)
             table.add_row(
                 mode,
                 f"{value:g}",
-                f"{valid} of {len(outputs)}",
-                f"{sum(a == b for a, b in zip(outputs, expected, strict=True))}",
-                f"{num_tokens:,}",
-                f"{num_tokens / num_passes:.2f}",
-                f"{seconds / num_tokens * 1e3:.2f}",
-                f"{free_s / sum(map(len, free)) * 1e3:.2f}",
+                f"{valid} of {len(run.outputs)}",
+                f"{sum(a == b for a, b in zip(run.outputs, expected, strict=True))}",
+                f"{run.num_tokens:,}",
+                f"{run.tokens_per_forward:.2f}",
+                f"{1e3 / run.tokens_per_s:.2f}",
+                f"{1e3 / free.tokens_per_s:.2f}",
             )
     Console().print(table)
 

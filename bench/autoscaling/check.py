@@ -1,6 +1,6 @@
-"""The simulator beside the server: the same trace, frontier, limits and constants.
+"""Compares the simulator with the server on the same trace, frontier, limits and constants.
 
-The simulation is told the lengths that the server's requests really had, and when they were sent.
+The simulation gets the real lengths and sending times of the server's requests.
 """
 
 from __future__ import annotations
@@ -10,80 +10,79 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from figures import Window, draw_replicas, draw_threshold, quantile, save, stacked
-from live import OBJECTIVE_TTFT_S, Bench, Contender, Request, Run
+from bench.autoscaling.figures import Window, draw_replicas, draw_threshold, quantile, save, stacked
+from bench.autoscaling.live import OBJECTIVE_TTFT_S, Bench, Contender, Request, Run
 
 from mars_autoscale.model.frontier import Frontier
-from mars_autoscale.policy.inner_loop import LocalController, Stage
-from mars_autoscale.policy.observe import Look
+from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.replicas import ReplicaSettings
-from mars_autoscale.simulation.run import Result, Simulation
+from mars_autoscale.simulation.run import Simulation, SimulationResult
 from mars_autoscale.traces.files import TraceRequest
 
 
 @dataclass(frozen=True)
 class Side:
-    """What came of a trace, in the server or in the simulator."""
+    """Figures of a trace that was replayed by the server or by the simulator."""
 
     tokens_per_s: float
-    """Output tokens of all requests over the time to the last end."""
+    """Output tokens of all requests, per second until the last one ended."""
     burst_ended_per_s: float
-    """Requests that ended while the burst lasted."""
+    """Requests per second that ended during the burst."""
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
     attainment: float
     threshold: float
-    """Live τ, mean over time and replicas."""
+    """Mean of the live τ over time and replicas."""
     replica_s: float
-    """From the order to the end, over the trace's length."""
+    """Replica-seconds during the trace, counted from each replica's order to its end."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulation, and the requests in it at each look of its inner loops."""
+    """A simulation, and its number of requests at each update of the inner loops."""
 
-    result: Result
+    result: SimulationResult
     in_flight: dict[float, float]
-    """By time, twice a second."""
+    """Number of requests by time, twice a second."""
 
 
-class _Noting(LocalController):
-    """An inner loop that writes down how full its replica was."""
+class _RecordingLoop(InnerLoop):
+    """An inner loop that records its replica's number of requests."""
 
     in_flight: dict[float, float]
 
-    def update(self, look: Look, /) -> Stage:
+    def update(self, look: Look, /) -> InnerLoopDecision:
         self.in_flight[look.now_s] = self.in_flight.get(look.now_s, 0.0) + look.load
         return super().update(look)
 
 
 @dataclass
-class _NotingJoint(Joint):
-    """The joint policy, all of whose inner loops write into one place."""
+class _RecordingJoint(Joint):
+    """The joint policy; its inner loops all record into ``in_flight``."""
 
     def __post_init__(self) -> None:
         self.in_flight = dict[float, float]()
 
-    def local(self) -> LocalController:
-        controller = _Noting(self.capacity, self.inner)
+    def inner_loop(self) -> InnerLoop:
+        controller = _RecordingLoop(self.capacity, self.inner)
         controller.in_flight = self.in_flight
         return controller
 
 
 def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -> Simulated:
-    """Simulate what a server was asked for.
+    """Simulate the requests that a server got.
 
     Args:
-        run: of the server.
-        bench: its limits.
-        contender: the joint policy.
-        frontier: of the model that it served.
+        run: The server's run.
+        bench: The server's limits.
+        contender: The joint policy.
+        frontier: Frontier of the served model.
     """
     settings = bench.settings(contender)
     autoscaling, tiers = settings.autoscaling, settings.tiers
-    assert autoscaling is not None, "it autoscales"
+    assert autoscaling is not None, "the model is autoscaled"
     outer = autoscaling.model_copy(
         update={
             "floor_threshold": max(autoscaling.floor_threshold, tiers.default_min_threshold),
@@ -96,8 +95,8 @@ def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -
         initial=outer.min_replicas,
         cold_start_s=outer.cold_start_s,
     )
-    capacity = frontier.capacity(bench.cluster.slots)
-    policy = _NotingJoint(capacity, outer, outer.inner)
+    capacity = frontier.capacity(bench.cluster.max_num_seqs)
+    policy = _RecordingJoint(capacity, outer, outer.inner)
     result = Simulation(
         _as_sent(run.requests),
         capacity,
@@ -109,7 +108,7 @@ def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -
 
 
 def _as_sent(requests: Sequence[Request]) -> list[TraceRequest]:
-    """The trace as the server got it; what it did not serve counts with the mean length."""
+    """Return the trace as it was sent; requests that were not served get the mean length."""
     mean = round(fmean(each.completion_tokens for each in requests if each.completion_tokens))
     return [
         TraceRequest(each.sent_s, each.prompt_tokens, each.completion_tokens or mean, each.tier)
@@ -118,12 +117,12 @@ def _as_sent(requests: Sequence[Request]) -> list[TraceRequest]:
 
 
 def live_side(run: Run, burst: Window, replica_s: float) -> Side:
-    """Of a server.
+    """Return the figures of a server's run.
 
     Args:
-        run: of it.
-        burst: of the trace.
-        replica_s: see `figures.Figures`.
+        run: The run.
+        burst: The burst of its trace.
+        replica_s: Replica-seconds; see `figures.Figures`.
     """
     requests, samples = run.requests, run.load["samples"]
     ttft = [each.ttft_s for each in requests]
@@ -134,7 +133,7 @@ def live_side(run: Run, burst: Window, replica_s: float) -> Side:
 
 
 def simulated_side(simulated: Simulated, burst: Window) -> Side:
-    """Of the simulator, with a live τ of each of its decisions."""
+    """Return the figures of a simulation; its τ is the mean over its decisions."""
     result, in_flight = simulated.result, simulated.in_flight
     served = [each for each in result.served if not each.is_rejected]
     tokens = sum(each.request.output_tokens for each in served)
@@ -146,7 +145,7 @@ def simulated_side(simulated: Simulated, burst: Window) -> Side:
 
 
 def _num_ended(simulated: Simulated, time_s: float) -> float:
-    """Until the last look before a time."""
+    """Return the number of requests that ended until the last update before a time."""
     look_s = max(each for each in simulated.in_flight if each <= time_s)
     arrived = sum(
         each.request.arrival_s <= look_s and not each.is_rejected
@@ -176,7 +175,7 @@ def _side(
 
 
 def draw_check(run: Run, simulated: Simulated, file: Path) -> None:
-    """τ and replicas of both over time."""
+    """Draw load, τ and replicas of the server and of the simulator over time."""
     told, seen = run.load["samples"], simulated.result.samples
     figure, (load, threshold, replicas) = stacked(3)
     times, looks = [each["time_s"] for each in told], [each.time_s for each in seen]

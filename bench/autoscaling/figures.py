@@ -1,4 +1,4 @@
-"""Figures of live runs, their table, and the picture of a burst."""
+"""Computes the figures of live runs, prints them as a table and draws a burst."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from live import OBJECTIVE_TTFT_S, Run
+from bench.autoscaling.live import OBJECTIVE_TTFT_S, Run
+from bench.autoscaling.watch import Seen
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.table import Table
-from watch import Seen
 
 MAX_COMPUTE_SHARE = 0.5
-"""Of a replica's paced time: past it, replicas share the machine and not only its name."""
+"""Largest share of the paced time for real computing; above it, replicas slow each other."""
 MAX_LATENESS_S = 0.05
+"""Largest delay of the sender, at the 99th percentile."""
 _SMOOTH_S = 5.0
-"""Before and after each moment: what replicas choose twice a second is noise from afar."""
+"""Seconds before and after each moment over which the drawn τ is averaged."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Of a trace, in seconds after its begin."""
+    """A part of a trace, in seconds since its beginning."""
 
     begin_s: float
     end_s: float
@@ -39,36 +40,36 @@ class Window:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run; None where there is nothing to measure."""
+    """Figures of one run; None if there was nothing to measure."""
 
     attainment: float
-    """Share of requests whose first token came in time."""
+    """Share of requests whose first token came within the objective."""
     burst_attainment: float
-    """Of those that were sent in the burst."""
+    """The same share among the requests that were sent during the burst."""
     ttft_p99_s: float
-    """Infinite where so many were not served."""
+    """Infinite if one request in a hundred was not served."""
     burst_accuracy: float | None
-    """Of the answers to requests that were sent in the burst."""
+    """Accuracy of the answers to requests that were sent during the burst."""
     threshold: float | None
-    """τ that was served, mean over requests."""
+    """Mean over requests of the τ that they were decoded with."""
     replica_s: float
-    """Replica-seconds from the order to the end, over the trace's length."""
+    """Replica-seconds during the trace, counted from each replica's order to its end."""
     ready_replica_s: float
-    """Of replicas that serve."""
+    """Replica-seconds of ready replicas."""
     num_requests: int
     num_rejected: int
-    """Answered with 503."""
+    """Number of requests that were answered with status 503."""
     num_failed: int
     tokens_per_s: float
     tokens_per_forward: float | None
     lateness_p99_s: float
     compute_share: float | None
-    """Real over paced seconds of a minute, the most of any replica."""
+    """Largest share of a minute's paced time that a replica really computed."""
     cold_start_s: float | None
-    """From the first order of a further replica to its service, to a second."""
+    """Seconds from the first order of a further replica until it was ready, to a second."""
 
     def problems(self) -> list[str]:
-        """Why the run does not count; empty where it does."""
+        """Return the reasons for which the run does not count; none if it counts."""
         found = []
         if self.lateness_p99_s > MAX_LATENESS_S:
             found.append(f"the sender was {self.lateness_p99_s:.2f} s late at the 99th percentile")
@@ -80,12 +81,12 @@ class Figures:
 
 
 def figures_of(run: Run, burst: Window, duration_s: float) -> Figures:
-    """Sum up a run.
+    """Compute the figures of a run.
 
     Args:
-        run: the run.
-        burst: requests that were sent in it are looked at by themselves.
-        duration_s: of the trace; replicas count as long.
+        run: The run.
+        burst: The part of the trace whose requests are also counted by themselves.
+        duration_s: Length of the trace; replicas are counted until its end.
     """
     whole = Window(run.began_s, run.began_s + duration_s)
     in_burst = [each for each in run.requests if burst.holds(each.sent_s)]
@@ -112,7 +113,7 @@ def figures_of(run: Run, burst: Window, duration_s: float) -> Figures:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """One of the values, so that infinite ones do not spoil others."""
+    """Return the value at a quantile; it is one of the values, since some may be infinite."""
     return float(np.quantile(values, q, method="higher"))
 
 
@@ -121,7 +122,7 @@ def _in_time(ttft: Sequence[float]) -> float:
 
 
 def _integral(seen: Sequence[Seen], numbers: Sequence[int], window: Window) -> float:
-    """Of a number over a window; it holds until the next look."""
+    """Integrate a number over a window; each value lasts until the next look."""
     total = 0.0
     for (one, other), number in zip(pairwise(seen), numbers, strict=False):
         begin_s, end_s = max(one.time_s, window.begin_s), min(other.time_s, window.end_s)
@@ -130,14 +131,14 @@ def _integral(seen: Sequence[Seen], numbers: Sequence[int], window: Window) -> f
 
 
 def _cold_start_s(seen: Sequence[Seen]) -> float | None:
-    """Of the first replica that came later."""
+    """Return the seconds from the first order of a replica until one more was ready."""
     ordered = [each.time_s for each in seen if each.num_starting]
     grown = [b.time_s for a, b in pairwise(seen) if b.num_ready > a.num_ready]
     return grown[0] - ordered[0] if ordered and grown else None
 
 
 def table_of(by_contender: dict[str, list[Figures]], title: str) -> Table:
-    """Medians over the rounds with the least and the most."""
+    """Return a table of each policy's medians, least and largest values over the rounds."""
     columns: dict[str, tuple[str, str]] = {
         "in time": ("attainment", ".1%"),
         "of the burst": ("burst_attainment", ".1%"),
@@ -172,7 +173,7 @@ def _cell(values: Sequence[float], spec: str) -> str:
 
 
 def json_of(run: Run, figures: Figures) -> dict[str, Any]:
-    """A run with what was seen each second; times count from the begin of the load."""
+    """Return a run as JSON, second by second; times count from the beginning of the load."""
     replicas = [asdict(each) | {"time_s": each.time_s - run.began_s} for each in run.watched.seen]
     decisions = [each | {"time_s": each["time_s"] - run.began_s} for each in run.watched.decisions]
     return {
@@ -187,7 +188,7 @@ def json_of(run: Run, figures: Figures) -> dict[str, Any]:
 
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
+    """Replace infinite numbers by None, since JSON has no infinity."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in figures.items()
@@ -195,7 +196,7 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_burst(run: Run, burst: Window, file: Path) -> None:
-    """Load, τ, replicas and waiting of one run over time."""
+    """Draw load, τ, replicas and first-token times of a run over time."""
     samples = run.load["samples"]
     times = [each["time_s"] for each in samples]
     figure, (load, threshold, replicas, first) = stacked(4)
@@ -214,7 +215,7 @@ def draw_burst(run: Run, burst: Window, file: Path) -> None:
 def draw_threshold(
     axes: Axes, times: Sequence[float], values: Sequence[float | None], color: str, name: str
 ) -> None:
-    """Live τ, mean over the replicas, faintly, and its mean over some seconds."""
+    """Draw the mean live τ of the replicas faintly, and its moving average."""
     known = [(time, value) for time, value in zip(times, values, strict=True) if value is not None]
     moments = [time for time, _ in known]
     axes.plot(moments, [value for _, value in known], color=color, alpha=0.3, linewidth=0.8)
@@ -228,11 +229,11 @@ def draw_threshold(
 
 
 def draw_replicas(axes: Axes, run: Run, color: str, name: str) -> None:
-    """Those ready, and those asked for, of a run."""
+    """Draw the ready replicas of a run, and the ordered ones."""
     seen = [each for each in run.watched.seen if each.time_s >= run.began_s]
     times = [each.time_s - run.began_s for each in seen]
     asked = [each.num_ready + each.num_starting for each in seen]
-    axes.step(times, asked, where="post", label=f"{name}asked for", color=color, linestyle=":")
+    axes.step(times, asked, where="post", label=f"{name}ordered", color=color, linestyle=":")
     ready = [each.num_ready for each in seen]
     axes.step(times, ready, where="post", label=f"{name}ready", color=color)
     axes.set_ylim(0)
@@ -242,7 +243,7 @@ def draw_replicas(axes: Axes, run: Run, color: str, name: str) -> None:
 
 
 def stacked(number: int) -> tuple[Figure, list[Axes]]:
-    """A figure of panels over one time axis."""
+    """Return a figure of stacked panels over one time axis."""
     figure = Figure(figsize=(8, 1.5 * number + 0.6), layout="constrained")
     panels = list(figure.subplots(number, 1, sharex=True))
     panels[-1].set_xlabel("time, s")
@@ -253,12 +254,12 @@ def stacked(number: int) -> tuple[Figure, list[Axes]]:
 
 
 def line(axes: Axes, times: Sequence[float], values: Sequence[float | None], label: str) -> None:
-    """What is not known is a gap."""
+    """Draw a line with gaps at unknown values."""
     known = [math.nan if value is None else value for value in values]
     axes.plot(times, known, label=label)
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write a figure; text of an SVG stays text, which is a tenth of the size, and no date."""
+    """Write a figure; an SVG keeps its text as text, a tenth of the size, and has no date."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "marsray"}):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

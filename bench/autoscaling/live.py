@@ -1,14 +1,13 @@
-"""Runs a trace against ``marsray serve`` with an autoscaling policy, at the pace of other hardware.
+"""Replays a trace against ``marsray serve`` with an autoscaling policy, at another machine's pace.
 
-The server, the load and the watch are processes of their own; the server's Ray cluster is its own,
-too, with a token that is made for it. Knows no figures.
+The server, the load and the watch each run in a process of their own. The server has its own Ray
+cluster, which a fresh token protects.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import secrets
 import shutil
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from typing import Any, Literal
 
 import httpx
 import yaml
-from servers import configured_command, running
-from watch import Watched, read_watched, watching
+from bench.autoscaling.watch import Watched, read_watched, watching
+from bench.servers import SERVE, own_ray_cluster, running
 
 from mars_autoscale.model.capacity import linear_step_time
 from mars_autoscale.model.frontier import Frontier, read_frontier, write_frontier
@@ -38,18 +37,18 @@ from mars_serve.config.settings import ModelSettings
 NAME = "mars"
 OBJECTIVE_TTFT_S = 1.0
 _GRID = (1.0, 1024.0)
-"""Positions of a paced table: its line goes on past them."""
+"""Positions at which a paced step table is given; it is extrapolated as a line."""
 _ANY_STORED = (0.0, 1e6)
 _WARM_UP_REQUESTS = 8
 _NUM_SIZED = 200
-"""Rows of the data by which the length of outputs is guessed."""
+"""Number of conversations from which the mean output length is estimated."""
 _TARGET_SHARE = 0.8
-"""Of the slots: ``target_ongoing_requests`` of Ray Serve's own policy."""
+"""Share of a replica's capacity that Ray Serve's policy gets as ``target_ongoing_requests``."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Made-up steps: ``t0 * (1 + positions / K)``, see `linear_step_time`."""
+    """Step times of another machine: ``t0 * (1 + positions / K)``; see `linear_step_time`."""
 
     t0_s: float
     positions_to_double: float
@@ -58,37 +57,37 @@ class Pace:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is for every policy."""
+    """The replicas that every policy may use."""
 
-    slots: int
+    max_num_seqs: int
     max_replicas: int
     cold_start_s: float
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to autoscale."""
+    """A policy, and the τ of its requests."""
 
     name: str
     policy: Literal["joint", "ongoing_requests"]
     threshold: float
-    """τ of requests; the joint policy moves it."""
+    """τ at the beginning; the joint policy changes it."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is the same in all runs."""
+    """Everything that is the same in all runs."""
 
     model: Path
-    """From `paced_copy`."""
+    """Checkpoint that `paced_copy` made."""
     data: Path
     cluster: Cluster
     max_tokens: int
     log: Path
-    """What servers print goes to its end."""
+    """File to which the servers' output is appended."""
 
     def model_content(self, contender: Contender) -> dict[str, Any]:
-        """A model of ``marsray serve``'s settings."""
+        """Return the model's entry in the settings of ``marsray serve``."""
         cluster = self.cluster
         autoscaling: dict[str, Any] = {
             "policy": contender.policy,
@@ -96,7 +95,7 @@ class Bench:
             "max_replicas": cluster.max_replicas,
             "cold_start_s": cluster.cold_start_s,
             "objective_ttft_s": OBJECTIVE_TTFT_S,
-            "target_ongoing_requests": _TARGET_SHARE * cluster.slots,
+            "target_ongoing_requests": _TARGET_SHARE * cluster.max_num_seqs,
         }
         return {
             "name": NAME,
@@ -104,25 +103,25 @@ class Bench:
             "num_cpus": 0.1,
             "num_threads": 1,
             "confidence_threshold": contender.threshold,
-            "engine": {"max_num_seqs": cluster.slots, "num_pages": 512},
+            "engine": {"max_num_seqs": cluster.max_num_seqs, "num_pages": 512},
             "rehearsal": {"cold_start_s": cluster.cold_start_s},
             "autoscaling": autoscaling,
         }
 
     def settings(self, contender: Contender) -> ModelSettings:
-        """The same, read."""
+        """Return that entry as validated settings."""
         return build_settings(self.model_content(contender), ModelSettings, source="bench")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a client saw; times are seconds after the begin of the load."""
+    """One request as its client saw it; times are in seconds since the load began."""
 
     sent_s: float
     ttft_s: float
-    """Infinite where it was not served."""
+    """Seconds to the first token; infinite if the request was not served."""
     e2e_s: float
-    """To the end; infinite where it was not served."""
+    """Seconds to the last token; infinite if the request was not served."""
     prompt_tokens: int
     completion_tokens: int
     tier: Tier
@@ -132,30 +131,30 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """A trace that was replayed."""
+    """The result of replaying a trace."""
 
     contender: str
     round: int
     load: dict[str, Any]
-    """The JSON of ``marsray bench load``."""
+    """JSON report of ``marsray bench load``."""
     requests: list[Request]
-    """By time of sending."""
+    """Requests in the order of sending."""
     began_s: float
-    """Begin of the load, since 1970, to some tenths of a second."""
+    """Unix time at which the load began, accurate to some tenths of a second."""
     watched: Watched
 
 
 def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
-    """Copy a checkpoint, with the points of its frontier and made-up steps.
+    """Copy a checkpoint and replace the step times of its frontier.
 
     Args:
-        model: directory, with ``frontier.json``.
-        into: directory to be made.
-        pace: the steps.
-        exact: whether mode exact stays among the points.
+        model: Directory of the checkpoint, with ``frontier.json``.
+        into: Directory of the copy, which must not exist.
+        pace: The new step times.
+        exact: Whether the points of mode exact are kept.
 
     Raises:
-        UserError: there is no frontier, or it is refused.
+        UserError: The frontier is missing or is refused.
     """
     content = read_frontier(model).model_dump(exclude_none=True)
     line = linear_step_time(pace.t0_s, pace.positions_to_double)
@@ -174,7 +173,7 @@ def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
 
 
 def mean_output_tokens(model: Path, data: Path) -> float:
-    """Of the data's answers: what a model that was trained for them gives."""
+    """Return the mean length in tokens of the data's answers, which a model trained on them has."""
     tokenizer = read_checkpoint(str(model)).tokenizer
     answers = [talk.messages[-1].content for talk in _conversations(data, _NUM_SIZED)]
     return fmean(len(tokenizer.encode(each, add_special_tokens=False)) + 1 for each in answers)
@@ -183,18 +182,18 @@ def mean_output_tokens(model: Path, data: Path) -> float:
 def run(
     bench: Bench, contender: Contender, trace: Sequence[TraceRequest], number: int, work: Path
 ) -> Run:
-    """Start a server, warm it up, replay the trace and end it.
+    """Start a server, warm it up, replay the trace and end the server.
 
     Args:
-        bench: what is the same for all.
-        contender: how to autoscale.
-        trace: what is sent; questions come from the data.
-        number: of the round.
-        work: directory for files.
+        bench: Everything that is the same in all runs.
+        contender: The policy.
+        trace: Times and tiers of the requests; their prompts come from the data.
+        number: Number of the round, from 0.
+        work: Directory for files.
 
     Raises:
-        RuntimeError: the load test, or the watch, failed.
-        CommandFailed: the server did not start.
+        RuntimeError: The load test or the watch failed.
+        CommandFailed: The server did not start.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -204,26 +203,13 @@ def run(
     config.write_text(yaml.safe_dump(content), encoding="utf-8")
     write_trace(file, trace)
     with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as directory:
-        environment = _ray_environment(directory)
-        with running(configured_command(config), f"{url}/ready", bench.log, environment) as server:
+        environment = own_ray_cluster(directory)
+        command = [*SERVE, str(config)]
+        with running(command, f"{url}/ready", bench.log, environment) as server:
             _warm_up(url, bench)
             with watching(server.pid, environment, url, NAME, watch):
                 load, requests, began_s = _load(bench, url, file, work)
     return Run(contender.name, number, load, requests, began_s, read_watched(watch))
-
-
-def _ray_environment(directory: str) -> dict[str, str]:
-    """Keeps Ray's files and token out of the user's directories, and the server off other clusters.
-
-    Args:
-        directory: a short path: Unix sockets lie in it.
-    """
-    return {
-        "RAY_TMPDIR": directory,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        "RAY_ADDRESS": "",
-    }
 
 
 def _conversations(data: Path, most: int) -> list[Conversation]:
@@ -253,12 +239,12 @@ def _load(
     load: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
     with rows.open(encoding="utf-8", newline="") as file:
         requests = [_request(row) for row in csv.DictReader(file)]
-    # the file is written at once when the last request has ended
+    # The report is written as soon as the last request has ended.
     return load, requests, told.stat().st_mtime - load["duration_s"]
 
 
 def _request(row: dict[str, str]) -> Request:
-    """An empty cell stands for what is not known, or never came."""
+    """Read a row of the load's CSV; an empty cell means unknown, or that the event never came."""
     return Request(
         sent_s=float(row["sent_s"]),
         ttft_s=float(row["ttft_s"] or "inf"),

@@ -1,17 +1,17 @@
-"""Autoscaling of a live server under a burst beside Ray Serve's own, and beside the simulator.
+"""Measures autoscaling of a live server beside Ray Serve's own policy, and beside the simulator.
 
-    python bench/autoscaling/run.py burst MODEL --data eval.jsonl --plot burst.svg --json out.json
-    python bench/autoscaling/run.py check MODEL --data eval.jsonl --plot check.svg
+    python -m bench.autoscaling.run burst MODEL --data eval.jsonl --plot burst.svg --json out.json
+    python -m bench.autoscaling.run check MODEL --data eval.jsonl --plot check.svg
 
-The model needs a frontier.json. Its points are kept and its steps are replaced by those of a larger
-model, `t0 * (1 + positions / K)`: replicas that wait for most of their time share a small machine
-as if each had one of its own, and each takes a cold start. A run does not count where computing
-took half of the paced time or the sender was late; it is shown all the same, and said.
+The model needs a frontier.json. Its points are kept, and its step times are replaced by those of a
+larger model, `t0 * (1 + positions / K)`. Replicas then wait for most of the time, so that several
+of them share a small machine as if each had its own. Each replica also has a cold start. A run
+whose computing took half of the paced time, or whose sender was late, is shown but does not count.
 
-`burst` replays a trace with five times the load for a minute. A round gives each policy a server of
-its own, in rotating order. Ray Serve's delays are its defaults, 30 s up and 600 s down. `check`
-replays a smooth trace with two bursts against the joint policy, then simulates the same requests
-with the lengths that they had.
+`burst` replays a trace with five times the load for a minute. In each round every policy gets a
+server of its own, in rotating order. Ray Serve's delays are its defaults, 30 s up and 600 s down.
+`check` replays a smooth trace with two bursts against the joint policy, and then simulates the same
+requests with their real lengths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from check import Side, draw_check, live_side, simulate, simulated_side
-from figures import (
+from bench.autoscaling.check import Side, draw_check, live_side, simulate, simulated_side
+from bench.autoscaling.figures import (
     Figures,
     Window,
     draw_burst,
@@ -36,7 +36,7 @@ from figures import (
     json_of,
     table_of,
 )
-from live import (
+from bench.autoscaling.live import (
     Bench,
     Cluster,
     Contender,
@@ -65,19 +65,19 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class Stage:
-    """What all runs have in common, ready for them."""
+    """A bench that is ready to run, with its frontier and its load."""
 
     bench: Bench
     frontier: Frontier
     rate_per_s: float
-    """Of requests outside of bursts."""
+    """Requests per second outside of bursts."""
     work: Path
     console: Console
 
     def run(
         self, contender: Contender, number: int, spikes: Sequence[Spike], duration_s: float
     ) -> tuple[Run, Figures]:
-        """Replay a trace with a seed of the round's number; its last spike is the burst."""
+        """Replay a trace whose seed is the round's number; its last spike is the burst."""
         trace = self._trace(spikes, duration_s, number)
         done = run(self.bench, contender, trace, number, self.work)
         figures = figures_of(done, _window(spikes[-1]), duration_s)
@@ -87,7 +87,7 @@ class Stage:
         return done, figures
 
     def _trace(self, spikes: Sequence[Spike], duration_s: float, seed: int) -> list[TraceRequest]:
-        """Its lengths are not used: prompts are the data's, and outputs end by themselves."""
+        """Return a trace; its lengths are not used, since prompts and outputs have their own."""
         length = Lengths(mean=1, max=1)
         settings = SyntheticTrace(
             duration_s=duration_s,
@@ -99,7 +99,7 @@ class Stage:
         return generate(settings, seed)
 
     def write(self, file: Path | None, content: dict[str, Any]) -> None:
-        """Write what was measured, with what it was measured on."""
+        """Write results to a file, together with the setting in which they were measured."""
         if file is None:
             return
         told = {
@@ -115,8 +115,8 @@ def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage
     pace = Pace(arguments.t0_s, arguments.positions_to_double, arguments.prefill)
     model, data = arguments.model.resolve(), arguments.data.resolve()
     frontier = paced_copy(model, work / "model", pace, exact=not arguments.no_exact)
-    cluster = Cluster(arguments.slots, arguments.max_replicas, arguments.cold_start_s)
-    capacity = frontier.capacity(cluster.slots)
+    cluster = Cluster(arguments.max_num_seqs, arguments.max_replicas, arguments.cold_start_s)
+    capacity = frontier.capacity(cluster.max_num_seqs)
     mean_output = mean_output_tokens(model, data)
     rate = arguments.busy * capacity.tokens_per_s(capacity.rungs[0]) / mean_output
     console.print(
@@ -127,7 +127,7 @@ def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage
 
 
 def burst(arguments: argparse.Namespace, stage: Stage) -> Table:
-    """Each policy in each round."""
+    """Run each policy in each round."""
     figures, runs = defaultdict[str, list[Figures]](list), list[dict[str, Any]]()
     for number in _numbers(arguments):
         start = number % len(_CONTENDERS)
@@ -143,7 +143,7 @@ def burst(arguments: argparse.Namespace, stage: Stage) -> Table:
 
 
 def check(arguments: argparse.Namespace, stage: Stage) -> Table:
-    """The server, and the simulator on what the server was asked."""
+    """Run the server, then simulate its requests."""
     sides, runs = list[tuple[Side, Side]](), list[dict[str, Any]]()
     duration_s = 60.0 * arguments.minutes
     spikes = _bursts(duration_s)
@@ -163,7 +163,7 @@ def check(arguments: argparse.Namespace, stage: Stage) -> Table:
 
 
 def _bursts(duration_s: float) -> list[Spike]:
-    """A smaller and a larger one, of a minute at the most."""
+    """Return a smaller and a larger burst, each of at most a minute."""
     length = min(60.0, 0.2 * duration_s)
     return [
         Spike(at_s=0.15 * duration_s, for_s=length, times=2.5),
@@ -186,7 +186,7 @@ def _check_table(sides: Sequence[tuple[Side, Side]]) -> Table:
 
 
 def _numbers(arguments: argparse.Namespace) -> range:
-    """Of the rounds, from 0."""
+    """Return the numbers of the rounds, from 0."""
     first: int = arguments.first_round - 1
     return range(first, first + arguments.rounds)
 
@@ -196,30 +196,28 @@ def _parser() -> argparse.ArgumentParser:
     add = common.add_argument
     add("model", type=Path, help="checkpoint directory with frontier.json")
     add("--data", type=Path, required=True, help="conversations, JSONL, with answers to check")
-    add("--rounds", type=int, default=3)
-    add("--first-round", type=int, default=1, help="its number, which is its seed")
+    add("--rounds", type=int, default=3, help="number of rounds")
+    add("--first-round", type=int, default=1, help="number and seed of the first round")
     add("--no-exact", action="store_true", help="leave mode exact out of the frontier")
     add("--t0-s", type=float, default=0.05, help="seconds of a step without positions")
-    add("--positions-to-double", type=float, default=128, help="that take as long again")
-    add("--prefill", type=float, default=20_000, help="prompt tokens a second")
-    add("--slots", type=int, default=8, help="rows of a step at the most")
-    add("--max-replicas", type=int, default=3)
-    add(
-        "--busy", type=float, default=0.55, help="share of one at τ = 1 that is used, but in bursts"
-    )
-    add("--cold-start-s", type=float, default=30, help="seconds that a replica's start takes")
-    add("--max-tokens", type=int, default=100, help="output tokens of a request at the most")
+    add("--positions-to-double", type=float, default=128, help="positions that double the time")
+    add("--prefill", type=float, default=20_000, help="prompt tokens per second")
+    add("--slots", dest="max_num_seqs", type=int, default=8, help="most requests of a replica")
+    add("--max-replicas", type=int, default=3, help="most replicas")
+    add("--busy", type=float, default=0.55, help="load outside bursts, in replicas at τ = 1")
+    add("--cold-start-s", type=float, default=30, help="seconds from order to service")
+    add("--max-tokens", type=int, default=100, help="most output tokens of a request")
     add("--plot", type=Path, help="picture of the joint policy's first round")
-    add("--json", type=Path, help="file with every run")
-    add("--log", type=Path, default=Path("autoscaling.log"), help="what the servers print")
+    add("--json", type=Path, help="JSON file for every run")
+    add("--log", type=Path, default=Path("autoscaling.log"), help="file for the servers' output")
     raw, style = argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("burst", parents=[common], formatter_class=style)
-    one.add_argument("--seconds", type=float, default=330, help="of a run")
+    one.add_argument("--seconds", type=float, default=330, help="length of a run")
     one.set_defaults(command=burst)
     other = commands.add_parser("check", parents=[common], formatter_class=style)
-    other.add_argument("--minutes", type=float, default=10)
+    other.add_argument("--minutes", type=float, default=10, help="length of a run")
     other.set_defaults(command=check)
     return parser
 

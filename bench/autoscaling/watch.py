@@ -1,7 +1,6 @@
-"""Watches a server that autoscales, once a second and from a process of its own.
+"""Watches an autoscaled server once a second, from a process of its own.
 
-Replicas are counted by Ray Serve's own states, so that one that starts counts whatever policy asked
-for it. Knows nothing of what the server is asked.
+Replicas are counted by Ray Serve's own states, so starting ones count whatever policy ordered them.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from ray import serve
 
 _PERIOD_S = 1.0
 _METRICS_EVERY = 5
-"""Looks at the states for one at the metrics, which cost the server far more."""
+"""Number of looks between two reads of the metrics, which cost the server far more."""
 _DECISIONS_EVERY = 60
-"""The server keeps the latest hundred decisions, one each two seconds."""
+"""Number of looks between two reads of the decisions; the server keeps the latest hundred."""
 _STOP_S = 60.0
 _BEGUN = "begun"
 _COMPUTE_SHARE = "marsray_rehearsal_compute_ratio"
@@ -37,14 +36,14 @@ _COMPUTE_SHARE = "marsray_rehearsal_compute_ratio"
 
 @dataclass(frozen=True)
 class Seen:
-    """One look."""
+    """Numbers of replicas at one moment."""
 
     time_s: float
-    """Since 1970."""
+    """Unix time."""
     num_ready: int
     num_starting: int
     num_stopping: int
-    """Replicas that end what they have running."""
+    """Replicas that finish their last requests."""
 
     @property
     def num_billed(self) -> int:
@@ -53,23 +52,23 @@ class Seen:
 
 @dataclass(frozen=True)
 class Watched:
-    """All looks at a server."""
+    """Everything that was seen of a server."""
 
     seen: list[Seen]
     compute_shares: list[tuple[float, float]]
-    """(time since 1970, real over paced seconds of the replica's latest minute, the highest)."""
+    """Unix time, and the largest share of its latest minute that a replica really computed."""
     decisions: list[dict[str, Any]]
-    """Of ``/admin/autoscaler``, the oldest first; empty where the policy is not the joint one."""
+    """Records of ``/admin/autoscaler``, oldest first; empty unless the policy is the joint one."""
 
 
 def ray_address(server: int) -> str:
-    """Of the Ray cluster that a server has started.
+    """Return the address of the Ray cluster that a server has started.
 
     Args:
-        server: its process.
+        server: Process id of the server.
 
     Raises:
-        RuntimeError: it has none.
+        RuntimeError: The server has not started a cluster.
     """
     option = "--gcs-address="
     for process in psutil.Process(server).children(recursive=True):
@@ -87,20 +86,20 @@ def watching(
     """Watch a server for the length of the block, then write the file.
 
     Args:
-        server: its process.
-        environment: with which it was started: its Ray cluster lets nobody else in.
-        url: its address.
-        model: the served model's name.
-        file: for `read_watched`.
+        server: Process id of the server.
+        environment: Variables with which the server was started; they open its Ray cluster.
+        url: URL of the server.
+        model: Name of the served model.
+        file: File for `read_watched`.
 
     Raises:
-        RuntimeError: the watch cannot begin, or broke off.
+        RuntimeError: The watch could not begin, or broke off.
     """
     command = [sys.executable, __file__, ray_address(server), url, model, str(file)]
     process = subprocess.Popen(  # noqa: S603 - this file, no shell
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None, "a pipe was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         if process.stdout.readline().strip() != _BEGUN:
             raise RuntimeError(f"{url} cannot be watched; what its process printed says why")
@@ -113,7 +112,7 @@ def watching(
 
 
 def read_watched(file: Path) -> Watched:
-    """What a watch has written."""
+    """Read the file of a finished watch."""
     content = json.loads(file.read_text(encoding="utf-8"))
     seen = [Seen(**each) for each in content["seen"]]
     shares = [(time_s, share) for time_s, share in content["compute_shares"]]
@@ -123,7 +122,7 @@ def read_watched(file: Path) -> Watched:
 def _watch(address: str, url: str, model: str, file: Path) -> None:
     stop = threading.Event()
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # in place of Ray's
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # replaces Ray's handler
     seen, shares = [_look()], list[tuple[float, float]]()
     decisions = dict[float, dict[str, Any]]()
     print(_BEGUN, flush=True)
@@ -131,7 +130,7 @@ def _watch(address: str, url: str, model: str, file: Path) -> None:
     with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
         while not stop.wait(max(0.0, due - time.monotonic())):
             seen.append(_look())
-            with suppress(httpx.HTTPError):  # a server under load may be late with it
+            with suppress(httpx.HTTPError):  # a server under load may answer too late
                 if number % _METRICS_EVERY == 0:
                     shares += _compute_share(client)
                 if number % _DECISIONS_EVERY == 0:
@@ -157,7 +156,7 @@ def _look() -> Seen:
 
 
 def _compute_share(client: httpx.Client) -> list[tuple[float, float]]:
-    """Of the replica that computes most; nothing before the first step."""
+    """Return the share of the replica that computes most; an empty list before the first step."""
     text = client.get("/metrics").raise_for_status().text
     shares = [
         sample.value
@@ -169,7 +168,7 @@ def _compute_share(client: httpx.Client) -> list[tuple[float, float]]:
 
 
 def _decisions(client: httpx.Client, model: str) -> dict[float, dict[str, Any]]:
-    """By time."""
+    """Return the latest decisions by their time."""
     found = client.get("/admin/autoscaler").raise_for_status().json()["models"][model]
     return {each["time_s"]: each for each in (found or {"decisions": []})["decisions"]}
 

@@ -1,15 +1,14 @@
 """Kills a training run again and again, and compares its end with an uninterrupted run's.
 
-Two runs of one recipe: float32, two CPU workers, both stages. One is left alone. The other is hit
-at random moments: a worker is killed, the command and with it its Ray cluster is killed, a worker
-is killed while a checkpoint is being saved, or the command is asked to terminate. What is dead is
-started again with the same command. At the end every loss and gradient norm, every held-out score
-and the weights of both stages must be the same to the last bit.
+    python -m bench.training.kill_resume --kills 20 --json result.json
 
-    python bench/kill_resume.py --kills 20 --json result.json
+Both runs use the same recipe: float32, two CPU workers, both stages. One run is left alone. The
+other is interrupted at random moments: a worker is killed, the command is killed together with its
+Ray cluster, a worker is killed while a checkpoint is being saved, or the command gets SIGTERM. A
+command that ended is started again. At the end every loss, gradient norm and held-out score, and
+the weights of both stages, must be equal to the last bit; otherwise the exit status is 1.
 
-Exits with 1 if anything differs. Knows the run from outside only: its files, its output and its
-processes.
+The benchmark sees the run as a user does: by its files, its output and its processes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import hashlib
 import json
 import random
 import re
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -34,14 +32,17 @@ from typing import Annotated, Any
 import psutil
 import typer
 import yaml
+from bench.servers import own_ray_cluster
 from rich.console import Console
 from rich.table import Table
 
 _STAGES = ("ar", "mars")
 _EVERY_STEPS = 5
 _TERMINATED = 143
+"""Exit status of a command that ended after SIGTERM."""
 _TIMEOUT_S = 900.0
-_SETTLE_S = 0.3  # a survivor finishes a save at once, if it has all that it needs for that
+_SETTLE_S = 0.3
+"""Seconds in which a worker that survives finishes a save that it can finish."""
 _WEIGHTS = "model.safetensors"
 _RESUMED = re.compile(r"stage (\w+): resumed from .*/step-(\d+)")
 _MODEL = {
@@ -58,39 +59,39 @@ _MODEL = {
 
 
 class Failed(Exception):
-    """The run did not do what it is here to show."""
+    """The run did not resume or end as it should."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is, by what it has stored."""
+    """Progress of a run, as its stored checkpoints show it."""
 
     stage: str
     step: int
-    """That of the stage's newest checkpoint, 0 if it has none."""
+    """Step of the stage's newest checkpoint; 0 if it has none."""
     total: int
-    """The same over all stages."""
+    """Steps of the finished stages and of that checkpoint."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill and what came of it."""
+    """One interruption, and how the run resumed."""
 
     kind: str
     stage: str
     step: int
-    """Of the stage's newest checkpoint after the kill; 0 if it has none."""
+    """Step of the stage's newest checkpoint after the kill; 0 if it has none."""
     resumed_stage: str
     resumed_from: int
-    """Step of the checkpoint that the run went on from; 0 is the stage's start."""
+    """Step of the checkpoint from which the run resumed; 0 for the stage's start."""
     seconds: float
-    """From the kill until training went on."""
+    """Seconds from the kill until training resumed."""
     left_over: list[str]
-    """Processes that had to be ended because they outlived the command by half a minute."""
+    """Processes that outlived the command by half a minute and had to be killed."""
 
 
 class Training:
-    """An output directory, and the ``marsray train`` that works in it."""
+    """An output directory, and the command ``marsray train`` that works in it."""
 
     def __init__(self, recipe: Path, output: Path, num_steps: int, environment: dict[str, str]):
         self._recipe, self.output, self.num_steps = recipe, output, num_steps
@@ -118,7 +119,7 @@ class Training:
             raise Failed(f"the run ended with status {self.command.returncode}\n{self.printed()}")
 
     def end(self) -> list[str]:
-        """Kill the command; returns which processes had not gone with it after a while."""
+        """Kill the command; returns the names of processes that did not end with it in time."""
         processes = self._descendants()
         if self.command.poll() is None:
             self.command.kill()
@@ -130,11 +131,11 @@ class Training:
         return names
 
     def printed(self) -> str:
-        """Everything that the command has printed so far."""
+        """Return everything that the commands of this run have printed so far."""
         return self._log.read_text(errors="replace")
 
     def position(self) -> Position:
-        """How far the run is."""
+        """Return the progress of the run."""
         for index, stage in enumerate(_STAGES):
             if not model_directory(self.output, stage).exists():
                 names = [path.name for path in self._checkpoints(stage).glob("step-*")]
@@ -143,11 +144,11 @@ class Training:
         return Position(_STAGES[-1], self.num_steps, len(_STAGES) * self.num_steps)
 
     def partial_directories(self) -> list[Path]:
-        """Directories that are being saved, or were when their writer died."""
+        """Return directories of checkpoints whose saving is running or was interrupted."""
         return list((self.output / "checkpoints").glob("*/.partial-*"))
 
     def workers(self) -> list[psutil.Process]:
-        """Processes of the present worker group; waits for them."""
+        """Wait for the processes of the current worker group and return them."""
         found: list[psutil.Process] = []
 
         def find() -> bool:
@@ -159,17 +160,23 @@ class Training:
         return found
 
     def forget_workers(self, workers: list[psutil.Process]) -> None:
-        """Leave a worker group out from now on: Ray Train ends what is left of it."""
+        """Ignore a worker group from now on; Ray Train ends the rest of it."""
         self._stale.update(worker.pid for worker in workers)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait, unless the command ends before or it takes too long."""
+        """Wait until the condition holds.
+
+        Raises:
+            Failed: The command ended first, or the wait took too long.
+        """
         deadline = time.monotonic() + _TIMEOUT_S
         while not condition():
             if self.command.poll() is not None and not condition():
-                raise Failed(f"over too early, with {self.command.returncode}\n{self.printed()}")
+                raise Failed(
+                    f"the run ended early with status {self.command.returncode}\n{self.printed()}"
+                )
             if time.monotonic() > deadline:
-                raise Failed(f"stuck\n{self.printed()}")
+                raise Failed(f"the run is stuck\n{self.printed()}")
             time.sleep(0.02)
 
     def _checkpoints(self, stage: str) -> Path:
@@ -190,20 +197,20 @@ def _is_worker(process: psutil.Process) -> bool:
 def _name(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline()).strip()
-    except psutil.Error:  # gone meanwhile
+    except psutil.Error:  # it has ended meanwhile
         return ""
 
 
 def model_directory(output: Path, stage: str) -> Path:
-    """Where a stage's trained model is put."""
+    """Return the directory of a stage's trained model."""
     return output / "model" if stage == _STAGES[-1] else output / "stages" / stage
 
 
-# --- ways to kill, each returns what it left over ---------------------------------
+# --- ways to interrupt; each returns the processes that were left over ----------------------------
 
 
 def kill_worker(training: Training, rng: random.Random) -> list[str]:
-    """Ray Train has to replace the worker group."""
+    """Kill a worker; Ray Train has to replace the worker group."""
     workers = training.workers()
     rng.choice(workers).kill()
     training.forget_workers(workers)
@@ -212,7 +219,7 @@ def kill_worker(training: Training, rng: random.Random) -> list[str]:
 
 
 def kill_command(training: Training, rng: random.Random) -> list[str]:
-    """The local Ray cluster has to vanish by itself."""
+    """Kill the command; its local Ray cluster has to end by itself."""
     del rng
     left_over = training.end()
     training.start()
@@ -220,7 +227,7 @@ def kill_command(training: Training, rng: random.Random) -> list[str]:
 
 
 def kill_in_save(training: Training, rng: random.Random) -> list[str]:
-    """Kill a worker in the middle of a save; the unfinished directory that it leaves is proof."""
+    """Kill a worker in the middle of a save, until an unfinished directory proves it."""
     while True:
         workers = training.workers()
         if not _stop_in_save(training, workers):
@@ -234,7 +241,7 @@ def kill_in_save(training: Training, rng: random.Random) -> list[str]:
 
 
 def _stop_in_save(training: Training, workers: list[psutil.Process]) -> bool:
-    """Stop the workers inside a save; False if none came in time or it was over by then."""
+    """Suspend the workers inside a save; returns False if no save was caught."""
     deadline = time.monotonic() + 2.0
     while not training.partial_directories():
         if time.monotonic() > deadline:
@@ -256,7 +263,7 @@ def _resume(workers: list[psutil.Process]) -> None:
 
 
 def terminate_command(training: Training, rng: random.Random) -> list[str]:
-    """The command has to save a checkpoint and exit with its status for that."""
+    """Send SIGTERM; the command has to save a checkpoint and exit with the status for it."""
     del rng
     training.command.terminate()
     status = training.command.wait(_TIMEOUT_S)
@@ -278,7 +285,7 @@ _KINDS: dict[str, Callable[[Training, random.Random], list[str]]] = {
 
 
 def choose_targets(num_kills: int, last: int, rng: random.Random) -> list[int]:
-    """One random step for each of ``num_kills`` equal parts of the run."""
+    """Draw one step in each of ``num_kills`` equal parts of the run."""
     borders = [last * index // num_kills for index in range(num_kills + 1)]
     return [rng.randrange(*borders[index : index + 2]) for index in range(num_kills)]
 
@@ -286,7 +293,7 @@ def choose_targets(num_kills: int, last: int, rng: random.Random) -> list[int]:
 def kill_and_resume(
     training: Training, num_kills: int, last: int, rng: random.Random
 ) -> Iterator[Kill]:
-    """Kill the run ``num_kills`` times before step ``last`` or so, and see it go on each time."""
+    """Interrupt the run ``num_kills`` times until about step ``last``; yields each interruption."""
     kinds = list(islice(cycle(_KINDS), num_kills))
     rng.shuffle(kinds)
     earliest = 0
@@ -294,7 +301,7 @@ def kill_and_resume(
         due = max(target, earliest)
         training.wait_until(lambda due=due: training.position().total >= due)  # type: ignore[misc]
         training.workers()
-        time.sleep(rng.uniform(0, 0.5))  # to fall anywhere between two checkpoints
+        time.sleep(rng.uniform(0, 0.5))  # so that kills fall anywhere between two checkpoints
         kill = _kill(training, kind, rng)
         earliest = training.position().total + _EVERY_STEPS
         yield kill
@@ -308,7 +315,7 @@ def _kill(training: Training, kind: str, rng: random.Random) -> Kill:
         return _RESUMED.search(training.printed(), printed)
 
     training.wait_until(lambda: bool(resumed()) or training.position().total > position.total)
-    if 0 < position.step < training.num_steps:  # it says so, if a moment later than it goes on
+    if 0 < position.step < training.num_steps:  # then it prints so, maybe a moment later
         training.wait_until(lambda: bool(resumed()))
     match = resumed()
     stage, step = (match[1], int(match[2])) if match else (position.stage, 0)
@@ -317,7 +324,7 @@ def _kill(training: Training, kind: str, rng: random.Random) -> Kill:
 
 
 def differences(reference: Path, other: Path) -> list[str]:
-    """What is not the same in two finished runs."""
+    """Return descriptions of the differences of two finished runs."""
     found = []
     for stage in _STAGES:
         ours, theirs = (model_directory(output, stage) for output in (reference, other))
@@ -329,7 +336,7 @@ def differences(reference: Path, other: Path) -> list[str]:
 
 
 def _history(model: Path) -> dict[str, Any]:
-    """Steps and scores; floats are written so that they come back exactly."""
+    """Read a stage's steps and scores; the file holds every float exactly."""
     content: dict[str, Any] = json.loads((model / "history.json").read_text())
     return content
 
@@ -346,17 +353,12 @@ def _sha256(path: Path) -> str:
 
 
 def write_recipe(work: Path, num_steps: int) -> Path:
-    """Data and recipe of both runs."""
+    """Write the data and the recipe of both runs."""
     command = [sys.executable, "-m", "mars_platform", "data", "demo", "--out", str(work / "data")]
     command += ["--examples", "1000", "--eval-examples", "8"]
     subprocess.run(command, check=True)  # noqa: S603 - our own command, no shell
-    stage: dict[str, Any] = {
-        "epochs": 1000,
-        "max_steps": num_steps,
-        "batch_size": 16,
-        "micro_batch_size": 4,
-    }
-    stage |= {"learning_rate": 3e-3, "row_slots": 192}
+    stage: dict[str, Any] = {"epochs": 1000, "max_steps": num_steps, "batch_size": 16}
+    stage |= {"micro_batch_size": 4, "learning_rate": 3e-3, "row_slots": 192}
     content = {
         "model": {"scratch": {"vocabulary_size": 320, "config": _MODEL}},
         "data": {"train": [str(work / "data" / "train.jsonl")], "max_length": 128},
@@ -380,7 +382,7 @@ def write_recipe(work: Path, num_steps: int) -> Path:
 def training_of(
     recipe: Path, output: Path, num_steps: int, environment: dict[str, str]
 ) -> Iterator[Training]:
-    """A training for the length of the block; nothing of it runs afterwards."""
+    """Run a training for the length of the block, and end it afterwards."""
     training = Training(recipe, output, num_steps, environment)
     try:
         yield training
@@ -388,28 +390,20 @@ def training_of(
         training.end()
 
 
-def ray_environment(directory: str) -> dict[str, str]:
-    """Settings that keep Ray's files and token out of the user's directories, and its waits short.
-
-    Ray Train takes reports from the workers at this interval; they save faster than its default.
-    """
-    return {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-        "RAY_TMPDIR": directory,  # short: Unix sockets lie in it
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        "RAY_ADDRESS": "",
-    }
-
-
 def experiment(console: Console, num_kills: int, seed: int) -> dict[str, Any]:
-    """Both runs; returns what is to be told of them."""
+    """Run both trainings and return the results as JSON."""
     started, num_steps = time.monotonic(), max(120, 15 * num_kills)
     with (
         tempfile.TemporaryDirectory(prefix="marsray-kills-") as directory,
         tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as ray_directory,
     ):
-        work, environment = Path(directory), ray_environment(ray_directory)
+        work = Path(directory)
+        # Ray Train takes reports from the workers at this interval; they save faster than its
+        # default.
+        environment = {
+            **own_ray_cluster(ray_directory),
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        }
         recipe = write_recipe(work, num_steps)
         with training_of(recipe, work / "reference", num_steps, environment) as reference:
             reference.finish()
@@ -417,7 +411,7 @@ def experiment(console: Console, num_kills: int, seed: int) -> dict[str, Any]:
         console.print(f"uninterrupted run: {reference_s:.0f} s", highlight=False)
         kills = []
         with training_of(recipe, work / "killed", num_steps, environment) as training:
-            last = len(_STAGES) * num_steps - 60  # a SIGTERM is heard after some steps
+            last = len(_STAGES) * num_steps - 60  # SIGTERM takes effect after some steps
             for kill in kill_and_resume(training, num_kills, last, random.Random(seed)):
                 kills.append(kill)
                 console.print(f"{len(kills)}/{num_kills}: {kill.kind}", highlight=False)
@@ -435,9 +429,7 @@ def experiment(console: Console, num_kills: int, seed: int) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the kills and the verdict."""
-    table = Table()
-    for title in ("", "kill", "newest checkpoint", "resumed from", "back after", "left over"):
-        table.add_column(title)
+    table = Table("", "kill", "newest checkpoint", "resumed from", "back after", "left over")
     for number, kill in enumerate(result["kills"], start=1):
         where = f"{kill['stage']} {kill['step']}"
         resumed = f"{kill['resumed_stage']} {kill['resumed_from']}"
@@ -453,11 +445,13 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def main(
-    kills: Annotated[int, typer.Option(min=1, help="Times the run is killed.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the kills' kinds and moments.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Number of interruptions.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of their kinds and moments.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="JSON file for the result.")
+    ] = None,
 ) -> None:
-    """Kill a training run again and again; it has to end as an uninterrupted one does."""
+    """Kill a training run again and again; it has to end like an uninterrupted one."""
     console = Console()
     try:
         result = experiment(console, kills, seed)

@@ -1,11 +1,11 @@
-"""The MARS paper's comparisons at the demo's scale (arXiv 2604.07023, tables 2, 3 and 8).
+"""Repeats the MARS paper's comparisons at the demo's scale (arXiv 2604.07023, tables 2, 3 and 8).
 
-For every seed: AR SFT; AR SFT for as much computing as both MARS stages; MARS for every block size
-with and without the AR loss. Each is trained by the trainer's own loop, on one worker of one thread
-without Ray around it, and scored by the engine. A bench that was cut off goes on where it was; the
-results lie in `WORK/results`.
+For every seed it trains AR SFT, AR SFT with as much computing as both MARS stages, and MARS for
+every block size with and without the AR loss. The trainer's own loop trains each model on one
+thread without Ray, and the engine scores it. A bench that was interrupted continues where it was;
+the results are in `WORK/results`.
 
-    python bench/tables.py WORK [--seeds 3] [--jobs 2]
+    python bench/training/tables.py WORK [--seeds 3] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True)
 class Run:
-    """One model: the AR SFT one, or what is made of it."""
+    """A model to train and score."""
 
     seed: int
     name: str
     stage: dict[str, Any]
+    """Fields that differ from the demo's first stage."""
     from_ar: bool = True
+    """Whether training starts from the seed's AR SFT model."""
 
     @property
     def key(self) -> str:
@@ -60,7 +62,7 @@ class Run:
 
 
 class Quiet:
-    """The trainer's reporter where nobody listens."""
+    """A reporter for the trainer that shows warnings only."""
 
     def progress(self, progress: Progress) -> None: ...
 
@@ -78,7 +80,7 @@ class Quiet:
 
 
 def execute(run: Run, work: Path) -> None:
-    """Train and score one model, as far as that is not done."""
+    """Train and score one model, unless that is done already."""
     torch.set_num_threads(1)
     result = work / "results" / f"{run.key}.json"
     if result.exists():
@@ -120,7 +122,7 @@ def demo_recipe(work: Path) -> dict[str, Any]:
 
 
 def make_ready(work: Path, seeds: int, examples: int, items: int) -> None:
-    """Data, tokens, and a start model for each seed; they share tokenizer and tokens."""
+    """Write data, tokens and a start model for each seed; all seeds share the tokenizer."""
     if not (work / "data").exists():
         write_demo_data(work / "data", num_train=examples, num_eval=items, seed=0)
     recipe = Recipe.model_validate(demo_recipe(work))
@@ -137,7 +139,7 @@ def make_ready(work: Path, seeds: int, examples: int, items: int) -> None:
 
 
 def runs_of(seed: int, ar_steps: int, mars_steps: int, matched_steps: int) -> list[Run]:
-    """All runs of a seed; the first is what the others start from."""
+    """Return all runs of a seed; the others start from the first one's model."""
     ar = {"objective": "ar", "name": "ar"}
     second = {"learning_rate": 1.5e-3}
     runs = [
@@ -160,10 +162,10 @@ def runs_of(seed: int, ar_steps: int, mars_steps: int, matched_steps: int) -> li
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting of a model, over the seeds."""
+    """One cell of a table: a model at one threshold, over the seeds."""
 
     accuracies: list[float]  # percent
-    speed: float  # tokens a forward pass
+    speed: float  # tokens per forward pass
 
     def __str__(self) -> str:
         low, high = min(self.accuracies), max(self.accuracies)
@@ -171,7 +173,7 @@ class Cell:
 
 
 def cells(work: Path, seeds: int, name: str) -> dict[float, Cell]:
-    """The settings of a model by threshold."""
+    """Return a model's cells by threshold."""
     by_threshold: dict[float, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         for row in json.loads((work / f"results/seed{seed}-{name}.json").read_text()):
@@ -191,7 +193,7 @@ def markdown(header: list[str], rows: list[list[object]]) -> str:
 
 
 def tables(work: Path, seeds: int) -> str:
-    """The three tables as Markdown: mean over the seeds, and the range of accuracy."""
+    """Return three tables in Markdown, with means over the seeds and ranges of accuracy."""
     found = partial(cells, work, seeds)
     mars = {(size, w): found(f"mars-b{size}-w{w:g}") for size in BLOCK_SIZES for w in AR_WEIGHTS}
     quality: list[list[object]] = [
@@ -218,15 +220,15 @@ def tables(work: Path, seeds: int) -> str:
 
 def main(
     work: Annotated[Path, typer.Argument(help="Directory for data, models and results.")],
-    seeds: Annotated[int, typer.Option(min=1)] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, of one thread each.")] = 2,
-    ar_steps: Annotated[int, typer.Option(min=1)] = 1200,
-    mars_steps: Annotated[int, typer.Option(min=1)] = 400,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, each on one thread.")] = 2,
+    ar_steps: Annotated[int, typer.Option(min=1, help="Steps of AR SFT.")] = 1200,
+    mars_steps: Annotated[int, typer.Option(min=1, help="Steps of MARS.")] = 400,
     matched_steps: Annotated[
         int, typer.Option(min=1, help="AR steps that cost as much as the MARS steps.")
     ] = 640,
-    examples: Annotated[int, typer.Option(min=1)] = 40_000,
-    items: Annotated[int, typer.Option(min=1)] = 500,
+    examples: Annotated[int, typer.Option(min=1, help="Training conversations.")] = 40_000,
+    items: Annotated[int, typer.Option(min=1, help="Conversations to score.")] = 500,
 ) -> None:
     """Train and score every model, then print the tables."""
     work = work.resolve()
