@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import logging
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from api_keys import FakeClock, digest_of, key_entry
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_serve.api.keys import Caller, KeyRing
@@ -21,25 +21,9 @@ from mars_serve.config.settings import KeySettings
 VARIABLE = "MARSRAY_API_KEYS"
 
 
-def digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def entry(key: str, **fields: Any) -> dict[str, Any]:
-    return {"name": f"of-{key}", "sha256": digest(key), **fields}
-
-
 def write(path: Path, *entries: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump({"keys": list(entries)}), encoding="utf-8")
     return path
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 # Reading
@@ -54,11 +38,11 @@ def test_every_field_reaches_the_caller() -> None:
         "requests_per_minute": 60,
         "admin": True,
     }
-    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry("one", **fields))]))
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**key_entry("one", **fields))]))
     assert not ring.is_open
     assert ring.find(b"one") == Caller(
-        name="of-one",
-        tenant="key:of-one",
+        name="one",
+        tenant="key:one",
         tiers=frozenset({"default", "priority"}),
         min_threshold=0.8,
         is_admin=True,
@@ -68,24 +52,26 @@ def test_every_field_reaches_the_caller() -> None:
     )
 
 
-def test_keys_share_a_tenant_only_where_both_name_it() -> None:
+def test_keys_share_a_tenant_only_if_both_name_it() -> None:
     entries = [
-        entry("a", tenant="x"),
-        entry("b", tenant="x"),
-        entry("c"),
-        {**entry("d"), "name": "x"},
+        key_entry("a", tenant="x"),
+        key_entry("b", tenant="x"),
+        key_entry("c"),
+        key_entry("d", name="x"),
     ]
     ring = KeyRing(KeySettings(entries=[KeyEntry(**each) for each in entries]))
     tenants = [ring.find(key).tenant for key in (b"a", b"b", b"c", b"d")]
     assert tenants[0] == tenants[1]
     assert len(set(tenants)) == 3
-    assert "" not in tenants  # the tenant of servers without keys
+    assert "" not in tenants  # the empty tenant belongs to servers without keys
 
 
 def test_only_the_key_itself_is_found() -> None:
-    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry("one")), KeyEntry(**entry("two"))]))
-    assert ring.find(b"two").name == "of-two"
-    for other in (b"", b"on", b"one ", b"ONE", digest("one").encode(), b"\xff\x00"):
+    ring = KeyRing(
+        KeySettings(entries=[KeyEntry(**key_entry("one")), KeyEntry(**key_entry("two"))])
+    )
+    assert ring.find(b"two").name == "two"
+    for other in (b"", b"on", b"one ", b"ONE", digest_of("one").encode(), b"\xff\x00"):
         assert ring.find(other) is None
 
 
@@ -97,48 +83,50 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         return known == given
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    ring = KeyRing(KeySettings(entries=[KeyEntry(**entry(key)) for key in "abc"]))
+    ring = KeyRing(KeySettings(entries=[KeyEntry(**key_entry(key)) for key in "abc"]))
     for key in "az":
         compared.clear()
         ring.find(key.encode())
-        assert compared == [(digest(each).encode(), digest(key).encode()) for each in "abc"]
+        assert compared == [(digest_of(each).encode(), digest_of(key).encode()) for each in "abc"]
 
 
 def test_no_keys_leave_the_server_open() -> None:
     assert KeyRing(KeySettings()).is_open
-    assert not KeyRing(KeySettings(entries=[])).is_open  # a list, though nobody is on it
+    assert not KeyRing(KeySettings(entries=[])).is_open  # an empty list still closes the server
 
 
-def test_environment_holds_yaml_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = {"keys": [entry("one")]}
+def test_the_environment_variable_may_hold_yaml_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"keys": [key_entry("one")]}
     for text in (yaml.safe_dump(content), json.dumps(content)):
         monkeypatch.setenv(VARIABLE, text)
         assert KeyRing(KeySettings()).find(b"one")
-    monkeypatch.setenv("OTHER", json.dumps({"keys": [entry("two")]}))
+    monkeypatch.setenv("OTHER", json.dumps({"keys": [key_entry("two")]}))
     assert KeyRing(KeySettings(environment="OTHER")).find(b"two")
 
 
-def test_file_comes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("variable")]}))
-    ring = KeyRing(KeySettings(file=write(tmp_path / "keys.yaml", entry("file"))))
+def test_the_key_file_overrides_the_environment_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [key_entry("variable")]}))
+    ring = KeyRing(KeySettings(file=write(tmp_path / "keys.yaml", key_entry("file"))))
     assert ring.find(b"file")
     assert not ring.find(b"variable")
 
 
-def test_another_process_takes_its_own_environment_or_what_was_captured(
+def test_another_process_uses_its_own_variable_or_else_the_captured_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("driver")]}))
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [key_entry("driver", name="someone")]}))
     sent = pickle.loads(pickle.dumps(KeySettings().captured()))  # noqa: S301
-    assert b"driver" not in pickle.dumps(sent).replace(b"of-driver", b"")
+    assert b"driver" not in pickle.dumps(sent)
     monkeypatch.delenv(VARIABLE)
     assert KeyRing(sent).find(b"driver")
-    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [entry("there")]}))
+    monkeypatch.setenv(VARIABLE, json.dumps({"keys": [key_entry("there")]}))
     assert KeyRing(sent).find(b"there")
     assert not KeyRing(sent).find(b"driver")
 
 
-def test_empty_variable_is_a_mistake_and_not_an_open_server(
+def test_an_empty_variable_is_refused_and_does_not_open_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, "")
@@ -146,10 +134,10 @@ def test_empty_variable_is_a_mistake_and_not_an_open_server(
         KeyRing(KeySettings())
 
 
-def test_relative_file_is_where_the_settings_were_made(
+def test_a_relative_key_file_is_resolved_where_the_settings_were_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "keys.yaml", entry("one"))
+    write(tmp_path / "keys.yaml", key_entry("one"))
     monkeypatch.chdir(tmp_path)
     settings = KeySettings(file=Path("keys.yaml"))
     monkeypatch.chdir("/")
@@ -169,36 +157,36 @@ CANARY = "mars-canary-that-nobody-may-see"
         (f"- {CANARY}", "the top level must be a mapping"),
         (f"{CANARY}: 1", "keys: Field required; a field: Extra inputs"),
         (f"keys: [{{name: a, sha256: {CANARY}}}]", r"keys\.0\.sha256: .*pattern"),
-        (f"keys: [{{name: a, sha256: {digest('a').upper()}}}]", r"keys\.0\.sha256: "),
-        (f"keys: [{{name: a, sha256: {digest('a')}, {CANARY}: 1}}]", r"keys\.0\.a field: Extra"),
-        (f"keys: [{{name: a, sha256: {digest('a')}, rate: 1}}]", r"keys\.0\.rate: Extra"),
-        (f"keys: [{{name: a, sha256: {digest('a')}, tiers: [{CANARY}]}}]", r"tiers\.0: "),
-        (f"keys: [{{name: a, sha256: {digest('a')}, tiers: []}}]", "tiers: "),
-        (f"keys: [{{name: a, sha256: {digest('a')}, max_concurrent: 0}}]", "max_concurrent: "),
-        (f"keys: [{{name: '', sha256: {digest('a')}}}]", "name: "),
+        (f"keys: [{{name: a, sha256: {digest_of('a').upper()}}}]", r"keys\.0\.sha256: "),
+        (f"keys: [{{name: a, sha256: {digest_of('a')}, {CANARY}: 1}}]", r"keys\.0\.a field: Extra"),
+        (f"keys: [{{name: a, sha256: {digest_of('a')}, rate: 1}}]", r"keys\.0\.rate: Extra"),
+        (f"keys: [{{name: a, sha256: {digest_of('a')}, tiers: [{CANARY}]}}]", r"tiers\.0: "),
+        (f"keys: [{{name: a, sha256: {digest_of('a')}, tiers: []}}]", "tiers: "),
+        (f"keys: [{{name: a, sha256: {digest_of('a')}, max_concurrent: 0}}]", "max_concurrent: "),
+        (f"keys: [{{name: '', sha256: {digest_of('a')}}}]", "name: "),
         (f"keys: {CANARY}", "keys: Input should be a valid list"),
     ],
 )
-def test_mistakes_are_named_without_what_was_written(text: str, expected: str) -> None:
+def test_mistakes_are_reported_without_the_written_values(text: str, expected: str) -> None:
     with pytest.raises(UserError, match=f"^source: .*{expected}") as refusal:
         parse_keys(text, "source")
     assert CANARY not in str(refusal.value)
-    assert refusal.value.__cause__ is None  # which would be shown with the traceback
+    assert refusal.value.__cause__ is None  # a cause would be shown in the traceback
 
 
-def test_duplicates() -> None:
-    same_name = [entry("a"), {**entry("b"), "name": "of-a"}]
-    with pytest.raises(UserError, match=r"^s: two keys have the name 'of-a'"):
+def test_two_keys_may_not_share_a_name_or_a_hash() -> None:
+    same_name = [key_entry("a"), key_entry("b", name="a")]
+    with pytest.raises(UserError, match=r"^s: two keys have the name 'a'"):
         parse_keys(json.dumps({"keys": same_name}), "s")
-    same_hash = [entry("a"), {**entry("a"), "name": "b"}]
-    with pytest.raises(UserError, match=r"^s: 'of-a' and 'b' have the same hash"):
+    same_hash = [key_entry("a"), key_entry("a", name="b")]
+    with pytest.raises(UserError, match=r"^s: 'a' and 'b' have the same hash"):
         parse_keys(json.dumps({"keys": same_hash}), "s")
     with pytest.raises(ValueError, match="the same hash"):
         KeySettings(entries=same_hash)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_file_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+def test_a_key_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys.yaml"
     if content:
         path.write_bytes(content)
@@ -210,27 +198,29 @@ def test_file_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return write(tmp_path / "keys.yaml", entry("one"))
+    return write(tmp_path / "keys.yaml", key_entry("one"))
 
 
 @pytest.fixture
-def ring(path: Path, clock: Clock) -> KeyRing:
+def ring(path: Path, clock: FakeClock) -> KeyRing:
     return KeyRing(KeySettings(file=path, reload_s=2), clock=clock)
 
 
-async def look_again(ring: KeyRing, clock: Clock) -> None:
+async def look_again(ring: KeyRing, clock: FakeClock) -> None:
     clock.now_s += 2
     await ring.refresh()
 
 
-async def test_changed_file_is_read_after_a_while(ring: KeyRing, path: Path, clock: Clock) -> None:
-    write(path, entry("one"), entry("two"))
+async def test_a_changed_file_is_read_after_reload_s(
+    ring: KeyRing, path: Path, clock: FakeClock
+) -> None:
+    write(path, key_entry("one"), key_entry("two"))
     clock.now_s += 1.9
     await ring.refresh()
     assert not ring.find(b"two")
@@ -238,15 +228,15 @@ async def test_changed_file_is_read_after_a_while(ring: KeyRing, path: Path, clo
     await ring.refresh()
     assert ring.find(b"one")
     assert ring.find(b"two")
-    write(path)  # all revoked
+    write(path)  # all keys are revoked
     await look_again(ring, clock)
     assert [ring.find(b"one"), ring.find(b"two"), ring.is_open] == [None, None, False]
 
 
-async def test_file_of_the_same_size_and_time_that_was_moved_there(
-    ring: KeyRing, path: Path, clock: Clock
+async def test_a_replaced_file_of_the_same_size_and_time_is_read(
+    ring: KeyRing, path: Path, clock: FakeClock
 ) -> None:
-    other = write(path.with_name("new.yaml"), entry("two"))
+    other = write(path.with_name("new.yaml"), key_entry("two"))
     stat = path.stat()
     os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert other.stat().st_size == stat.st_size
@@ -256,10 +246,10 @@ async def test_file_of_the_same_size_and_time_that_was_moved_there(
 
 
 @pytest.mark.parametrize("content", [f"keys: {CANARY}", "keys: [", None])
-async def test_broken_file_leaves_the_keys_and_is_reported_once(
+async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
     ring: KeyRing,
     path: Path,
-    clock: Clock,
+    clock: FakeClock,
     caplog: pytest.LogCaptureFixture,
     content: str | None,
 ) -> None:
@@ -273,7 +263,7 @@ async def test_broken_file_leaves_the_keys_and_is_reported_once(
     (problem,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
     assert "keys stay as they were: keys.file: " in problem.getMessage()
     assert CANARY not in caplog.text
-    write(path, entry("two"))
+    write(path, key_entry("two"))
     await look_again(ring, clock)
     assert ring.find(b"two")
     assert not ring.find(b"one")
@@ -282,7 +272,7 @@ async def test_broken_file_leaves_the_keys_and_is_reported_once(
 # Making
 
 
-def test_new_key_opens_what_its_entry_says(
+def test_a_new_key_gets_the_permissions_of_its_printed_entry(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--tier", "priority", "--tokens-per-minute", "9", "--tenant", "t", "--admin"]
@@ -300,12 +290,12 @@ def test_new_key_opens_what_its_entry_says(
     assert secret not in text
 
 
-def test_json_of_a_new_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_prints_a_new_key_and_its_entry_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     secrets = set()
     for _ in range(2):
         assert run(["key", "bob", "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)
-        assert printed["entry"] == {"name": "bob", "sha256": digest(printed["key"])}
+        assert printed["entry"] == {"name": "bob", "sha256": digest_of(printed["key"])}
         secrets.add(printed["key"])
     assert len(secrets) == 2
 
@@ -318,7 +308,7 @@ def test_json_of_a_new_key(capsys: pytest.CaptureFixture[str]) -> None:
         (["--min-confidence-threshold", "1.5"], "min_confidence_threshold"),
     ],
 )
-def test_key_that_no_file_may_hold(
+def test_key_refuses_options_that_no_key_file_may_contain(
     capsys: pytest.CaptureFixture[str], options: list[str], field: str
 ) -> None:
     assert run(["key", "alice", *options]) == 2

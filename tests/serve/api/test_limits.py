@@ -2,21 +2,14 @@ from __future__ import annotations
 
 import pytest
 
+from api_keys import FakeClock
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
 from mars_serve.api.limits import Admission, KeyLimits
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Tokens:
-    """What a request has used so far."""
+    """A count of the tokens that a request has used."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -26,12 +19,12 @@ class Tokens:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def limits(clock: Clock) -> KeyLimits:
+def limits(clock: FakeClock) -> KeyLimits:
     return KeyLimits(clock=clock)
 
 
@@ -48,36 +41,36 @@ def refusal_of(limits: KeyLimits, caller: Caller) -> ApiError:
     return error
 
 
-def test_requests_at_once(limits: KeyLimits) -> None:
+def test_concurrent_requests_are_limited_per_key(limits: KeyLimits) -> None:
     caller = Caller("a", max_concurrent=2)
     with limits.admit(caller, Tokens()):
         with limits.admit(caller, Tokens()):
             assert refusal_of(limits, caller).retry_after_s == 1
-            use(limits, Caller("b", max_concurrent=1))  # another's place is its own
+            use(limits, Caller("b", max_concurrent=1))  # the limit of another key is not affected
         use(limits, caller)
     use(limits, caller)
 
 
-def test_place_of_a_failed_request_is_free_again(limits: KeyLimits) -> None:
+def test_a_failed_request_no_longer_counts_as_running(limits: KeyLimits) -> None:
     caller = Caller("a", max_concurrent=1)
     with pytest.raises(ZeroDivisionError), limits.admit(caller, Tokens()):
         raise ZeroDivisionError
     use(limits, caller)
 
 
-def test_requests_per_minute(limits: KeyLimits, clock: Clock) -> None:
+def test_requests_per_minute_are_limited(limits: KeyLimits, clock: FakeClock) -> None:
     caller = Caller("a", requests_per_minute=3)
     for _ in range(3):
         use(limits, caller)
     assert refusal_of(limits, caller).retry_after_s == 20
     clock.now_s += 13.5
-    assert refusal_of(limits, caller).retry_after_s == 7  # of 6.5, in whole seconds
+    assert refusal_of(limits, caller).retry_after_s == 7  # 6.5 s, rounded up
     clock.now_s += 7
     use(limits, caller)
     refusal_of(limits, caller)
 
 
-def test_refused_requests_cost_nothing(limits: KeyLimits, clock: Clock) -> None:
+def test_refused_requests_cost_nothing(limits: KeyLimits, clock: FakeClock) -> None:
     caller = Caller("a", requests_per_minute=1)
     use(limits, caller)
     for _ in range(6):
@@ -88,17 +81,19 @@ def test_refused_requests_cost_nothing(limits: KeyLimits, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("per_minute", [1, 7, 13, 60, 997, 10**6])
-def test_waiting_as_told_is_enough(limits: KeyLimits, clock: Clock, per_minute: int) -> None:
+def test_waiting_for_retry_after_is_enough(
+    limits: KeyLimits, clock: FakeClock, per_minute: int
+) -> None:
     caller = Caller("a", requests_per_minute=per_minute, tokens_per_minute=per_minute)
     for _ in range(20):
         use(limits, caller, num_tokens=per_minute + 3)
         clock.now_s += refusal_of(limits, caller).retry_after_s
 
 
-def test_tokens_overdraw_and_are_waited_for(limits: KeyLimits, clock: Clock) -> None:
+def test_an_overdrawn_account_must_refill_first(limits: KeyLimits, clock: FakeClock) -> None:
     caller = Caller("a", tokens_per_minute=60)
     use(limits, caller, num_tokens=59)
-    use(limits, caller, num_tokens=100)  # one was left
+    use(limits, caller, num_tokens=100)  # one token was left
     assert refusal_of(limits, caller).retry_after_s == 100
     clock.now_s += 99
     refusal_of(limits, caller)
@@ -106,7 +101,9 @@ def test_tokens_overdraw_and_are_waited_for(limits: KeyLimits, clock: Clock) -> 
     use(limits, caller)
 
 
-def test_running_requests_are_charged_as_they_go(limits: KeyLimits, clock: Clock) -> None:
+def test_running_requests_are_charged_while_they_generate(
+    limits: KeyLimits, clock: FakeClock
+) -> None:
     caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
     with limits.admit(caller, tokens):
         tokens.num = 40
@@ -119,7 +116,7 @@ def test_running_requests_are_charged_as_they_go(limits: KeyLimits, clock: Clock
     assert refusal_of(limits, caller).retry_after_s == 6
 
 
-def test_long_run_rate_is_the_limit(limits: KeyLimits, clock: Clock) -> None:
+def test_the_long_run_rate_equals_the_limit(limits: KeyLimits, clock: FakeClock) -> None:
     caller, num_tokens = Caller("a", tokens_per_minute=600), 0
     for _ in range(3600):
         clock.now_s += 1
@@ -131,17 +128,17 @@ def test_long_run_rate_is_the_limit(limits: KeyLimits, clock: Clock) -> None:
     assert 600 * 60 <= num_tokens <= 600 * 61 + 37
 
 
-def test_what_a_stream_uses_is_taken_before_the_account_is_full(
-    limits: KeyLimits, clock: Clock
+def test_a_stream_is_charged_before_its_account_is_capped(
+    limits: KeyLimits, clock: FakeClock
 ) -> None:
     caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
     with limits.admit(caller, tokens):
         tokens.num = 60
-        clock.now_s += 60  # which brings as many
+        clock.now_s += 60  # the account is full again
     assert use(limits, caller).headers()["x-ratelimit-remaining-tokens"] == "60"
 
 
-def test_headers(limits: KeyLimits) -> None:
+def test_headers_report_limit_remainder_and_reset(limits: KeyLimits) -> None:
     caller = Caller("a", requests_per_minute=60, tokens_per_minute=600)
     headers = use(limits, caller, num_tokens=90).headers()
     assert headers == {
@@ -159,19 +156,19 @@ def test_headers(limits: KeyLimits) -> None:
     assert use(limits, Caller("b", max_concurrent=1)).headers() == {}
 
 
-def test_limits_are_shared_out(clock: Clock) -> None:
+def test_limits_are_divided_among_processes(clock: FakeClock) -> None:
     limits = KeyLimits(num_shares=4, clock=clock)
     caller = Caller("a", max_concurrent=9, requests_per_minute=3)
     with limits.admit(caller, Tokens()):
-        refusal_of(limits, caller)  # 3 requests a minute make 1 of each, the least
+        refusal_of(limits, caller)  # each process allows one request
     more = Caller("b", max_concurrent=9)
     with limits.admit(more, Tokens()), limits.admit(more, Tokens()):
         refusal_of(limits, more)
 
 
-def test_changed_limits_count_from_then_on(limits: KeyLimits, clock: Clock) -> None:
+def test_changed_limits_apply_from_then_on(limits: KeyLimits, clock: FakeClock) -> None:
     use(limits, Caller("a", tokens_per_minute=60), num_tokens=60)
-    use(limits, Caller("a"), num_tokens=999)  # without a limit for a while
+    use(limits, Caller("a"), num_tokens=999)  # for a while there is no limit
     caller = Caller("a", tokens_per_minute=600)
     use(limits, caller, num_tokens=600)
     clock.now_s += 10

@@ -1,4 +1,4 @@
-"""Turns of conversations: what requests may give, and what templates get."""
+"""Messages that requests may contain, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def rendered(*messages: dict[str, Any]) -> list[dict[str, Any]]:
         ([part("Rain?"), part(""), part("Snow?")], "Rain?\n\nSnow?"),
     ],
 )
-def test_texts_and_parts(role: str, content: Any, text: str) -> None:
+def test_content_parts_are_joined_by_line_breaks(role: str, content: Any, text: str) -> None:
     message = {"role": role, "content": content, "other": 1}
     assert rendered(message) == [{"role": role, "content": text}]
 
 
-def test_name_is_passed_on() -> None:
+def test_the_name_of_a_message_is_kept() -> None:
     assert rendered({**USER, "name": "Ada"}) == [{**USER, "name": "Ada"}]
 
 
@@ -62,7 +62,9 @@ def test_name_is_passed_on() -> None:
         ({"content": "", "tool_calls": []}, ""),
     ],
 )
-def test_answers(fields: dict[str, Any], content: str) -> None:
+def test_an_assistant_message_keeps_content_or_refusal(
+    fields: dict[str, Any], content: str
+) -> None:
     answer = {"role": "assistant", "content": content}
     assert rendered({"role": "assistant", **fields}) == [answer]
 
@@ -73,20 +75,20 @@ def test_answers(fields: dict[str, Any], content: str) -> None:
         ('{"unit": "C", "days": [1.5, null]}', {"unit": "C", "days": [1.5, None]}),
         ("", {}),
         ("  ", {}),
-        ('{"unit": ', '{"unit": '),  # as a model wrote it
+        ('{"unit": ', '{"unit": '),  # invalid JSON stays as it is
         ("[1]", "[1]"),
         ("[" * 100_000, "[" * 100_000),
         ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"),
     ],
 )
-def test_arguments_become_objects(text: str, arguments: Any) -> None:
+def test_valid_arguments_become_objects_and_others_stay_text(text: str, arguments: Any) -> None:
     (turn,) = rendered({"role": "assistant", "content": None, "tool_calls": [call(text)]})
     function = {"name": "f", "arguments": arguments}
     expected = {"id": "a", "type": "function", "function": function}
     assert turn == {"role": "assistant", "content": "", "tool_calls": [expected]}
 
 
-def test_results_name_the_function_that_gave_them() -> None:
+def test_a_tool_result_names_the_called_function() -> None:
     answer = {"role": "assistant", "tool_calls": [call("{}")]}
     result = {"role": "tool", "content": [part("Wet.")], "tool_call_id": "a"}
     expected = {"role": "tool", "content": "Wet.", "tool_call_id": "a"}
@@ -125,7 +127,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ),
     ],
 )
-def test_unusable_messages(message: dict[str, Any], where: tuple[Any, ...], named: str) -> None:
+def test_an_invalid_message_is_refused_at_its_field(
+    message: dict[str, Any], where: tuple[Any, ...], named: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         rendered(message)
     error = caught.value.errors()[0]
@@ -146,7 +150,7 @@ def test_unusable_messages(message: dict[str, Any], where: tuple[Any, ...], name
         (TemplateKwargs, {f"a{index}": 1 for index in range(33)}),
     ],
 )
-def test_limits(kind: Any, value: Any) -> None:
+def test_lists_and_variables_beyond_the_limits_are_refused(kind: Any, value: Any) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(kind).validate_python(value)
 

@@ -69,7 +69,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.parametrize("length", [2, 4, 5, 7, 8, 9])
-def test_output_that_ends_inside_a_character(
+def test_an_output_may_end_inside_a_character(
     tokenizer: PreTrainedTokenizerBase, length: int
 ) -> None:
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)[:length]
@@ -87,7 +87,7 @@ def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerBase) -> None
 
 
 @given(data=st.data())
-def test_any_tokens_in_any_groups_join_to_the_decoded_whole(
+def test_the_parts_join_to_the_decoded_whole_however_tokens_are_grouped(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject
 ) -> None:
     ids = st.integers(0, len(tokenizer) - 1)
@@ -129,7 +129,7 @@ def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: 
         assert "\ufffd" in name or unicodedata.normalize("NFC", text[offset:]).startswith(name)
 
 
-def test_added_special_tokens_take_no_room_in_an_echo(
+def test_added_special_tokens_have_no_text_in_an_echo(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     with_ends = copy.deepcopy(tokenizer)
@@ -164,7 +164,7 @@ def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer: PreTrainedTokenizerB
 def texts_of(
     tokenizer: PreTrainedTokenizerBase, groups: list[list[int]], rules: StopRules
 ) -> list[OutputPart]:
-    """Parts of an output given in passes, up to the one that stopped it."""
+    """Return the parts of an output that arrives in groups, up to the one that stopped it."""
     output, parts = OutputText(tokenizer, rules), list[OutputPart]()
     for index, group in enumerate(groups):
         parts.append(output.push(group, last=index == len(groups) - 1))
@@ -176,7 +176,7 @@ def texts_of(
 def expected_output(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], rules: StopRules
 ) -> tuple[str, int, bool]:
-    """Text, number of tokens and whether it stopped, from the plainest reading of the rules."""
+    """Return text, number of tokens and whether it stopped, by a plain reading of the rules."""
     pieces = push_all(tokenizer, [[token] for token in tokens])
     for index in range(len(tokens)):
         before, now = "".join(pieces[:index]), "".join(pieces[: index + 1])
@@ -213,7 +213,7 @@ STOP_STRINGS = st.lists(st.text("abé漢😀", min_size=1, max_size=4), max_size
     min_tokens=st.integers(0, 5),
     data=st.data(),
 )
-def test_stop_strings_in_any_groups(
+def test_stop_strings_are_found_however_tokens_are_grouped(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     strings: list[str],
@@ -262,7 +262,7 @@ def test_only_what_may_begin_a_stop_string_is_held(
     ],
 )
 @pytest.mark.parametrize("at_once", [False, True])
-def test_stop_strings_of_several_bytes(
+def test_stop_strings_may_span_tokens_that_are_single_bytes(
     tokenizer: PreTrainedTokenizerBase,
     strings: tuple[str, ...],
     expected: str,
@@ -276,7 +276,7 @@ def test_stop_strings_of_several_bytes(
     assert sum(part.num_tokens for part in parts) == num_tokens
 
 
-def test_what_stopped_the_output_is_kept_where_asked_for(
+def test_the_stop_string_is_kept_on_request(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokens = encode(tokenizer, "abab", add_special_tokens=False)
@@ -285,7 +285,7 @@ def test_what_stopped_the_output_is_kept_where_asked_for(
 
 
 @pytest.mark.parametrize(("in_output", "expected"), [(False, "ab"), (True, "abc")])
-def test_stop_tokens_are_text_only_where_asked_for(
+def test_a_stop_token_adds_text_only_on_request(
     tokenizer: PreTrainedTokenizerBase, in_output: bool, expected: str
 ) -> None:
     tokens = [encode(tokenizer, each, add_special_tokens=False)[0] for each in "abc"]
@@ -305,7 +305,8 @@ def test_offsets_count_the_characters_before(tokenizer: PreTrainedTokenizerBase)
 
 @pytest.fixture(scope="module")
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Spaces are part of words, and other characters are tokens of bytes, as in Llama 2."""
+    """Return a tokenizer whose words contain spaces and whose other tokens are bytes, as in Llama
+    2."""
     words = ["<unk>", "<s>", "▁", "▁hi", "a", "\ufffd", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {word: index for index, word in enumerate(words)}
     model = models.WordLevel(vocabulary, unk_token="<unk>")  # noqa: S106
@@ -323,7 +324,7 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
 
 
-def test_bytes_of_byte_tokens(fallback_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_byte_tokens_are_reported_as_bytes(fallback_tokenizer: PreTrainedTokenizerFast) -> None:
     names = TokenBytes(fallback_tokenizer)
     tokens = fallback_tokenizer.convert_tokens_to_ids(["▁hi", "▁", "a", "<0xC3>", "<0xA9>", "<s>"])
     assert b"".join(names.bytes_of(token) for token in tokens) == " hi aé<s>".encode()
@@ -333,7 +334,7 @@ def test_bytes_of_byte_tokens(fallback_tokenizer: PreTrainedTokenizerFast) -> No
 
 
 @given(text=st.text(max_size=20))
-def test_bytes_of_the_tokens_of_a_text_make_the_text(
+def test_the_bytes_of_tokens_join_to_the_text(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
     names = TokenBytes(tokenizer)
@@ -342,5 +343,5 @@ def test_bytes_of_the_tokens_of_a_text_make_the_text(
     assert found == unicodedata.normalize("NFC", text), "as this tokenizer does with prompts"
 
 
-def test_special_tokens_are_named(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_spelled_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
     assert TokenBytes(tokenizer).name_of(tokenizer.eos_token_id) == "<|im_end|>"

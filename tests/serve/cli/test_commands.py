@@ -15,13 +15,25 @@ from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import decode, encode
-from mars_serve.cli.completion import Generation, generate_once, print_generation
+from mars_serve.cli.completion import LocalCompletion, generate_once, print_completion
 from mars_serve.cli.serve_settings import serve_settings
 from mars_serve.config.settings import ServeSettings
-from mars_serve.engine.request import Sampling
-from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.decoding_options import Sampling
+from rest_requests import PROMPT
 
-PROMPT = "What is 3 plus 4?"
+# Help
+
+
+@pytest.mark.parametrize("group", [[], ["bench"], ["data"], ["submit"]])
+def test_no_line_of_the_help_is_cut_off(
+    group: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*group, "--help"]) == 0
+    _, _, commands = capsys.readouterr().out.partition("Commands:\n")
+    assert commands
+    assert not [line for line in commands.splitlines() if line.endswith("...")]
+
 
 # Settings
 
@@ -49,50 +61,37 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, {"models": models, "port": 9000})
 
 
-def test_neither_config_nor_model() -> None:
+def test_a_config_file_or_a_model_is_required() -> None:
     with pytest.raises(UserError, match="--model"):
         settings_of()
 
 
-def test_model_with_a_name() -> None:
-    (model,) = settings_of(None, "tiny=some/where=else").models
-    assert (model.name, model.path) == ("tiny", "some/where=else")
+@pytest.mark.parametrize(
+    ("model", "name", "path"),
+    [
+        ("tiny=some/where=else", "tiny", "some/where=else"),
+        ("someone/some-model", "someone/some-model", "someone/some-model"),
+    ],
+)
+def test_a_model_option_gives_name_and_path(model: str, name: str, path: str) -> None:
+    (found,) = settings_of(None, model).models
+    assert (found.name, found.path) == (name, path)
 
 
-def test_directory_gives_its_last_part_as_name(tmp_path: Path) -> None:
+def test_a_directory_is_named_by_its_last_part(tmp_path: Path) -> None:
     (model,) = settings_of(None, str(tmp_path)).models
     assert (model.name, model.path) == (tmp_path.name, str(tmp_path))
 
 
-def test_hub_id_is_its_own_name() -> None:
-    (model,) = settings_of(None, "someone/some-model").models
-    assert (model.name, model.path) == ("someone/some-model", "someone/some-model")
-
-
-def test_defaults_listen_on_loopback() -> None:
-    settings = settings_of(None, "tiny=dir")
-    assert (settings.host, settings.port, settings.insecure) == ("127.0.0.1", 8000, False)
-    assert settings.models[0].engine == EngineSettings()
-
-
-def test_config_file(config: Path) -> None:
-    settings = settings_of(config)
-    assert [model.name for model in settings.models] == ["a", "b"]
-    assert [model.num_replicas for model in settings.models] == [1, 3]
-    assert settings.port == 9000
-
-
-def test_options_win_over_the_file(config: Path) -> None:
+def test_options_override_the_file(config: Path) -> None:
+    assert [model.num_replicas for model in settings_of(config).models] == [1, 3]
+    assert [model.num_replicas for model in settings_of(config, replicas=2).models] == [2, 2]
     settings = settings_of(config, "c=some/c", host="::1", port=9001, replicas=2)
     assert [(model.name, model.num_replicas) for model in settings.models] == [("c", 2)]
     assert (settings.host, settings.port) == ("::1", 9001)
 
 
-def test_replicas_apply_to_every_model(config: Path) -> None:
-    assert [model.num_replicas for model in settings_of(config, replicas=2).models] == [2, 2]
-
-
-def test_overrides_win_over_options(config: Path) -> None:
+def test_set_overrides_options(config: Path) -> None:
     overrides = [
         "port=9002",
         "models.1.engine.page_size=8",
@@ -129,7 +128,7 @@ def test_invalid_overrides_name_the_field(override: str, expected: list[str]) ->
     assert all(part in str(refusal.value) for part in expected), str(refusal.value)
 
 
-def test_unknown_key_of_the_file_names_file_and_known_keys(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_with_the_file_and_the_known_keys(tmp_path: Path) -> None:
     file = write_config(tmp_path, {"models": [{"name": "a", "path": "a", "replicas": 2}]})
     with pytest.raises(UserError) as refusal:
         settings_of(file)
@@ -140,7 +139,9 @@ def test_unknown_key_of_the_file_names_file_and_known_keys(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("models", ["a", {"name": "a", "path": "a"}, ["a"], None, 3])
 @pytest.mark.parametrize("replicas", [None, 2])
-def test_models_of_the_wrong_kind(tmp_path: Path, models: Any, replicas: int | None) -> None:
+def test_models_of_the_wrong_type_are_refused(
+    tmp_path: Path, models: Any, replicas: int | None
+) -> None:
     with pytest.raises(UserError, match="models"):
         settings_of(write_config(tmp_path, {"models": models}), replicas=replicas)
 
@@ -150,7 +151,7 @@ KEYS = {"keys": [{"name": "someone", "sha256": "0" * 64}]}
 
 
 @pytest.mark.parametrize("host", PUBLIC_HOSTS)
-def test_host_that_others_reach_needs_keys_or_insecure(host: str) -> None:
+def test_a_reachable_host_needs_keys_or_insecure(host: str) -> None:
     with pytest.raises(UserError, match=r"host: .*no keys.*--insecure"):
         settings_of(None, "tiny=dir", host=host)
     settings = settings_of(None, "tiny=dir", host=host, insecure=True)
@@ -158,7 +159,7 @@ def test_host_that_others_reach_needs_keys_or_insecure(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", PUBLIC_HOSTS)
-def test_host_that_others_reach_with_keys(
+def test_a_reachable_host_is_allowed_with_keys(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = f"keys.file={tmp_path / 'keys.yaml'}"
@@ -174,7 +175,7 @@ def test_host_that_others_reach_with_keys(
     "content", ["", "keys: [", '{"keys": [{"name": "a", "sha256": "secret"}]}']
 )
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.4"])
-def test_variable_of_keys_that_is_malformed(
+def test_a_malformed_variable_of_keys_is_refused(
     host: str, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MARSRAY_API_KEYS", content)
@@ -184,17 +185,17 @@ def test_variable_of_keys_that_is_malformed(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
-def test_loopback_hosts(host: str) -> None:
+def test_a_loopback_host_needs_no_keys(host: str) -> None:
     assert settings_of(None, "tiny=dir", host=host).host == host
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
-def test_port_out_of_range(port: int) -> None:
+def test_a_port_out_of_range_is_refused(port: int) -> None:
     with pytest.raises(UserError, match=rf"port: .*{port}"):
         settings_of(None, "tiny=dir", port=port)
 
 
-def test_names_must_differ() -> None:
+def test_the_names_of_models_must_differ() -> None:
     with pytest.raises(UserError, match="names must differ"):
         settings_of(None, "a=x", "a=y")
 
@@ -202,9 +203,9 @@ def test_names_must_differ() -> None:
 # One completion
 
 
-def complete(model: Path, mode: Mode, threshold: float, **options: Any) -> Generation:
-    fields: dict[str, Any] = {"max_tokens": 20, "chat": False, **options}
-    return generate_once(str(model), PROMPT, mode=mode, threshold=threshold, **fields)
+def complete(model: Path, mode: Mode, threshold: float, **options: Any) -> LocalCompletion:
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "chat": False, **options}
+    return generate_once(str(model), mode=mode, threshold=threshold, **fields)
 
 
 def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[list[int]]:
@@ -220,7 +221,7 @@ def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[li
     ).passes
 
 
-def test_ar_equals_threshold_at_one(mars_dir: Path) -> None:
+def test_mode_ar_equals_a_threshold_of_one(mars_dir: Path) -> None:
     ar, one = complete(mars_dir, Mode.AR, 0.3), complete(mars_dir, Mode.THRESHOLD, 1.0)
     assert ar.passes == one.passes
     assert len(ar.passes) == ar.num_tokens == 20
@@ -229,7 +230,7 @@ def test_ar_equals_threshold_at_one(mars_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.03, 0.9])
-def test_passes_join_to_the_text(mars_dir: Path, threshold: float) -> None:
+def test_the_texts_of_passes_join_to_the_reference_output(mars_dir: Path, threshold: float) -> None:
     passes = expected_passes(mars_dir, threshold, max_tokens=20)
     tokens = [token for each in passes for token in each]
     result = complete(mars_dir, Mode.THRESHOLD, threshold)
@@ -241,17 +242,15 @@ def test_passes_join_to_the_text(mars_dir: Path, threshold: float) -> None:
     assert threshold > 0.5 or result.tokens_per_forward > 1
 
 
-def test_chat_renders_the_template(mars_dir: Path) -> None:
+def test_a_prompt_is_rendered_with_the_chat_template(mars_dir: Path) -> None:
     chat = complete(mars_dir, Mode.AR, 1.0, chat=True)
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
-    raw = generate_once(
-        str(mars_dir), rendered, mode=Mode.AR, threshold=1.0, max_tokens=20, chat=False
-    )
+    raw = complete(mars_dir, Mode.AR, 1.0, prompt=rendered)
     assert chat.passes == raw.passes
     assert chat.passes != complete(mars_dir, Mode.AR, 1.0).passes
 
 
-def test_plain_checkpoint_decodes_in_ar_only(plain_dir: Path) -> None:
+def test_a_plain_checkpoint_decodes_in_mode_ar_only(plain_dir: Path) -> None:
     assert complete(plain_dir, Mode.AR, 0.95).num_tokens == 20
     with pytest.raises(UserError, match=r"^mode: .*'ar'"):
         complete(plain_dir, Mode.THRESHOLD, 0.95)
@@ -259,7 +258,7 @@ def test_plain_checkpoint_decodes_in_ar_only(plain_dir: Path) -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.01, float("nan")])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_threshold_outside_its_range(mars_dir: Path, mode: Mode, threshold: float) -> None:
+def test_a_threshold_out_of_range_is_refused(mars_dir: Path, mode: Mode, threshold: float) -> None:
     with pytest.raises(UserError, match=r"^--threshold: .* is not in \(0, 1\]"):
         complete(mars_dir, mode, threshold)
 
@@ -273,19 +272,21 @@ def test_threshold_outside_its_range(mars_dir: Path, mode: Mode, threshold: floa
         ({"stop": ["a", ""]}, "^--stop: an empty string"),
     ],
 )
-def test_options_outside_their_ranges(mars_dir: Path, fields: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_refused(
+    mars_dir: Path, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         complete(mars_dir, Mode.AR, 1.0, **fields)
 
 
-def test_exact_gives_what_ar_gives(mars_dir: Path) -> None:
+def test_mode_exact_gives_the_output_of_mode_ar(mars_dir: Path) -> None:
     exact, ar = complete(mars_dir, Mode.EXACT, 0.3), complete(mars_dir, Mode.AR, 0.3)
     assert "".join(exact.passes) == "".join(ar.passes)
     assert (exact.mode, exact.confidence_threshold) == (Mode.EXACT, 1.0)
 
 
 @pytest.mark.parametrize("threshold", [0.03, 1.0])
-def test_output_ends_before_a_stop_string(mars_dir: Path, threshold: float) -> None:
+def test_the_output_ends_before_a_stop_string(mars_dir: Path, threshold: float) -> None:
     whole = complete(mars_dir, Mode.THRESHOLD, threshold)
     text = "".join(whole.passes)
     stop = text[4:6]
@@ -308,13 +309,13 @@ def test_a_seed_repeats_the_output(mars_dir: Path) -> None:
 def run_generate(
     capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, dict[str, Any], str]:
-    """Status, figures and error message of the command."""
+    """Return status, figures and error message of the command."""
     status = run(["generate", *arguments, "--prompt", PROMPT, "--max-tokens", "20", "--json"])
     output = capsys.readouterr()
     return status, json.loads(output.out or "{}"), output.err
 
 
-def test_the_command_draws_a_seed_and_shows_it(
+def test_generate_draws_a_seed_and_prints_it(
     mars_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [str(mars_dir), "--mode", "exact", "--temperature", "0.9", "--top-p", "0.95"]
@@ -327,7 +328,7 @@ def test_the_command_draws_a_seed_and_shows_it(
     assert (first["mode"], first["temperature"]) == ("exact", 0.9)
 
 
-def test_the_command_takes_several_stop_strings(
+def test_generate_accepts_several_stop_strings(
     mars_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [str(mars_dir), "--mode", "ar", "--raw"]
@@ -337,7 +338,7 @@ def test_the_command_takes_several_stop_strings(
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
 
 
-def test_the_command_takes_a_json_schema(
+def test_generate_accepts_a_json_schema(
     mars_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "schema.json"
@@ -351,7 +352,7 @@ def test_the_command_takes_a_json_schema(
     ("content", "message"),
     [(None, "cannot be read"), ("{", "holds no JSON schema"), ("\xff", "holds no JSON schema")],
 )
-def test_json_schema_that_is_unusable(
+def test_an_unusable_json_schema_is_refused(
     mars_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -366,26 +367,34 @@ def test_json_schema_that_is_unusable(
     assert error.startswith(f"error: --json-schema: {file} {message}")
 
 
-def test_a_sampled_output_is_shown_with_its_seed(mars_dir: Path) -> None:
-    result = complete(mars_dir, Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=3))
-    file = io.StringIO()
-    print_generation(result, Console(file=file, width=200), as_json=False)
-    assert "mode ar, threshold 1, seed 3, " in file.getvalue()
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), "20 tokens in 20 forward passes (1.00 a pass), mode ar, threshold 1, "),
+        (Sampling(temperature=1.0, seed=3), "mode ar, threshold 1, seed 3, "),
+    ],
+)
+def test_the_shaded_output_ends_with_its_figures(
+    mars_dir: Path, sampling: Sampling, expected: str
+) -> None:
+    result, file = complete(mars_dir, Mode.AR, 1.0, sampling=sampling), io.StringIO()
+    print_completion(result, Console(file=file, width=200), as_json=False)
+    assert expected in file.getvalue()
 
 
-def test_completion_beyond_the_models_length(mars_dir: Path) -> None:
+def test_an_output_beyond_the_models_length_is_refused(mars_dir: Path) -> None:
     with pytest.raises(UserError, match=r"^max_tokens: .* more than the 256 that fit"):
         complete(mars_dir, Mode.AR, 1.0, max_tokens=250)
 
 
-def test_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model: .*nowhere"):
         complete(tmp_path / "nowhere", Mode.AR, 1.0)
 
 
-def test_json_output(mars_dir: Path) -> None:
+def test_the_json_output_has_text_and_figures(mars_dir: Path) -> None:
     result, file = complete(mars_dir, Mode.THRESHOLD, 0.03), io.StringIO()
-    print_generation(result, Console(file=file), as_json=True)
+    print_completion(result, Console(file=file), as_json=True)
     printed = json.loads(file.getvalue())
     assert printed["passes"] == result.passes
     assert printed["text"] == "".join(result.passes)
@@ -393,16 +402,8 @@ def test_json_output(mars_dir: Path) -> None:
     assert (printed["mode"], printed["confidence_threshold"]) == ("threshold", 0.03)
 
 
-def test_shaded_output_ends_with_the_figures(mars_dir: Path) -> None:
-    result, file = complete(mars_dir, Mode.AR, 1.0), io.StringIO()
-    print_generation(result, Console(file=file, width=200), as_json=False)
-    assert "20 tokens in 20 forward passes (1.00 a pass), mode ar" in file.getvalue()
-
-
-def test_output_fits_the_context_by_default(mars_dir: Path) -> None:
+def test_the_output_fits_the_context_by_default(mars_dir: Path) -> None:
     checkpoint = read_checkpoint(mars_dir)
-    done = generate_once(
-        str(mars_dir), PROMPT, mode=Mode.AR, threshold=1.0, max_tokens=None, chat=False
-    )
+    done = complete(mars_dir, Mode.AR, 1.0, max_tokens=None)
     prompt = encode(checkpoint.tokenizer, PROMPT, add_special_tokens=True)
     assert 1 <= done.num_tokens <= checkpoint.max_length - len(prompt)

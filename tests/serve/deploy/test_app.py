@@ -16,7 +16,7 @@ def deployments_of(args: dict[str, Any]) -> dict[str, Any]:
     return {deployment.name: deployment for deployment in built.deployments}
 
 
-def test_an_ingress_and_a_deployment_for_each_model() -> None:
+def test_there_is_an_ingress_and_a_deployment_for_each_model() -> None:
     models = [*ARGS["models"], {"name": "other", "path": "p", "num_replicas": 3, "num_gpus": 1}]
     proxy = {"num_replicas": 2}
     deployments = deployments_of({**ARGS, "models": models, "proxy": proxy, "drain_s": 90})
@@ -30,8 +30,8 @@ def test_an_ingress_and_a_deployment_for_each_model() -> None:
     assert deployments["model-0-some-model"].ray_actor_options["num_gpus"] == 0
 
 
-def test_a_models_deployment_keeps_its_name_when_others_come() -> None:
-    """An update ends a deployment whose name is gone, whoever still sends requests to it."""
+def test_a_models_deployment_keeps_its_name_if_models_are_added() -> None:
+    """An update ends a deployment whose name is gone, even if it still receives requests."""
     before = deployments_of(ARGS).keys()
     models = [{"name": "first", "path": "p"}, *ARGS["models"], {"name": "some-model", "path": "p"}]
     added = {"model-0-first", "model-1-some-model"}
@@ -75,12 +75,12 @@ def test_several_replicas_are_routed_by_prefix() -> None:
         ({"models": []}, r"^args: models: "),
     ],
 )
-def test_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         application({**ARGS, **change})
 
 
-def test_keys_open_it() -> None:
+def test_a_server_with_keys_may_be_reachable() -> None:
     entry = {"name": "a", "sha256": "0" * 64}
     args = {**ARGS, "insecure": False, "keys": {"entries": [entry]}}
     assert "ingress" in deployments_of(args)

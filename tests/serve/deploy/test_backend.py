@@ -1,4 +1,4 @@
-"""What the ingress does about replicas that fall silent. Ray's handle alone is played here."""
+"""How the ingress reacts to replicas that fall silent, with a fake of Ray's handle."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import HandleBackend
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.ipc.loop import EngineDied, QueueTimeout
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 
 SILENT_S = 0.2
 BEAT = None
 
 
 class Response:
-    """Gives what a replica is to give, with pauses; after that it is silent or ends."""
+    """A replica's response: items with pauses between them, then silence or its end."""
 
     def __init__(self, items: list[Any], pause_s: float, *, ends: bool) -> None:
         self._items, self._pause_s, self._ends = list(items), pause_s, ends
@@ -39,7 +41,7 @@ class Response:
 
 
 class Handle:
-    """Ray Serve's handle: one response after the other, whatever method is called."""
+    """A fake of Ray Serve's handle that gives one response after another."""
 
     def __init__(self, *responses: Response) -> None:
         self.responses = responses
@@ -71,8 +73,8 @@ def request(**options: Any) -> Request:
 OUTPUTS = [StepOutput("r", [token], None) for token in (7, 8, 9)]
 
 
-async def test_a_replica_that_shows_itself_may_take_its_time() -> None:
-    """Ten times as long as one that is silent gets."""
+async def test_a_replica_that_sends_signs_of_life_may_be_slow() -> None:
+    """It takes ten times as long as a silent replica is given."""
     beats = [BEAT] * 20
     response = Response([*beats, *OUTPUTS], SILENT_S / 2, ends=True)
     backend, handle = backend_of(response)
@@ -80,7 +82,7 @@ async def test_a_replica_that_shows_itself_may_take_its_time() -> None:
     assert handle.num_silent == [0]
 
 
-async def test_what_has_not_begun_goes_to_another_replica() -> None:
+async def test_a_request_without_output_moves_to_another_replica() -> None:
     silent = Response([BEAT], 0, ends=False)
     backend, handle = backend_of(silent, Response(OUTPUTS, 0, ends=True))
     assert [output async for output in backend.stream(request())] == OUTPUTS
@@ -89,7 +91,7 @@ async def test_what_has_not_begun_goes_to_another_replica() -> None:
     assert silent.is_cancelled
 
 
-async def test_what_has_begun_ends_with_an_error() -> None:
+async def test_a_request_with_output_fails_if_its_replica_falls_silent() -> None:
     silent = Response(OUTPUTS[:1], 0, ends=False)
     backend, _ = backend_of(silent)
     stream = backend.stream(request())
@@ -99,15 +101,15 @@ async def test_what_has_begun_ends_with_an_error() -> None:
     assert silent.is_cancelled
 
 
-async def test_a_whole_answer_is_asked_for_again() -> None:
-    """Nobody has seen anything of it."""
+async def test_an_unfinished_whole_response_is_requested_again() -> None:
+    """The client has seen none of its outputs."""
     silent = Response([BEAT, BEAT], 0, ends=False)
     backend, _ = backend_of(silent, Response([BEAT, OUTPUTS], 0, ends=True))
     assert await backend.complete(request()) == OUTPUTS
     assert silent.is_cancelled
 
 
-async def test_a_request_waits_for_replicas_as_long_as_it_may() -> None:
+async def test_a_request_is_given_up_after_its_longest_queue_time() -> None:
     silent = [Response([], 0, ends=False) for _ in range(9)]
     backend, handle = backend_of(*silent)
     with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.3 s"):
@@ -115,7 +117,7 @@ async def test_a_request_waits_for_replicas_as_long_as_it_may() -> None:
     assert handle.num_silent == [0, 1]
 
 
-async def test_leaving_cancels() -> None:
+async def test_closing_the_stream_cancels_the_request() -> None:
     response = Response(OUTPUTS, 0, ends=False)
     backend, _ = backend_of(response)
     stream = backend.stream(request())

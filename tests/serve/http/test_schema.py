@@ -6,11 +6,9 @@ import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BASES = {
-    COMPLETIONS: {"model": "mars", "prompt": "x", "max_tokens": 3},
-    CHAT: {"model": "mars", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
-}
+from rest_requests import BODIES, CHAT, COMPLETIONS
+
+BASES = {path: {**body, "max_tokens": 3} for path, body in BODIES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def response_of(document: dict[str, Any], path: str, status: int) -> Draft202012
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_every_answer_is_described(document: dict[str, Any], path: str) -> None:
+def test_every_response_status_is_described(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     expected = {"200", "400", "401", "403", "404", "413", "415", "422", "429", "500", "503"}
     assert set(responses) == expected
@@ -72,55 +70,92 @@ async def test_errors_are_as_described(client: Any, document: dict[str, Any]) ->
 
 
 VALUES = {
+    "model": ["mars", None],
     "stream": [False, None, "yes", 1],
-    "n": [1, 0, 129, "1", True, None],
-    "temperature": [0, 2, 2.1, "1", None],
-    "confidence_threshold": [0.5, 0, 1, 1.5, "0.5", None],
-    "seed": [0, 2**63, "x", None],
-    "stop": ["a", ["a"], "", [""], ["a"] * 17, "a" * 257, 5, [], None],
-    "logit_bias": [{}, {"5": 1}, {"a": 1}, {"": 1}, {"5": 101}, {"5": "1"}, None],
+    "n": [1, 0, 129, "1", 1.5, True, None],
+    "temperature": [0, 2, -0.1, 2.1, "1", True, None],
+    "confidence_threshold": [0.5, -0.1, 0, 1, 1.5, "0.5", None],
+    "min_confidence_threshold": [0.5, 0, 2, None],
+    "confidence": ["margin", "hope"],
+    "calibrated": [False, "maybe"],
+    "seed": [0, 2**63, -(2**63) - 1, 0.5, "x", None],
+    "top_p": [1, 0, 1.1],
+    "top_k": [5, -1, -2, 2**31, 1.5],
+    "min_p": [0.5, -0.1, 1.1],
+    "repetition_penalty": [1, 0, -1, 101],
+    "presence_penalty": [1, -2.1, 2.1],
+    "frequency_penalty": [1, -2.1, 2.1],
+    "stop": ["a", ["a"], "", [""], ["a"] * 17, "a" * 257, 5, [5], {}, [], None],
+    "stop_token_ids": [[5], [-1], ["a"], 5, [5] * 1025],
+    "include_stop_str_in_output": [True, "maybe", 1, "true"],
+    "min_tokens": [0, -1],
+    "logit_bias": [
+        *({}, {"5": 1}, {"a": 1}, {"-1": 1}, {"": 1}, {"5": 101}, {"5": "1"}, {"5": None}, None),
+        *([5], {str(token): 1 for token in range(1025)}),
+    ],
     "mode": ["ar", "fast", None],
-    "service_tier": ["auto", "flex", "scale", None],
+    "service_tier": ["auto", "flex", "scale", 1, None],
     "response_format": [
         {"type": "text"},
         {"type": "json_object"},
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"schema": {}}},
         {"type": "yaml"},
-        None,
+        *({}, "json", 5, None),
     ],
-    "structured_outputs": [{"regex": "a"}, {}, {"jsn": 1}, None],
-    "guided_choice": [["a"], [], [""], "a", None],
+    "structured_outputs": [{"regex": "a"}, {}, {"jsn": 1}, {"json": 5}, None],
+    "guided_json": [{}, 5, "", "x" * 65_537],
+    "guided_regex": ["a", "", 5],
+    "guided_grammar": ['start: "a"', "", 5],
+    "guided_choice": [["a"], [], [""], "a", ["a"] * 1025, None],
+    "prompt_logprobs": [None, 0],
+    "use_beam_search": [False, True],
     "ignore_eos": [False, True, 0, None],
     "length_penalty": [1, 1.0, 2, True, None],
+    "allowed_token_ids": [None, [5]],
     "bad_words": [[], ["x"], None],
     "skip_special_tokens": [True, False, None],
+    "truncate_prompt_tokens": [None, 5],
     "best_of": [1, 0, "1", None],
     "suffix": ["", "x", None],
-    "prompt": ["a", "", ["a"], [""], [], [5], [-1], [5, "a"], ["a", 5], [[5]], [[]], {}, None],
+    "prompt": [
+        *("a", "", ["a"], [""], [], [5], [-1], [5, "a"], ["a", 5], [[5]], [[]], {}, None),
+        *(["a", ""], [[5], []]),
+    ],
     "echo": [True, "yes", None],
-    "logprobs": [0, 6, None],
+    "logprobs": [0, 1, 6, True, None],
     "top_logprobs": [0, 21, None],
-    "messages": [[], [{"role": "robot", "content": "x"}], [{"role": "user", "content": ""}], None],
+    "messages": [
+        *([], [{"role": "robot", "content": "x"}], [{"role": "user", "content": ""}], None),
+        [{"role": "user"}],
+    ],
     "modalities": [["text"], ["audio"], None],
+    "audio": [None, {}],
+    "functions": [[], [{}]],
+    "web_search_options": [None, {}],
     "tool_choice": ["none", "auto", "sometimes", 5, None],
     "tools": [[], [{}], None],
     "reasoning_effort": ["none", "high", None],
+    "verbosity": ["medium", "low"],
 }
-"""Some that are taken and some that are not, whatever the model."""
+"""Valid and invalid values of each field; validity depends neither on the model nor the limits."""
 
 
 @pytest.mark.parametrize(
     ("path", "field"),
     [(path, field) for path in BASES for field in VALUES],
 )
-async def test_what_is_described_is_what_is_taken(
+async def test_exactly_the_described_values_are_accepted(
     client: Any, document: dict[str, Any], path: str, field: str
 ) -> None:
-    """For fields that both endpoints or only the other one has, too: unknown ones are ignored."""
+    """A field of the other endpoint is unknown here and therefore ignored."""
     described = body_of(document, path)
     for value in VALUES[field]:
         body = {**BASES[path], field: value}
         response = await client.post(path, json=body)
         assert response.status_code in (200, 400), response.text
         assert described.is_valid(body) == (response.status_code == 200), (value, response.text)
+        if response.status_code == 400:
+            message = client.error_of(response, 400, field)
+            assert message.startswith(field)
+            assert len(message) < 400

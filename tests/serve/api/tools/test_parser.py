@@ -1,4 +1,4 @@
-"""How calls are taken out of a model's text as it comes."""
+"""Parsing of tool calls in a model's output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         "",
         [("unknown", ODD), ("get_weather", UNIT)],
     ),
-    (  # no arguments; arguments as text; further keys
+    (  # no arguments, arguments as a string, and further keys
         Family.HERMES,
         '<tool_call>{"name": "f"}</tool_call>'
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
@@ -39,7 +39,7 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         "and <b>text</b>",
         [("f", "{}"), ("f", '{"a": 1}'), ("f", "{}")],
     ),
-    (  # a brace or the end tag forgotten
+    (  # a forgotten brace and a forgotten end tag
         Family.HERMES,
         f'<tool_call>{{"name": "f", "arguments": {UNIT}</tool_call>'
         f'<tool_call>{{"name": "f", "arguments": {UNIT}}}\n</tool_ca text'
@@ -60,7 +60,7 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         '<tool_call><tool_call>{"a": ',
         [("f", "{}")],
     ),
-    (  # what only looks like a tag, just before one
+    (  # text that looks like a tag, directly before one
         Family.HERMES,
         '1 <<tool_call>{"name": "f"}</tool_call>2 < <tool_call>{"name": "f"}</tool_call>',
         "1 <2 <",
@@ -114,7 +114,7 @@ def parser_of(family: Family, *, is_parallel: bool = True) -> ToolParser:
 
 
 def gather(events: list[ToolEvent]) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and names and arguments; checks indices and ids on the way."""
+    """Return the content and the calls; check indices and ids on the way."""
     content, calls, ids = "", list[tuple[str, str]](), set[str]()
     for event in events:
         match event:
@@ -141,7 +141,7 @@ def parse(family: Family, *parts: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), OUTPUTS)
-def test_calls_are_taken_out_of_the_text(
+def test_calls_and_content_are_separated(
     family: Family,
     text: str,
     content: str | None,
@@ -162,7 +162,7 @@ PIECES = st.sampled_from([
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_how_the_text_is_parted_does_not_matter(data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_divided(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(list(PARSERS)))
     pieces = data.draw(st.lists(PIECES, max_size=12)) or [data.draw(st.sampled_from(OUTPUTS))[1]]
     text = "".join(pieces)
@@ -171,10 +171,10 @@ def test_how_the_text_is_parted_does_not_matter(data: st.DataObject) -> None:
     whole = parse(family, text)
     assert parse(family, *parts) == whole
     if not whole[1]:
-        assert whole[0] == text  # what is no call is lost nowhere
+        assert whole[0] == text  # text that belongs to no call is never lost
 
 
-def test_only_text_that_may_begin_a_call_waits() -> None:
+def test_only_text_that_may_begin_a_call_is_held() -> None:
     parser = parser_of(Family.HERMES)
     assert parser.push("I see", last=False) == [ContentDelta("I see")]
     assert parser.push(" <tool", last=False) == []
@@ -199,7 +199,9 @@ def test_only_text_that_may_begin_a_call_waits() -> None:
         (Family.MISTRAL_NAMED, "f", "[TOOL_CALLS]f{}" * 2),
     ],
 )
-def test_without_parallel_calls_only_the_first_counts(family: Family, name: str, text: str) -> None:
+def test_without_parallel_calls_only_the_first_call_counts(
+    family: Family, name: str, text: str
+) -> None:
     parser = parser_of(family, is_parallel=False)
     events = [event for char in text for event in parser.push(char, last=False)]
     assert gather(events + parser.push("", last=True)) == ("", [(name, "{}")])

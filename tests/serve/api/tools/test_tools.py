@@ -1,4 +1,4 @@
-"""Tools: forms of calls, plans, and grammars."""
+"""Tool calling: detection of call formats, preparation of tools, and grammars."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ TAGS = {
     "[CALL_ID]": True,
     "[ARGS]": True,
 }
-"""Whether each is a special token, as in the families' own tokenizers."""
+"""Whether each tag is a special token, as in the families' own tokenizers."""
 
 WEATHER = {
     "type": "object",
@@ -133,7 +133,7 @@ def plan_of(
 
 @pytest.fixture(scope="module")
 def checkpoint_of(mars_dir: Path) -> Callable[..., Checkpoint]:
-    """A checkpoint whose chat template is a family's, with the tags as tokens or without."""
+    """Return a factory of checkpoints with a family's template, and its tags as tokens or not."""
     base = read_checkpoint(mars_dir)
 
     @cache
@@ -157,7 +157,7 @@ def plans(checkpoint_of: Callable[..., Checkpoint]) -> dict[Family, RequestTools
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_form_is_found_in_the_template(
+def test_the_call_format_is_found_in_the_template(
     checkpoint_of: Callable[..., Checkpoint], family: Family
 ) -> None:
     form = find_format(checkpoint_of(family).tokenizer)
@@ -173,7 +173,7 @@ def test_form_is_found_in_the_template(
         ("{{ raise_exception('no') if messages | length > 1 else tools }}", "it is not known"),
     ],
 )
-def test_a_model_without_a_known_form_is_refused(
+def test_a_model_without_a_known_call_format_is_refused(
     checkpoint_of: Callable[..., Checkpoint], template: str, message: str
 ) -> None:
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
@@ -188,12 +188,12 @@ def test_kept_special_tokens_are_those_that_decoding_would_drop(
     kept = plans[Family.MISTRAL_NAMED].kept_special
     names = {tokenizer.convert_ids_to_tokens(token) for token in kept}
     assert names == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
-    assert plans[Family.HERMES].kept_special == frozenset()  # its tags are decoded anyway
+    assert plans[Family.HERMES].kept_special == frozenset()  # its tags are no special tokens
     plain = checkpoint_of(Family.MISTRAL_NAMED, has_tags=False)
     assert plan_of(plain).kept_special == frozenset()
 
 
-def test_tools_for_the_template(plans: dict[Family, RequestTools]) -> None:
+def test_the_template_gets_complete_tool_definitions(plans: dict[Family, RequestTools]) -> None:
     function = {"name": "get-time", "parameters": {"type": "object", "properties": {}}}
     expected = [WEATHER_TOOL, {"type": "function", "function": function}]
     assert plans[Family.HERMES].template_tools == expected
@@ -209,7 +209,9 @@ def test_tools_reach_the_prompt(checkpoint_of: Callable[..., Checkpoint], family
     assert "get_weather" not in render_prompt(checkpoint.tokenizer, messages)
 
 
-def test_choice_of_tools(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_the_tool_choice_selects_tools_and_forces_calls(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     checkpoint = checkpoint_of(Family.HERMES)
 
     def names(choice: Any) -> list[str]:
@@ -255,7 +257,7 @@ def test_choice_of_tools(checkpoint_of: Callable[..., Checkpoint]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_unusable_tools_and_choices_are_refused(
     checkpoint_of: Callable[..., Checkpoint],
     tools: list[dict[str, Any]],
     choice: Any,
@@ -276,7 +278,7 @@ def test_what_cannot_be_planned_is_refused(
         ({"type": "function"}, "Field required"),
     ],
 )
-def test_definitions_are_checked(tool: dict[str, Any], named: str) -> None:
+def test_an_invalid_tool_definition_is_refused(tool: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         TypeAdapter(Tools).validate_python([tool])
 
@@ -299,7 +301,7 @@ def compiler_of(tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
 
 
 def accepts(checkpoint: Checkpoint, plan: RequestTools, text: str) -> bool:
-    """Whether the grammar takes a whole output, and lets it end."""
+    """Return whether the grammar accepts a whole output and lets it end."""
     assert plan.grammar is not None
     tokenizer = checkpoint.tokenizer
     matcher = compiler_of(tokenizer).compile(plan.grammar).matcher()
@@ -312,7 +314,7 @@ def accepts(checkpoint: Checkpoint, plan: RequestTools, text: str) -> bool:
 
 @pytest.mark.parametrize("has_tags", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_grammars_take_what_the_template_would_write(
+def test_the_grammar_accepts_what_the_template_would_write(
     checkpoint_of: Callable[..., Checkpoint], family: Family, has_tags: bool
 ) -> None:
     checkpoint, text = checkpoint_of(family, has_tags=has_tags), VALID[family]
@@ -341,7 +343,7 @@ def test_grammars_take_what_the_template_would_write(
         )
 
 
-def test_only_strict_functions_are_bound_where_calls_are_free(
+def test_optional_calls_are_constrained_only_for_strict_functions(
     checkpoint_of: Callable[..., Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of(Family.HERMES)
@@ -361,7 +363,7 @@ def test_only_strict_functions_are_bound_where_calls_are_free(
         ({"properties": {}, "allOf": [{"properties": {"any": {"type": "array"}}}]}, True),
     ],
 )
-def test_parameters_that_a_definition_does_not_name(
+def test_undefined_parameters_are_allowed_only_by_open_schemas(
     checkpoint_of: Callable[..., Checkpoint], parameters: dict[str, Any] | None, is_open: bool
 ) -> None:
     checkpoint = checkpoint_of(Family.LLAMA)
@@ -398,7 +400,7 @@ def test_forced_calls_are_valid_in_every_mode(
     jsonschema.validate(json.loads(arguments.text), WEATHER)
 
 
-def test_schemas_that_no_grammar_can_have_are_refused(
+def test_schemas_that_cannot_be_compiled_are_refused(
     checkpoint_of: Callable[..., Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of(Family.HERMES)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
-from mars_autoscale.policy.control import Control, LoadReport, Plan, Totals
-from mars_autoscale.policy.decide import OuterSettings, Reason
-from mars_autoscale.policy.inner_loop import LocalSettings
+from mars_autoscale.policy.decision import Reason
+from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
+from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_serve.config.served import Explanation, LiveThreshold
+from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
 
 
@@ -21,7 +22,7 @@ async def client(client: Any) -> Any:
     await client.put("/admin/threshold", json={"confidence_threshold": 0.95})
 
 
-async def test_a_change_of_all_models(client: Any) -> None:
+async def test_the_threshold_of_all_models_is_changed(client: Any) -> None:
     before = (await client.get("/admin/threshold")).json()["models"]
     after = (await client.put("/admin/threshold", json={"confidence_threshold": 0.7})).json()
     assert after == (await client.get("/admin/threshold")).json()
@@ -33,7 +34,7 @@ async def test_a_change_of_all_models(client: Any) -> None:
         assert live["replicas"] == {"only": state}
 
 
-async def test_a_change_of_one_model(client: Any) -> None:
+async def test_the_threshold_of_one_model_is_changed(client: Any) -> None:
     body = {"model": "mars", "confidence_threshold": 0.6}
     changed = (await client.put("/admin/threshold", json=body)).json()["models"]
     assert changed.keys() == {"mars"}
@@ -44,7 +45,7 @@ async def test_a_change_of_one_model(client: Any) -> None:
 
 async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
     body = {"model": "mars", "prompt": "What is 3", "max_tokens": 120, "logit_bias": {"2": -100}}
-    body["service_tier"] = "flex"  # its floor is 0.7
+    body["service_tier"] = "flex"  # the floor of this tier is 0.7
     running = asyncio.create_task(client.post("/v1/completions", json=body))
     for threshold in (1.0, 0.01, 1.0, 0.01):
         await client.put("/admin/threshold", json={"confidence_threshold": threshold})
@@ -65,7 +66,9 @@ async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
         ({"confidence_threshold": 0.5, "models": "mars"}, 400, "models"),
     ],
 )
-async def test_refused(client: Any, body: dict[str, Any], status: int, param: str) -> None:
+async def test_an_invalid_change_is_refused_and_has_no_effect(
+    client: Any, body: dict[str, Any], status: int, param: str
+) -> None:
     response = await client.put("/admin/threshold", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
@@ -78,12 +81,12 @@ async def test_refused(client: Any, body: dict[str, Any], status: int, param: st
 
 LADDER = (Rung(1.0, 1.0, 0.0), Rung(0.95, 1.7, 1.5, 3), Rung(0.9, 2.0, 3.0, 3))
 CAPACITY = Capacity(linear_step_time(0.1, 1000), LADDER, 4, 1_000.0)
-PLAN = Plan(CAPACITY, OuterSettings(max_replicas=3, cold_start_s=30))
+PLAN = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, cold_start_s=30))
 
 
 def decided() -> Explanation:
-    """Of an outer loop that has seen a replica for ten seconds."""
-    control = Control()
+    """Return the explanation of an outer loop that has watched a replica for ten seconds."""
+    control = OuterLoop()
     for i in range(21):
         totals = Totals(2 * i, 20 * i, i, 40 * i)
         report = LoadReport("r1", 0.0, 4, 2, 0.95, 0.9, 1.6, 1.5, False, totals)
@@ -92,7 +95,7 @@ def decided() -> Explanation:
             question = control.question(1_000.0 + i / 2)
             control.commit(question[0], *control.answer(*question))
     control.hold(control.question(1_011.0)[0], "ZeroDivisionError: no tokens")
-    return Explanation(control.plan, list(control.records))
+    return Explanation(control.basis, list(control.records))
 
 
 @pytest.fixture
@@ -104,18 +107,18 @@ async def governed(
     app_of: Callable[..., Any],
     client_of: Callable[..., Any],
 ) -> AsyncIterator[Any]:
-    """``governed(explanation)``: a client of an autoscaled model, and of one that is not."""
+    """Make a client of an autoscaled and a fixed model: ``governed(explanation)``."""
 
     class Governed(loop_backend):  # type: ignore[misc]
         explanation: Explanation | None = None
 
-        async def set_live_threshold(self, threshold: float | None) -> LiveThreshold:
+        async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
             if threshold is not None:
                 live = await super().set_live_threshold(threshold)
             else:
                 live = self.live
             version, is_pinned = live.version + 1, threshold is not None
-            self.live = LiveThreshold(version, live.threshold, None, is_pinned)
+            self.live = PublishedThreshold(version, live.threshold, None, is_pinned)
             return self.live
 
         async def autoscaler(self) -> Explanation | None:
@@ -143,7 +146,7 @@ async def autoscalers(client: Any) -> dict[str, Any]:
     return models
 
 
-async def test_an_autoscaler_tells_its_plan(governed: Any) -> None:
+async def test_the_autoscalers_plan_is_reported(governed: Any) -> None:
     models = await autoscalers(governed(decided()))
     assert models["plain"] is None
     plan = models["mars"]["plan"]
@@ -166,20 +169,20 @@ async def test_an_autoscaler_tells_its_plan(governed: Any) -> None:
     assert ladder[1]["break_even_batch"] > 100
 
 
-async def test_the_ladder_is_the_one_that_replicas_walk(governed: Any) -> None:
-    """They leave out what gains less than 5%."""
+async def test_the_reported_ladder_is_the_one_that_replicas_use(governed: Any) -> None:
+    """Replicas leave out rungs with a gain below 5%."""
     ladder = (LADDER[0], Rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
     capacity = Capacity(linear_step_time(0.1, 1000), ladder, 4, 1_000.0)
     assert ladder[1] in capacity.useful(1.0)
-    explanation = Explanation(Plan(capacity, PLAN.settings), [])
+    explanation = Explanation(AutoscalingBasis(capacity, PLAN.settings), [])
     plan = (await autoscalers(governed(explanation)))["mars"]["plan"]
-    walked = capacity.useful(LocalSettings().min_gain)
+    walked = capacity.useful(InnerSettings().min_gain)
     assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [
         rung.threshold for rung in walked
     ]
 
 
-async def test_an_autoscaler_tells_its_decisions(governed: Any) -> None:
+async def test_the_autoscalers_decisions_are_reported(governed: Any) -> None:
     explanation = decided()
     decisions = (await autoscalers(governed(explanation)))["mars"]["decisions"]
     assert len(decisions) == 6
@@ -199,22 +202,22 @@ async def test_an_autoscaler_tells_its_decisions(governed: Any) -> None:
 
 
 @pytest.mark.parametrize("explanation", [None, Explanation(None, [])])
-async def test_before_a_replica_has_reported_there_is_nothing_to_tell(
+async def test_there_is_no_plan_before_a_replica_has_reported(
     governed: Any, explanation: Explanation | None
 ) -> None:
     models = await autoscalers(governed(explanation))
     assert models == {"mars": {"plan": None, "decisions": []}, "plain": None}
 
 
-async def test_a_frontier_that_is_refused_is_told(governed: Any) -> None:
+async def test_the_reason_for_refusing_a_frontier_is_reported(governed: Any) -> None:
     capacity = Capacity(linear_step_time(0.1, 1000), LADDER[:1], 4, 1_000.0)
-    refused = Plan(capacity, PLAN.settings, refused="frontier.json: checksum: it is not")
+    refused = AutoscalingBasis(capacity, PLAN.settings, refused="frontier.json: wrong checksum")
     plan = (await autoscalers(governed(Explanation(refused, []))))["mars"]["plan"]
-    assert plan["frontier_refused"] == "frontier.json: checksum: it is not"
+    assert plan["frontier_refused"] == "frontier.json: wrong checksum"
     assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [1.0]
 
 
-async def test_a_threshold_is_pinned_and_given_back(governed: Any) -> None:
+async def test_a_threshold_is_pinned_and_returned_to_the_autoscaler(governed: Any) -> None:
     client = governed()
 
     async def put(threshold: float | None) -> dict[str, Any]:
@@ -234,7 +237,7 @@ async def test_a_threshold_is_pinned_and_given_back(governed: Any) -> None:
 
 
 @pytest.mark.parametrize("model", [{}, {"model": "plain"}])
-async def test_what_is_not_autoscaled_cannot_be_given_back(
+async def test_the_threshold_of_a_model_without_autoscaler_cannot_be_returned(
     governed: Any, model: dict[str, str]
 ) -> None:
     client = governed()

@@ -9,7 +9,9 @@ from mars_serve.api.text import decode, encode
 from rest_requests import CHAT, MESSAGES, PROMPT
 
 
-async def test_chat(official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any) -> None:
+async def test_a_chat_equals_the_reference_decoder(
+    official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any
+) -> None:
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     ids = encode(mars.tokenizer, rendered, add_special_tokens=False)
     expected = oracle(ids, 0.05)
@@ -29,7 +31,7 @@ async def test_chat(official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any)
     assert response.mars["forward_passes"] == len(expected.passes)
 
 
-async def test_chat_goes_on_to_the_models_limit(client: Any) -> None:
+async def test_a_chat_may_fill_the_models_context_by_default(client: Any) -> None:
     body = await client.answer(CHAT, {"model": "mars", "messages": MESSAGES})
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -14,7 +14,7 @@ from rest_requests import COMPLETION, COMPLETIONS, PROMPT
 
 @pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
-async def test_completion(
+async def test_a_completion_equals_the_reference_decoder(
     official: openai.AsyncOpenAI,
     mars: Checkpoint,
     threshold: float,
@@ -45,18 +45,18 @@ async def test_completion(
     }
 
 
-async def test_low_threshold_takes_fewer_passes(client: Any) -> None:
+async def test_a_low_threshold_takes_fewer_passes(client: Any) -> None:
     low = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 0.05})
     high = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 1})
     assert low["mars"]["forward_passes"] < high["mars"]["forward_passes"] == 24
 
 
-async def test_completion_has_16_tokens_unless_told(client: Any) -> None:
+async def test_a_completion_has_16_tokens_by_default(client: Any) -> None:
     body = await client.answer(COMPLETIONS, {"model": "mars", "prompt": PROMPT})
     assert body["usage"]["completion_tokens"] == 16
 
 
-async def test_an_end_token_counts_and_stops(
+async def test_an_end_token_ends_the_output_and_is_counted(
     mars: Checkpoint,
     make_loop: Any,
     client_over: Any,
@@ -74,7 +74,7 @@ async def test_an_end_token_counts_and_stops(
     assert body["usage"]["completion_tokens"] == index + 1
 
 
-async def test_requests_at_once_do_not_mix(client: Any) -> None:
+async def test_concurrent_requests_do_not_affect_each_other(client: Any) -> None:
     bodies = [
         {**COMPLETION, "prompt": f"What is {i} plus", "confidence_threshold": 0.05}
         for i in range(8)
@@ -93,7 +93,7 @@ async def test_requests_at_once_do_not_mix(client: Any) -> None:
         {"user": "someone", "seed": 3, "not_a_field": True},
     ],
 )
-async def test_neutral_fields_are_taken(client: Any, fields: dict[str, Any]) -> None:
+async def test_neutral_values_change_nothing(client: Any, fields: dict[str, Any]) -> None:
     plain = await client.answer(COMPLETIONS, COMPLETION)
     assert (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["choices"] == plain[
         "choices"
@@ -104,7 +104,7 @@ async def test_neutral_fields_are_taken(client: Any, fields: dict[str, Any]) -> 
 
 
 def prompts_of(mars: Checkpoint, kind: str) -> list[Any]:
-    """Several prompts, as text or as token ids."""
+    """Return several prompts, as text or as token ids."""
     texts = ["What is 3 plus 4?", "What", "It is 7, I think."]
     ids = [encode(mars.tokenizer, text, add_special_tokens=True) for text in texts]
     return {"texts": texts, "ids": ids}[kind]
@@ -114,7 +114,7 @@ def prompts_of(mars: Checkpoint, kind: str) -> list[Any]:
     "fields", [{}, {"temperature": 1, "seed": 3}, {"echo": True, "logprobs": 2}]
 )
 @pytest.mark.parametrize("kind", ["texts", "ids"])
-async def test_each_prompt_is_served_as_if_alone(
+async def test_each_of_several_prompts_is_served_as_if_alone(
     client: Any, mars: Checkpoint, kind: str, fields: dict[str, Any]
 ) -> None:
     body = {**COMPLETION, "n": 2, "mode": "ar", "max_tokens": 9, **fields}
@@ -134,7 +134,9 @@ async def test_each_prompt_is_served_as_if_alone(
     assert together["mars"]["forward_passes"] == 6 * 9
 
 
-async def test_streams_of_several_prompts(client: Any, mars: Checkpoint) -> None:
+async def test_streams_of_several_prompts_have_the_same_texts(
+    client: Any, mars: Checkpoint
+) -> None:
     several = prompts_of(mars, "texts")
     body = {**COMPLETION, "prompt": several, "n": 2, "confidence_threshold": 0.05, "echo": True}
     whole = await client.answer(COMPLETIONS, body)
@@ -152,7 +154,7 @@ async def test_outputs_of_equal_prompts_differ_without_a_seed(client: Any) -> No
     assert len({choice["text"] for choice in choices}) == 3
 
 
-async def test_problems_of_one_prompt_name_it(client: Any) -> None:
+async def test_the_refusal_of_one_prompt_names_it(client: Any) -> None:
     body = {**COMPLETION, "prompt": [[5], [5, 100_000]]}
     assert (await client.refusal(COMPLETIONS, body, 400, "prompt")).startswith("prompt[1]: ")
     body = {**COMPLETION, "prompt": ["a", "plus " * 300]}
@@ -163,7 +165,9 @@ async def test_problems_of_one_prompt_name_it(client: Any) -> None:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_echo(client: Any, mars: Checkpoint, as_ids: bool) -> None:
+async def test_echo_puts_the_prompt_before_the_output(
+    client: Any, mars: Checkpoint, as_ids: bool
+) -> None:
     prompt = "é What is 3 plus 4?"
     ids = encode(mars.tokenizer, prompt, add_special_tokens=True)
     body = {**COMPLETION, "prompt": ids if as_ids else prompt, "mode": "ar"}
@@ -176,7 +180,7 @@ async def test_echo(client: Any, mars: Checkpoint, as_ids: bool) -> None:
     assert len(events) == 24
 
 
-async def test_echo_without_output(client: Any) -> None:
+async def test_echo_without_output_tokens_returns_the_prompt(client: Any) -> None:
     body = {**COMPLETION, "max_tokens": 0, "echo": True}
     answer = await client.answer(COMPLETIONS, body)
     expected = {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
@@ -186,10 +190,10 @@ async def test_echo_without_output(client: Any) -> None:
     assert event["choices"] == [expected]
 
 
-# What tells responses apart
+# Fields around the output
 
 
-async def test_what_responses_share(client: Any) -> None:
+async def test_responses_of_a_model_share_only_its_fingerprint(client: Any) -> None:
     first, second = [await client.answer(COMPLETIONS, COMPLETION) for _ in range(2)]
     assert first["id"] != second["id"]
     assert first["system_fingerprint"] == second["system_fingerprint"]

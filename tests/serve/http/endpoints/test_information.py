@@ -13,7 +13,7 @@ from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
 
 
-async def test_health_and_version(client: Any) -> None:
+async def test_health_and_version_are_reported(client: Any) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
     assert (await client.get("/version")).json() == {"version": __version__}
 
@@ -44,7 +44,7 @@ async def test_not_ready_while_a_model_has_no_replica(
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_models(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_lists_the_models(official: openai.AsyncOpenAI) -> None:
     entries = {model.id: model async for model in await official.models.list()}
     assert entries.keys() == {"mars", "plain"}
     mars, plain = ((entries[name].model_extra or {})["mars"] for name in ("mars", "plain"))
@@ -54,13 +54,13 @@ async def test_models(official: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("name", ["nobody", "some/one"])
-async def test_a_model_that_is_not_there(official: openai.AsyncOpenAI, name: str) -> None:
+async def test_an_unknown_model_is_not_found(official: openai.AsyncOpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError, match=f"there is no '{name}' here") as caught:
         await official.models.retrieve(name)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_a_models_name_may_have_slashes(
+async def test_a_models_name_may_contain_slashes(
     models: list[Any],
     mars: Checkpoint,
     served: Callable[..., Any],

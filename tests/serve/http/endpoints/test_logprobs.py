@@ -13,13 +13,13 @@ from rest_requests import BODIES, COMPLETION, COMPLETIONS, MESSAGES, PROMPT
 
 @torch.inference_mode()
 def raw_logprobs(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of the token at each place of an output: [tokens, vocabulary]."""
+    """Return log-probabilities at each output token's position: [tokens, vocabulary]."""
     ids = torch.tensor([[*prompt, *tokens]])
     logits = load_model(checkpoint.path)(input_ids=ids, use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-async def test_log_probabilities_of_a_completion(
+async def test_log_probabilities_of_a_completion_are_the_models(
     official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any
 ) -> None:
     prompt = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
@@ -52,7 +52,9 @@ async def test_log_probabilities_of_a_completion(
             )
 
 
-async def test_log_probabilities_of_a_chat(official: openai.AsyncOpenAI, mars: Checkpoint) -> None:
+async def test_log_probabilities_of_a_chat_mark_tokens_from_masks(
+    official: openai.AsyncOpenAI, mars: Checkpoint
+) -> None:
     options: dict[str, Any] = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
     options |= {"logprobs": True, "top_logprobs": 4, "extra_body": {"confidence_threshold": 0.05}}
     response = await official.chat.completions.create(**options)
@@ -87,7 +89,7 @@ async def test_log_probabilities_end_with_the_stop_string(client: Any) -> None:
         assert values == plain["logprobs"][field][:num_tokens], field
 
 
-async def test_no_log_probabilities_unless_asked_for(client: Any) -> None:
+async def test_log_probabilities_are_null_by_default(client: Any) -> None:
     for path, body in BODIES.items():
         assert (await client.answer(path, body))["choices"][0]["logprobs"] is None
 
@@ -97,7 +99,7 @@ async def test_no_log_probabilities_unless_asked_for(client: Any) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("num_top", [0, 3])
-async def test_scores_of_a_prompt(
+async def test_an_echoed_prompt_is_scored(
     official: openai.AsyncOpenAI, mars: Checkpoint, num_top: int, max_tokens: int
 ) -> None:
     text = "What is 3 plus 4? It is 7, I think."
@@ -130,7 +132,7 @@ async def test_scores_of_a_prompt(
     assert response.usage.completion_tokens == max_tokens
 
 
-async def test_scores_of_ids_are_those_of_the_text(client: Any, mars: Checkpoint) -> None:
+async def test_a_prompt_is_scored_alike_as_text_and_as_ids(client: Any, mars: Checkpoint) -> None:
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     body = {**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 1}
     by_text = await client.answer(COMPLETIONS, body)
@@ -138,7 +140,7 @@ async def test_scores_of_ids_are_those_of_the_text(client: Any, mars: Checkpoint
     assert by_ids["choices"] == by_text["choices"]
 
 
-async def test_streamed_scores(client: Any) -> None:
+async def test_streamed_log_probabilities_equal_those_of_a_response(client: Any) -> None:
     body = {**COMPLETION, "echo": True, "logprobs": 2, "confidence_threshold": 0.05}
     whole = (await client.answer(COMPLETIONS, body))["choices"][0]["logprobs"]
     events = await client.events(COMPLETIONS, body)

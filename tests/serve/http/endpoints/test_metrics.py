@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from local_loop import LocalLoop
 from mars_serve.config.served import Backend, ServedModel
-from mars_serve.engine.request import Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from mars_serve.observability.telemetry import ReplicaTelemetry
 
 NAME = re.compile(r"marsray_[a-z0-9_]+")
@@ -26,7 +27,7 @@ def app(
     served: Callable[..., ServedModel],
     app_of: Callable[..., FastAPI],
 ) -> FastAPI:
-    """A model with two replicas, which are one engine, and one with one."""
+    """Return an application with a model on two replicas of one engine, and a model on one."""
 
     class CountingBackend(loop_backend):  # type: ignore[valid-type, misc]
         def __init__(self, name: str, loop: LocalLoop, num_replicas: int) -> None:
@@ -61,7 +62,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def check(families: list[Metric]) -> None:
-    """What promtool demands of metrics."""
+    """Check what promtool requires of metrics."""
     names = [family.name for family in families]
     assert len(set(names)) == len(names)
     for family in families:
@@ -87,7 +88,9 @@ def check_histogram(family: Metric) -> None:
     assert all(each == sorted(each) for each in counts.values())
 
 
-async def test_every_replica_and_the_ingress_are_in_one_answer(client: httpx2.AsyncClient) -> None:
+async def test_one_response_has_the_metrics_of_ingress_and_replicas(
+    client: httpx2.AsyncClient,
+) -> None:
     before = samples((await client.get("/metrics")).text)
     for max_tokens in (3, 5):
         response = await client.post("/v1/completions", json={**BODY, "max_tokens": max_tokens})
@@ -110,7 +113,7 @@ async def test_every_replica_and_the_ingress_are_in_one_answer(client: httpx2.As
     assert grown("marsray_rejections_total", "", status="404", code="model_not_found", **of) == 1
 
 
-async def test_the_text_is_what_prometheus_reads(client: httpx2.AsyncClient) -> None:
+async def test_the_response_is_valid_for_prometheus(client: httpx2.AsyncClient) -> None:
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
@@ -120,7 +123,7 @@ async def test_the_text_is_what_prometheus_reads(client: httpx2.AsyncClient) -> 
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1
 
 
-async def test_openmetrics_where_it_is_asked_for(client: httpx2.AsyncClient) -> None:
+async def test_openmetrics_is_returned_on_request(client: httpx2.AsyncClient) -> None:
     headers = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain;q=0.5"}
     response = await client.get("/metrics", headers=headers)
     assert response.headers["content-type"].startswith("application/openmetrics-text")

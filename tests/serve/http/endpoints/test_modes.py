@@ -6,7 +6,7 @@ import pytest
 
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_serve.engine.request import LiveDecoding
+from mars_platform.method.live import LiveDecoding
 from rest_requests import BODIES, COMPLETION, COMPLETIONS
 
 
@@ -27,7 +27,7 @@ from rest_requests import BODIES, COMPLETION, COMPLETIONS
         ({"model": "plain", "confidence_threshold": 1}, "ar", 1.0),
     ],
 )
-async def test_effective_mode_and_threshold(
+async def test_the_response_reports_the_effective_mode_and_threshold(
     client: Any, fields: dict[str, Any], mode: str, threshold: float
 ) -> None:
     summary = (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["mars"]
@@ -36,7 +36,7 @@ async def test_effective_mode_and_threshold(
         assert summary["forward_passes"] == 24
 
 
-async def test_settings_of_the_model_are_the_defaults(
+async def test_the_models_settings_are_the_defaults(
     loops: dict[str, LocalLoop],
     mars: Checkpoint,
     served: Any,
@@ -57,7 +57,7 @@ async def test_settings_of_the_model_are_the_defaults(
     assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
 
 
-async def test_calibration_that_the_model_does_not_have(client: Any) -> None:
+async def test_calibrated_confidence_needs_a_calibration(client: Any) -> None:
     response = await client.post(COMPLETIONS, json={**COMPLETION, "calibrated": True})
     client.error_of(response, 400, "calibrated")
 
@@ -75,7 +75,9 @@ async def test_calibration_that_the_model_does_not_have(client: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-async def test_service_tiers(client: Any, path: str, tier: str, used: str, mode: str) -> None:
+async def test_the_response_reports_the_tier(
+    client: Any, path: str, tier: str, used: str, mode: str
+) -> None:
     body = {**BODIES[path], "service_tier": tier}
     answer = await client.answer(path, body)
     assert (answer["service_tier"], answer["mars"]["mode"]) == (used, mode)
@@ -94,11 +96,11 @@ async def test_a_plain_model_serves_every_tier(client: Any) -> None:
 
 @pytest.fixture
 def governed(make_loop: Any, mars: Checkpoint, loop_backend: Any) -> Any:
-    """A backend whose threshold a test may change."""
+    """Return a backend whose live threshold a test may change."""
     return loop_backend(make_loop(mars))
 
 
-async def test_the_servers_threshold_is_followed(
+async def test_requests_follow_the_servers_threshold_down_to_their_floors(
     governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint
 ) -> None:
     tiers = {"default_min_threshold": 0.3, "flex_min_threshold": 0.05}
@@ -121,10 +123,10 @@ async def test_the_servers_threshold_is_followed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_threshold_that_moves_is_told(
+async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(
     governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint, stream: bool
 ) -> None:
-    """The threshold goes from 1 to 0.5 behind the first five passes."""
+    """The threshold moves from 1 to 0.5 after the first five passes."""
     engine, steps = governed.loop.engine, 0
     step = engine.begin_step
 
@@ -132,7 +134,7 @@ async def test_a_threshold_that_moves_is_told(
         nonlocal steps
         steps += 1
         if steps == 6:
-            engine.live = LiveDecoding(0.5)  # sent to it, it might come a step later
+            engine.live = LiveDecoding(0.5)  # a message might arrive later
         return step()
 
     engine.begin_step = counting

@@ -49,7 +49,7 @@ async def test_outputs_without_a_seed_differ(client: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, SAMPLED, {**SAMPLED, "top_p": 0.9, "frequency_penalty": 1.0}]
 )
-async def test_mode_exact_gives_what_ar_gives(client: Any, fields: dict[str, Any]) -> None:
+async def test_mode_exact_gives_the_output_of_mode_ar(client: Any, fields: dict[str, Any]) -> None:
     exact = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "exact"})
     ar = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "ar"})
     assert exact["choices"] == ar["choices"]
@@ -72,7 +72,7 @@ async def test_narrow_sampling_is_greedy(client: Any, fields: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_logit_bias(client: Any, mars: Checkpoint, mode: Mode) -> None:
+async def test_logit_bias_can_force_a_token(client: Any, mars: Checkpoint, mode: Mode) -> None:
     (token,) = encode(mars.tokenizer, "a", add_special_tokens=False)
     body = {**COMPLETION, "mode": mode, "logit_bias": {str(token): 100}}
     assert (await client.answer(COMPLETIONS, body))["choices"][0]["text"] == "a" * 24
@@ -116,7 +116,7 @@ async def test_min_tokens_keep_end_tokens_away(client: Any, mars: Checkpoint) ->
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-async def test_structure(
+async def test_the_output_matches_its_grammar(
     client: Any, path: str, fields: dict[str, Any], pattern: str, mode: Mode
 ) -> None:
     body = {**BODIES[path], **fields, "mode": mode, **SAMPLED}
@@ -140,7 +140,7 @@ async def test_structure(
         ),
     ],
 )
-async def test_structure_that_does_not_compile(
+async def test_a_grammar_that_does_not_compile_is_refused_by_field(
     client: Any, field: str, value: Any, stream: bool
 ) -> None:
     response = await client.post(COMPLETIONS, json={**COMPLETION, field: value, "stream": stream})

@@ -9,7 +9,7 @@ from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, text_of
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_several_choices(client: Any, path: str) -> None:
+async def test_several_choices_share_one_prompt(client: Any, path: str) -> None:
     one = await client.answer(path, BODIES[path])
     several = await client.answer(path, {**BODIES[path], "n": 3, "best_of": 3})
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
@@ -65,5 +65,5 @@ async def test_a_choice_that_cannot_be_queued_ends_the_others(
         client.error_of(response, 503, None)
         assert response.json()["error"]["code"] == "queue_full"
         await until_idle(loop.engine)
-    loop.stop()  # what it was told before is done then
+    loop.stop()  # all earlier messages have then been handled
     assert len(ended) == 4, "two of each request had been queued"

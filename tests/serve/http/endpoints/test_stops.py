@@ -21,7 +21,7 @@ def tokens_of(oracle: Any, checkpoint: Checkpoint, path: str, threshold: float) 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("threshold", [0.05, 1.0])
 @pytest.mark.parametrize("path", BODIES)
-async def test_stop_string(
+async def test_an_output_ends_at_a_stop_string(
     client: Any,
     loops: dict[str, LocalLoop],
     mars: Checkpoint,
@@ -34,7 +34,7 @@ async def test_stop_string(
     tokens = tokens_of(oracle, mars, path, threshold)
     text = decode(mars.tokenizer, tokens)
     middle = len(text) // 2
-    stop = text[middle : middle + 3]  # over token boundaries: most tokens are one character
+    stop = text[middle : middle + 3]  # spans several tokens, as most tokens are one character
     rules = StopRules((stop,), in_output=include)
     expected = OutputText(mars.tokenizer, rules).push(tokens, last=True)
     assert expected.is_stopped
@@ -54,7 +54,7 @@ async def test_stop_string(
     await until_idle(loops["mars"].engine)
 
 
-async def test_a_stop_string_cancels_at_the_engine(
+async def test_a_stop_string_cancels_the_engines_request(
     loops: dict[str, LocalLoop], client: Any, until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
@@ -69,7 +69,7 @@ async def test_a_stop_string_cancels_at_the_engine(
     assert len(ended) == 2
 
 
-async def test_a_stop_string_that_never_comes_changes_nothing(client: Any) -> None:
+async def test_a_stop_string_that_does_not_occur_changes_nothing(client: Any) -> None:
     plain = await client.answer(COMPLETIONS, COMPLETION)
     start = plain["choices"][0]["text"][-1]
     stopped = await client.answer(COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
@@ -79,7 +79,7 @@ async def test_a_stop_string_that_never_comes_changes_nothing(client: Any) -> No
     assert text == plain["choices"][0]["text"]
 
 
-async def test_stop_token_ids(client: Any, mars: Checkpoint, oracle: Any) -> None:
+async def test_an_output_ends_at_a_stop_token(client: Any, mars: Checkpoint, oracle: Any) -> None:
     tokens = tokens_of(oracle, mars, COMPLETIONS, 0.05)
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
     for include, kept in ((False, tokens[:index]), (True, tokens[: index + 1])):

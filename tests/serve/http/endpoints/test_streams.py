@@ -11,13 +11,16 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+import asgi
+from engine_requests import make_request
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.incoming.prompts import Prompt
 from mars_serve.api.outgoing.choices import Choice, stream_all
 from mars_serve.api.text import OutputText, StopRules
 from mars_serve.engine.ipc.loop import EngineDied
-from mars_serve.engine.request import DecodingOptions, Request, StepOutput
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from rest_requests import (
     BODIES,
     CHAT,
@@ -29,10 +32,14 @@ from rest_requests import (
     text_of,
 )
 
+JSON = {"content-type": "application/json"}
+
 
 @pytest.mark.parametrize("threshold", [0.02, 0.05, 1.0])
 @pytest.mark.parametrize("path", BODIES)
-async def test_stream_gives_the_same_text(client: Any, path: str, threshold: float) -> None:
+async def test_a_stream_has_the_same_text_and_figures_as_a_response(
+    client: Any, path: str, threshold: float
+) -> None:
     body = {**BODIES[path], "max_tokens": 60, "confidence_threshold": threshold}
     whole = await client.answer(path, body)
     events = await client.events(path, body)
@@ -50,7 +57,7 @@ async def test_stream_gives_the_same_text(client: Any, path: str, threshold: flo
     assert all("confidence_threshold" not in event["mars"] for event in events[:-1])
 
 
-async def test_stream_shapes(client: Any) -> None:
+async def test_the_events_of_each_endpoint_have_openais_shape(client: Any) -> None:
     completion = await client.events(COMPLETIONS, COMPLETION)
     assert {event["object"] for event in completion} == {"text_completion"}
     chat = await client.events(CHAT, CONVERSATION)
@@ -71,7 +78,7 @@ async def test_include_usage_adds_one_event(client: Any, path: str) -> None:
     assert not any(event.get("usage") for event in [*events, *without])
 
 
-async def test_official_client_streams(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_reads_streams(official: openai.AsyncOpenAI) -> None:
     options = {"model": "mars", "extra_body": {"confidence_threshold": 0.05}, "max_tokens": 24}
     whole = await official.chat.completions.create(messages=MESSAGES, **options)
     stream = await official.chat.completions.create(
@@ -88,32 +95,20 @@ async def test_official_client_streams(official: openai.AsyncOpenAI) -> None:
     assert "".join(texts) == complete.choices[0].text
 
 
-async def test_leaving_a_stream_frees_its_pages(
+async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(
     app: FastAPI, loops: dict[str, LocalLoop], until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
     monkeypatch.setattr(engine, "step", _slowed(engine.step))
-    gone = asyncio.Event()
     body = json.dumps({**COMPLETION, "max_tokens": 200, "stream": True, "mode": "ar"}).encode()
-    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        for message in incoming:
-            return message
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message.get("body"):
-            gone.set()
-
-    await asyncio.wait_for(app(_scope(COMPLETIONS), receive, send), timeout=5)
-    assert gone.is_set()
+    leaving = asgi.call(app, "POST", COMPLETIONS, JSON, chunks=[body], leave_after=2)
+    with suppress(OSError):
+        await asyncio.wait_for(leaving, timeout=5)
     await until_idle(engine)
 
 
 def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutput]]:
-    """The same step, so slow that 200 of them outlast the test."""
+    """Slow a step down so that 200 of them outlast the test."""
 
     def slow() -> list[StepOutput]:
         time.sleep(0.05)
@@ -122,24 +117,7 @@ def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutpu
     return slow
 
 
-def _scope(path: str) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-
-
-async def test_an_error_amid_a_stream_is_its_last_event(
+async def test_an_error_within_a_stream_is_its_last_event(
     broken_backend: Any, client_over: Any
 ) -> None:
     backend = broken_backend(EngineDied("dead"), num_outputs=2)
@@ -152,7 +130,7 @@ async def test_an_error_amid_a_stream_is_its_last_event(
     assert (error["type"], error["code"]) == ("server_error", "not_ready")
 
 
-async def test_headers_of_a_stream(client: Any) -> None:
+async def test_a_stream_forbids_caching_and_buffering(client: Any) -> None:
     response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
@@ -167,7 +145,7 @@ async def test_usage_is_null_until_the_end(client: Any, path: str) -> None:
     assert not any("usage" in event for event in events)
 
 
-async def test_usage_in_each_event(client: Any) -> None:
+async def test_each_event_may_report_the_usage_so_far(client: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await client.events(COMPLETIONS, {**COMPLETION, "stream_options": options})
     counts = [event["usage"]["completion_tokens"] for event in events]
@@ -175,7 +153,7 @@ async def test_usage_in_each_event(client: Any) -> None:
 
 
 class GatedBackend:
-    """Backend that gives one token, and then waits until it is closed."""
+    """A backend that gives one token, and then waits until it is closed."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -191,13 +169,12 @@ class GatedBackend:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n: int) -> None:
     backend = GatedBackend()
-    prompt = Prompt([5], "prompt")
     choices = [
         Choice(
-            index,
-            Request(str(index), [5], DecodingOptions(8)),
-            prompt,
-            OutputText(mars.tokenizer, StopRules()),
+            index=index,
+            request=make_request(str(index), [5], 8),
+            prompt=Prompt([5], "prompt"),
+            text=OutputText(mars.tokenizer, StopRules()),
             may_stop=False,
         )
         for index in range(n)
@@ -209,10 +186,10 @@ async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n
     assert backend.is_closed
 
 
-async def test_a_client_that_is_slow_to_leave_closes_the_backend(
+async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(
     mars: Checkpoint, app_of: Any, served: Any
 ) -> None:
-    """It leaves while an event is sent to it, not while one is waited for."""
+    """The client disconnects while an event is being sent, not while one is awaited."""
     backend = GatedBackend()
     app = app_of(served("mars", mars, backend))
     body = json.dumps({**COMPLETION, "stream": True}).encode()
@@ -228,5 +205,5 @@ async def test_a_client_that_is_slow_to_leave_closes_the_backend(
             raise OSError("the client has left")
 
     with suppress(Exception):
-        await app(_scope(COMPLETIONS), receive, send)
+        await app(asgi.scope_of("POST", COMPLETIONS, JSON), receive, send)
     assert backend.is_closed

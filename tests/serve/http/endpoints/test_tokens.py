@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
+"""The endpoints ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = "<|im_start|>user\nCount<|im_end|>\n"
 
 @pytest.fixture(scope="session")
 def alone(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
-    """An application with one model."""
+    """Return an application with one model."""
     return app_of(models[0])
 
 
@@ -41,7 +41,7 @@ async def refusal(client: httpx2.AsyncClient, path: str, **body: Any) -> tuple[i
     return response.status_code, error
 
 
-async def test_text_and_back(
+async def test_a_text_is_tokenized_and_detokenized(
     client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     body = {"model": "mars", "prompt": TEXT, "return_token_strs": True}
@@ -58,7 +58,7 @@ async def test_text_and_back(
     assert response.json() == {"prompt": TEXT}
 
 
-async def test_names_are_given_only_where_asked_for(client: httpx2.AsyncClient) -> None:
+async def test_token_names_are_returned_only_on_request(client: httpx2.AsyncClient) -> None:
     response = await client.post("/tokenize", json={"model": "mars", "prompt": ""})
     assert response.json() == {"count": 0, "max_model_len": 256, "tokens": [], "token_strs": None}
     response = await client.post("/detokenize", json={"model": "mars", "tokens": []})
@@ -67,12 +67,12 @@ async def test_names_are_given_only_where_asked_for(client: httpx2.AsyncClient) 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40).map(lambda text: unicodedata.normalize("NFC", text)))
-async def test_any_text_comes_back(client: httpx2.AsyncClient, text: str) -> None:
+async def test_any_text_survives_the_round_trip(client: httpx2.AsyncClient, text: str) -> None:
     body = {"model": "mars", "tokens": await ids_of(client, prompt=text)}
     assert (await client.post("/detokenize", json=body)).json() == {"prompt": text}
 
 
-async def test_conversations_are_rendered(
+async def test_a_conversation_is_rendered_before_it_is_tokenized(
     client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     expected = encode(tokenizer, PROMPT + "<|im_start|>assistant\n", add_special_tokens=False)
@@ -83,7 +83,7 @@ async def test_conversations_are_rendered(
     assert without == encode(tokenizer, PROMPT, add_special_tokens=False)
 
 
-async def test_a_conversation_has_as_many_tokens_as_its_chat_is_charged_for(
+async def test_tokenize_counts_the_same_tokens_as_the_chat_endpoint(
     client: httpx2.AsyncClient,
 ) -> None:
     body = {"model": "mars", "messages": [USER], "max_tokens": 1}
@@ -92,7 +92,7 @@ async def test_a_conversation_has_as_many_tokens_as_its_chat_is_charged_for(
     assert len(await ids_of(client, messages=[USER])) == charged
 
 
-async def test_special_tokens_are_text_again(
+async def test_detokenize_spells_special_tokens(
     client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     body = {"model": "mars", "tokens": await ids_of(client, messages=[USER])}
@@ -113,7 +113,7 @@ async def test_the_only_model_needs_no_name(
         assert (await client.get("/tokenizer_info")).json() == named.json()
 
 
-async def test_tokenizer_info(
+async def test_tokenizer_info_describes_the_tokenizer(
     client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     response = await client.get("/tokenizer_info", params={"model": "mars"})
@@ -169,7 +169,7 @@ async def test_tokenizer_info(
         ("/detokenize", {"model": "mars", "tokens": [1, 5000]}, 400, "tokens", "id 5000 is not"),
     ],
 )  # fmt: skip
-async def test_refusals(
+async def test_invalid_requests_are_refused_by_field(
     client: httpx2.AsyncClient,
     path: str,
     body: dict[str, Any],
@@ -182,7 +182,7 @@ async def test_refusals(
     assert message in error["message"]
 
 
-async def test_records_name_the_model(
+async def test_the_record_names_the_model(
     client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "marsray.requests")
@@ -204,7 +204,7 @@ async def test_records_name_the_model(
         ({"messages": [{**USER, "role": "human"}]}, False),
     ],
 )
-async def test_the_description_says_what_is_taken(
+async def test_the_schema_describes_exactly_what_is_accepted(
     client: httpx2.AsyncClient, body: dict[str, Any], is_valid: bool
 ) -> None:
     document = (await client.get("/openapi.json")).json()

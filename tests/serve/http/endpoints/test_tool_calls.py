@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "7?"}]
 
 
 def tool(name: str, *choices: str) -> dict[str, Any]:
-    """A tool with one argument, of which the outputs are few and short."""
+    """Return a tool whose only argument has a few short values."""
     parameters = {
         "type": "object",
         "properties": {"a": {"enum": list(choices)}},
@@ -43,7 +43,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def trained(mars: Checkpoint) -> Iterator[Checkpoint]:
-    """The checkpoint with a chat template that knows tools."""
+    """Return the checkpoint with a chat template that supports tools."""
     tokenizer = mars.tokenizer
     before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
     yield replace(mars, tokenizer=tokenizer)
@@ -65,7 +65,7 @@ def official(client: Any) -> openai.AsyncOpenAI:
 
 
 def check(call: dict[str, Any]) -> None:
-    """A call is valid by construction where it is forced."""
+    """Check a forced call, which is valid by construction."""
     assert call["type"] == "function"
     assert call["id"].startswith("call_")
     allowed = {"add": ["x", "yes"], "take": ["no"]}[call["function"]["name"]]
@@ -75,7 +75,7 @@ def check(call: dict[str, Any]) -> None:
 
 
 def joined(events: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Content and calls of a stream, as clients put them together."""
+    """Return a stream's content and calls as clients assemble them."""
     content, calls = "", list[dict[str, Any]]()
     for event in events:
         delta = event["choices"][0]["delta"]
@@ -92,7 +92,7 @@ def joined(events: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_a_call_that_is_required(client: Any, mode: Mode) -> None:
+async def test_a_required_call_is_returned_whole_and_streamed(client: Any, mode: Mode) -> None:
     body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, "mode": mode}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -107,13 +107,13 @@ async def test_a_call_that_is_required(client: Any, mode: Mode) -> None:
     assert "role" in events[0]["choices"][0]["delta"]
 
 
-async def test_a_function_by_name(official: openai.AsyncOpenAI) -> None:
+async def test_a_function_that_is_named_is_called(official: openai.AsyncOpenAI) -> None:
     named = {"type": "function", "function": {"name": "take"}}
     options: dict[str, Any] = {**BODY, "tool_choice": named}
     response = await official.chat.completions.create(**options)
     (call,) = response.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("take", '{"a": "no"}')
-    # what the model said is a message that can be sent back
+    # the model's message can be sent back
     result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
     turns = [*MESSAGES, response.choices[0].message, result]
     again = await official.chat.completions.create(**{**options, "messages": turns})
@@ -121,7 +121,7 @@ async def test_a_function_by_name(official: openai.AsyncOpenAI) -> None:
     assert again.choices[0].message.tool_calls[0].id != call.id
 
 
-async def test_official_client_puts_a_streamed_call_together(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_assembles_a_streamed_call(official: openai.AsyncOpenAI) -> None:
     body = {key: value for key, value in BODY.items() if key != "tools"}
     tools = [{**each, "function": {**each["function"], "strict": True}} for each in TOOLS]
     async with official.chat.completions.stream(
@@ -142,7 +142,7 @@ async def test_official_client_puts_a_streamed_call_together(official: openai.As
     ],
 )
 @pytest.mark.parametrize("threshold", [0.05, 1.0])
-async def test_calls_in_free_text(
+async def test_calls_within_text_are_separated_from_content(
     client: Any, text: str, content: str | None, num_calls: int, threshold: float
 ) -> None:
     body = {**BODY, "guided_grammar": f"start: {json.dumps(text)}"}
@@ -162,13 +162,13 @@ async def test_calls_in_free_text(
     assert [each["function"] for each in calls] == [each["function"] for each in found]
 
 
-async def test_a_call_that_is_cut_is_no_end_by_tool_calls(client: Any) -> None:
+async def test_an_incomplete_call_ends_with_reason_length(client: Any) -> None:
     body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "max_tokens": 45}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["finish_reason"] == "length"
 
 
-async def test_no_tools_are_used_where_none_are_wanted(client: Any) -> None:
+async def test_tool_choice_none_leaves_calls_in_the_text(client: Any) -> None:
     body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "tool_choice": "none"}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
@@ -186,5 +186,7 @@ async def test_no_tools_are_used_where_none_are_wanted(client: Any) -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
     ],
 )
-async def test_tools_that_are_refused(client: Any, fields: dict[str, Any], param: str) -> None:
+async def test_unusable_tools_are_refused_by_field(
+    client: Any, fields: dict[str, Any], param: str
+) -> None:
     await client.refusal(CHAT, {**BODY, **fields}, 400, param)

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -17,25 +17,19 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
+import asgi
+from api_keys import bearer, key_entry
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 from mars_serve.http.middleware.errors import as_api_error
+from rest_requests import COMPLETIONS
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOLDEN = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 12, "mode": "exact"}
 COMPLETION = {"model": "mars", "prompt": "x", "max_tokens": 2}
 JSON = {"Content-Type": "application/json"}
 BODY_BYTES = 4096
-LIMITS = {
-    "body_bytes": BODY_BYTES,
-    "prompt_tokens": 40,
-    "output_tokens": 30,
-    "choices": 3,
-    "stop_strings": 2,
-    "stop_characters": 5,
-}
 BROKEN = {
     "full": QueueFull("secret"),
     "late": QueueTimeout("secret"),
@@ -48,23 +42,14 @@ BROKEN = {
 }
 
 
-def entry(key: str, **fields: Any) -> dict[str, Any]:
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    tiers = ["default", "flex", "priority"]
-    return {"name": key, "sha256": digest, "tiers": tiers, **fields}
-
-
+TIERS = ["default", "flex", "priority"]
 KEYS = [
-    entry("golden"),
-    entry("plain", tiers=["default"]),
-    entry("one", max_concurrent=1),
-    entry("rare", requests_per_minute=2),
-    entry("small", tokens_per_minute=6),
+    key_entry("golden", tiers=TIERS),
+    key_entry("plain", tiers=["default"]),
+    key_entry("one", max_concurrent=1),
+    key_entry("rare", requests_per_minute=2),
+    key_entry("small", tokens_per_minute=6),
 ]
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +60,11 @@ def make_app(
     broken_backend: Any,
     app_of: Callable[..., FastAPI],
 ) -> Callable[[], FastAPI]:
-    """Applications whose keys have used nothing yet."""
+    """Make applications whose keys have not been used yet."""
     broken = [served(name, mars, broken_backend(error)) for name, error in BROKEN.items()]
-    return lambda: app_of(*models, *broken, limits=LIMITS, keys={"entries": KEYS})
+    return lambda: app_of(
+        *models, *broken, limits={"body_bytes": BODY_BYTES}, keys={"entries": KEYS}
+    )
 
 
 @pytest.fixture
@@ -90,7 +77,7 @@ async def client(
 
 @pytest.fixture
 async def shared(app_of_errors: FastAPI, client_of: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of the application that all errors are tried on."""
+    """Yield a client of the application on which all errors are provoked."""
     async with client_of(app_of_errors, headers=bearer("plain")) as client:
         yield client
 
@@ -102,7 +89,7 @@ def app_of_errors(make_app: Callable[[], FastAPI]) -> FastAPI:
 
 @pytest.fixture(scope="module")
 def golden(make_app: Callable[[], FastAPI], client_of: Any) -> str:
-    """What the golden request gives on a server of its own."""
+    """Return the output of the golden request on a server of its own."""
 
     async def ask() -> str:
         async with client_of(make_app(), headers=bearer("golden")) as client:
@@ -136,91 +123,61 @@ async def endless() -> AsyncIterator[bytes]:
 
 DEEP = b"[" * 101 + b"]" * 101
 HIDDEN = b'{"prompt": "a \\" b", "x": ' + DEEP + b"}"
-ERRORS: dict[str, tuple[str, str, dict[str, Any], int, str | None, str | None]] = {
+
+
+def post(
+    request: dict[str, Any], status: int, code: str | None = None, param: str | None = None
+) -> tuple[Any, ...]:
+    """Return a completion request with the status, code and param of its error."""
+    return "POST", COMPLETIONS, request, status, code, param
+
+
+MODELS = {
+    "full": (503, "queue_full"),
+    "late": (503, "queue_timeout"),
+    "dead": (503, "not_ready"),
+    "gone": (503, "not_ready"),
+    "remote-full": (503, "queue_full"),
+    "failed": (500, "request_failed"),
+    "odd": (500, "internal_error"),
+    "remote": (500, "internal_error"),
+}
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+ERRORS: dict[str, tuple[Any, ...]] = {
     # method, path, request, status, code, param
     "wrong key": ("GET", "/v1/models", {"headers": bearer("x")}, 401, "invalid_api_key", None),
     "no admin": ("GET", "/admin/threshold", {}, 403, "not_allowed", None),
-    "tier": (
-        "POST",
-        COMPLETIONS,
-        changed(service_tier="priority"),
-        403,
-        "tier_not_allowed",
-        "service_tier",
-    ),
+    "tier": post(changed(service_tier="priority"), 403, "tier_not_allowed", "service_tier"),
     "path": ("GET", "/v1/nothing", {}, 404, "not_found", None),
     "slash": ("POST", COMPLETIONS + "/", changed(), 404, "not_found", None),
     "long path": ("GET", "/" + "x" * 5000, {}, 404, "not_found", None),
-    "model": ("POST", COMPLETIONS, changed(model="x" * 4000), 404, "model_not_found", "model"),
+    "model": post(changed(model="x" * 4000), 404, "model_not_found", "model"),
     "method": ("GET", COMPLETIONS, {}, 405, "method_not_allowed", None),
     "method of health": ("PUT", "/health", changed(), 405, "method_not_allowed", None),
-    "declared size": (
-        "POST",
-        COMPLETIONS,
-        raw(b" " * (BODY_BYTES + 1)),
-        413,
-        "body_too_large",
-        None,
-    ),
-    "size of chunks": ("POST", COMPLETIONS, raw(endless), 413, "body_too_large", None),
+    "declared size": post(raw(b" " * (BODY_BYTES + 1)), 413, "body_too_large"),
+    "size of chunks": post(raw(endless), 413, "body_too_large"),
     "size on any path": ("POST", "/nothing", raw(endless), 413, "body_too_large", None),
-    "gzip": (
-        "POST",
-        COMPLETIONS,
-        raw(b"x", **{"Content-Encoding": "gzip"}),
-        415,
-        "unsupported_encoding",
-        None,
-    ),
-    "form": (
-        "POST",
-        COMPLETIONS,
-        raw(b"x", **{"Content-Type": "application/x-www-form-urlencoded"}),
-        415,
-        "unsupported_content_type",
-        None,
-    ),
-    "no type": ("POST", COMPLETIONS, {"content": b"{}"}, 415, "unsupported_content_type", None),
-    "no JSON": ("POST", COMPLETIONS, raw(b"{"), 422, "unparsable", None),
-    "no object": ("POST", COMPLETIONS, raw(b"[]"), 422, "unparsable", None),
-    "no body": ("POST", COMPLETIONS, raw(b""), 422, "unparsable", None),
-    "deep": ("POST", COMPLETIONS, raw(DEEP), 422, "unparsable", None),
-    "deep behind a string": ("POST", COMPLETIONS, raw(HIDDEN), 422, "unparsable", None),
-    "deep without end": ("POST", COMPLETIONS, raw(b"[" * 4000), 422, "unparsable", None),
-    "UTF-16": (
-        "POST",
-        COMPLETIONS,
-        raw(json.dumps(COMPLETION).encode("utf-16-le")),
-        422,
-        "unparsable",
-        None,
-    ),
-    "long number": ("POST", COMPLETIONS, raw(b"9" * 4000 + b"9" * 50), 422, "unparsable", None),
-    "value": ("POST", COMPLETIONS, changed(temperature=3), 400, "invalid_value", "temperature"),
-    "long value": ("POST", COMPLETIONS, changed(mode="x" * 4000), 400, "invalid_value", "mode"),
+    "gzip": post(raw(b"x", **{"Content-Encoding": "gzip"}), 415, "unsupported_encoding"),
+    "form": post(raw(b"x", **FORM), 415, "unsupported_content_type"),
+    "no type": post({"content": b"{}"}, 415, "unsupported_content_type"),
+    "no JSON": post(raw(b"{"), 422, "unparsable"),
+    "no object": post(raw(b"[]"), 422, "unparsable"),
+    "no body": post(raw(b""), 422, "unparsable"),
+    "JSON string": post(raw(b'"text"'), 422, "unparsable"),
+    "no UTF-8": post(raw(b"\xff{}"), 422, "unparsable"),
+    "deep": post(raw(DEEP), 422, "unparsable"),
+    "deep behind a string": post(raw(HIDDEN), 422, "unparsable"),
+    "deep without end": post(raw(b"[" * 4000), 422, "unparsable"),
+    "UTF-16": post(raw(json.dumps(COMPLETION).encode("utf-16-le")), 422, "unparsable"),
+    "long number": post(raw(b"9" * 4050), 422, "unparsable"),
+    "value": post(changed(temperature=3), 400, "invalid_value", "temperature"),
+    "long value": post(changed(mode="x" * 4000), 400, "invalid_value", "mode"),
     **{
-        f"lone surrogate in {field}": ("POST", COMPLETIONS, escaped(field), 400, None, field)
+        f"lone surrogate in {field}": post(escaped(field), 400, None, field)
         for field in ("mode", "prompt", "stop")
     },
-    "lone surrogate in model": ("POST", COMPLETIONS, escaped("model"), 404, None, "model"),
-    "long prompt": ("POST", COMPLETIONS, changed(prompt=[5] * 41), 400, None, "prompt"),
-    "long output": ("POST", COMPLETIONS, changed(max_tokens=31), 400, None, "max_tokens"),
-    "choices": ("POST", COMPLETIONS, changed(n=4), 400, None, "n"),
-    "stops": ("POST", COMPLETIONS, changed(stop=["a", "b", "c"]), 400, None, "stop"),
-    "long stop": ("POST", COMPLETIONS, changed(stop="abcdef"), 400, None, "stop"),
-    **{
-        f"model is {name}": ("POST", COMPLETIONS, changed(model=name), status, code, None)
-        for name, (status, code) in {
-            "full": (503, "queue_full"),
-            "late": (503, "queue_timeout"),
-            "dead": (503, "not_ready"),
-            "gone": (503, "not_ready"),
-            "remote-full": (503, "queue_full"),
-            "failed": (500, "request_failed"),
-            "odd": (500, "internal_error"),
-            "remote": (500, "internal_error"),
-        }.items()
-    },
+    "lone surrogate in model": post(escaped("model"), 404, None, "model"),
+    **{f"model is {name}": post(changed(model=name), *MODELS[name]) for name in MODELS},
 }
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -240,7 +197,7 @@ def check_error(
 
 
 @pytest.mark.parametrize("case", ERRORS)
-async def test_error_beside_a_request_that_it_does_not_touch(
+async def test_an_error_does_not_affect_a_concurrent_request(
     shared: httpx2.AsyncClient, golden: str, case: str
 ) -> None:
     method, path, request, status, code, param = ERRORS[case]
@@ -253,12 +210,14 @@ async def test_error_beside_a_request_that_it_does_not_touch(
     assert await beside == golden
 
 
-async def test_method_not_allowed_names_those_that_are(client: httpx2.AsyncClient) -> None:
+async def test_the_response_to_a_wrong_method_names_the_right_ones(
+    client: httpx2.AsyncClient,
+) -> None:
     assert (await client.get(COMPLETIONS)).headers["allow"] == "POST"
     assert (await client.post("/version", json={})).headers["allow"] == "GET"
 
 
-async def test_unforeseen_error_is_in_the_log_only(
+async def test_an_unexpected_error_is_described_only_in_the_log(
     client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     response = await client.post(COMPLETIONS, json={**COMPLETION, "model": "odd"})
@@ -266,7 +225,7 @@ async def test_unforeseen_error_is_in_the_log_only(
     assert "KeyError: 'secret'" in caplog.text
 
 
-async def test_body_that_is_just_small_enough(client: httpx2.AsyncClient) -> None:
+async def test_a_body_of_exactly_the_largest_size_is_accepted(client: httpx2.AsyncClient) -> None:
     body = json.dumps(COMPLETION).encode()
     padded = body + b" " * (BODY_BYTES - len(body))
     for content in (padded, b"\xef\xbb\xbf" + body):
@@ -283,7 +242,9 @@ async def complete(client: httpx2.AsyncClient, key: str, **fields: Any) -> httpx
     return await client.post(COMPLETIONS, json={**COMPLETION, **fields}, headers=bearer(key))
 
 
-async def test_requests_at_once(client: httpx2.AsyncClient, golden: str) -> None:
+async def test_concurrent_requests_of_a_key_are_limited(
+    client: httpx2.AsyncClient, golden: str
+) -> None:
     results = await asyncio.gather(
         *(complete(client, "one", stream=stream) for stream in (True, False)), text_of(client)
     )
@@ -296,7 +257,9 @@ async def test_requests_at_once(client: httpx2.AsyncClient, golden: str) -> None
     assert (await complete(client, "one")).status_code == 200
 
 
-async def test_requests_per_minute(client: httpx2.AsyncClient, golden: str) -> None:
+async def test_requests_per_minute_of_a_key_are_limited(
+    client: httpx2.AsyncClient, golden: str
+) -> None:
     first = await complete(client, "rare")
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -312,56 +275,41 @@ async def test_requests_per_minute(client: httpx2.AsyncClient, golden: str) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_per_minute(client: httpx2.AsyncClient, golden: str, stream: bool) -> None:
+async def test_tokens_per_minute_of_a_key_are_limited(
+    client: httpx2.AsyncClient, golden: str, stream: bool
+) -> None:
     first = await complete(client, "small", prompt=[5, 6, 7], max_tokens=2, stream=stream)
     assert first.status_code == 200
-    left = 3 if stream else 1  # of six; the header comes with the first token, or with all
+    left = 3 if stream else 1  # of six; a stream sends its headers earlier
     assert int(first.headers["x-ratelimit-remaining-tokens"]) in (left - 1, left)
     again = await complete(client, "small", prompt=[5, 6, 7], max_tokens=7, stream=stream)
     assert again.status_code == 200
     refused = await complete(client, "small", stream=stream)
     check_error(refused, 429, "rate_limit_exceeded", None)
-    assert 98 <= int(refused.headers["retry-after"]) <= 100  # 9 too many, at one in 10 s, and one
+    assert 98 <= int(refused.headers["retry-after"]) <= 100  # 10 tokens, at one per 10 s
     assert await text_of(client) == golden
 
 
-async def test_unlimited_keys_get_no_headers(client: httpx2.AsyncClient) -> None:
+async def test_a_key_without_limits_gets_no_limit_headers(client: httpx2.AsyncClient) -> None:
     response = await complete(client, "golden")
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
-async def test_place_of_a_client_that_left_is_free(
+async def test_a_disconnected_client_no_longer_counts_as_running(
     make_app: Callable[[], FastAPI], client_of: Any
 ) -> None:
     app = make_app()
     body = json.dumps({**COMPLETION, "max_tokens": 30, "stream": True}).encode()
-    incoming = [{"type": "http.request", "body": body, "more_body": False}]
-    gone = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if incoming:
-            return incoming.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            gone.set()
-
-    headers = [*JSON.items(), *bearer("one").items()]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": COMPLETIONS,
-        "query_string": b"",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
-    }
-    await asyncio.wait_for(app(scope, receive, send), timeout=10)
+    leaving = asgi.call(
+        app, "POST", COMPLETIONS, {**JSON, **bearer("one")}, chunks=[body], leave_after=2
+    )
+    with suppress(OSError):
+        await asyncio.wait_for(leaving, timeout=10)
     async with client_of(app) as client:
         assert (await complete(client, "one")).status_code == 200
 
 
-# What Ray raises
+# Errors raised by Ray
 
 
 @pytest.mark.parametrize(
@@ -377,7 +325,9 @@ async def test_place_of_a_client_that_left_is_free(
         (RayTaskError("f", "secret", ValueError("secret")), 500, "internal_error"),
     ],
 )
-def test_errors_of_ray(error: Exception, status: int, code: str) -> None:
+def test_errors_raised_through_ray_get_the_status_of_their_cause(
+    error: Exception, status: int, code: str
+) -> None:
     for each in (error, RayTaskError("outer", "secret", error)):
         found = as_api_error(each, "guided_regex")
         assert (found.status, found.code) == (status, code)
@@ -394,7 +344,9 @@ def test_errors_of_ray(error: Exception, status: int, code: str) -> None:
         ("stop: '\ud800' is long", "stop", "stop: '?' is long"),
     ],
 )
-def test_field_that_an_engine_refuses(message: str, param: str | None, expected: str) -> None:
+def test_a_refusal_by_the_engine_names_the_requests_field(
+    message: str, param: str | None, expected: str
+) -> None:
     error = as_api_error(UserError(message), "guided_regex")
     found = error.body()["error"]
     assert (error.status, found["param"], found["message"]) == (400, param, expected)

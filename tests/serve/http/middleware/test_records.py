@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -22,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
+import asgi
+from api_keys import bearer, key_entry
 from local_loop import LocalLoop
 from mars_platform.errors import UserError
 from mars_serve.config.served import Backend, ServedModel
@@ -34,14 +34,15 @@ from mars_serve.http.middleware.recording import (
 )
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
 from mars_serve.observability.telemetry import IngressTelemetry
+from rest_requests import CHAT, COMPLETION, COMPLETIONS, MESSAGES
 
 Lines = Callable[[], list[dict[str, Any]]]
-BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}
+BODY = {**COMPLETION, "max_tokens": 5, "mode": "ar"}
 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
-    """The lines of the log of requests so far."""
+    """Return a function that reads the lines of the request log."""
     with caplog.at_level(logging.INFO, "marsray.requests"):
         yield lambda: [
             json.loads(record.message)
@@ -93,9 +94,9 @@ async def dawdle() -> None:
 
 @pytest.fixture
 def own(telemetry: IngressTelemetry, spans: InMemorySpanExporter) -> FastAPI:
-    """An application with an endpoint for each way to end."""
+    """Return an application with an endpoint for each way in which a request may end."""
     app = FastAPI()
-    app.post("/v1/completions")(generate)
+    app.post(COMPLETIONS)(generate)
     app.post("/v1/broken", response_model=None)(break_off)
     app.post("/v1/failed")(fail)
     app.post("/v1/slow")(dawdle)
@@ -118,51 +119,20 @@ def counted(telemetry: IngressTelemetry) -> dict[tuple[str, str], float]:
 async def call(
     app: FastAPI, path: str, leave_after: int | None = None, **headers: str
 ) -> list[Message]:
-    """What an application sends; its client leaves after so many messages."""
-    sent: list[Message] = []
-    has_left = asyncio.Event()
-    messages = iter([{"type": "http.request", "body": b"", "more_body": False}])
-
-    async def receive() -> Message:
-        for message in messages:
-            return message
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        if has_left.is_set():
-            raise OSError("the client has left")
-        sent.append(message)
-        if len(sent) == leave_after:
-            has_left.set()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [
-            (name.replace("_", "-").encode(), each.encode()) for name, each in headers.items()
-        ],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
-    }
-    await app(scope, receive, send)
-    return sent
+    """Post to an application and return its messages to a client that may disconnect."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    version = {"version": "3.0", "spec_version": "2.4"}
+    return await asgi.call(app, "POST", path, named, leave_after=leave_after, asgi=version)
 
 
 def header(message: Message, name: str) -> list[str]:
     return [each.decode() for key, each in message["headers"] if key.decode().lower() == name]
 
 
-async def test_a_request_that_ends_well(
+async def test_a_successful_request_is_logged_and_counted(
     own: FastAPI, lines: Lines, telemetry: IngressTelemetry
 ) -> None:
-    start, *_ = await call(own, "/v1/completions", x_request_id="abc-1")
+    start, *_ = await call(own, COMPLETIONS, x_request_id="abc-1")
     (line,) = lines()
     took = datetime.now(UTC) - datetime.fromisoformat(line.pop("time"))
     assert timedelta() <= took < timedelta(minutes=1)
@@ -183,18 +153,18 @@ async def test_a_request_that_ends_well(
     assert counted(telemetry) == {("mars", "stop"): 1}
 
 
-async def test_a_client_that_leaves_a_stream(
+async def test_a_client_that_disconnects_from_a_stream_is_recorded_as_cancelled(
     own: FastAPI, lines: Lines, telemetry: IngressTelemetry
 ) -> None:
     with suppress(Exception):
-        await call(own, "/v1/completions", leave_after=2)
+        await call(own, COMPLETIONS, leave_after=2)
     (line,) = lines()
     assert (line["outcome"], line["level"], line["status"]) == ("cancelled", "INFO", 200)
     assert 2 <= line["completion_tokens"] < 6
     assert counted(telemetry) == {("mars", "cancelled"): 1}
 
 
-async def test_a_request_whose_task_is_cancelled(
+async def test_a_request_whose_task_is_cancelled_is_recorded_as_cancelled(
     own: FastAPI, lines: Lines, telemetry: IngressTelemetry
 ) -> None:
     task = asyncio.create_task(call(own, "/v1/slow"))
@@ -209,10 +179,10 @@ async def test_a_request_whose_task_is_cancelled(
 
 
 @pytest.mark.parametrize("path", ["/v1/failed", "/v1/broken"])
-async def test_a_handler_that_raises(
+async def test_an_endpoint_that_raises_is_recorded_as_error(
     own: FastAPI, lines: Lines, telemetry: IngressTelemetry, path: str
 ) -> None:
-    with suppress(RuntimeError):  # where the stream had begun
+    with suppress(RuntimeError):  # raised if the stream had begun
         start, *_ = await call(own, path)
         assert header(start, "x-request-id") == [lines()[0]["request_id"]]
     (line,) = lines()
@@ -222,7 +192,7 @@ async def test_a_handler_that_raises(
 
 
 @pytest.mark.parametrize("path", ["/v1/unknown", "/other"])
-async def test_what_is_refused_is_counted_where_requests_are_generated(
+async def test_a_refusal_is_counted_only_below_v1(
     own: FastAPI, lines: Lines, telemetry: IngressTelemetry, path: str
 ) -> None:
     await call(own, path)
@@ -233,14 +203,16 @@ async def test_what_is_refused_is_counted_where_requests_are_generated(
 @pytest.mark.parametrize(
     "given", ["a" * 129, "", "a b", 'a"b', "ä", "a\tb", "a%0d%0ab"], ids=range(7)
 )
-async def test_an_odd_id_is_replaced(own: FastAPI, lines: Lines, given: str) -> None:
-    start, *_ = await call(own, "/v1/completions", x_request_id=given)
+async def test_an_unsafe_request_id_is_replaced(own: FastAPI, lines: Lines, given: str) -> None:
+    start, *_ = await call(own, COMPLETIONS, x_request_id=given)
     (made,) = header(start, "x-request-id")
     assert len(made) == 32
     assert lines()[0]["request_id"] == made
 
 
-async def test_an_id_that_the_server_returns_is_not_added(telemetry: IngressTelemetry) -> None:
+async def test_a_request_id_that_the_server_returns_itself_is_not_added(
+    telemetry: IngressTelemetry,
+) -> None:
     app = FastAPI()
     recorder = Recorder(telemetry, is_id_echoed=True)
     app.add_middleware(RecordMiddleware, recorder=recorder)
@@ -275,35 +247,31 @@ async def keyed(
     served: Callable[..., ServedModel],
     app_of: Callable[..., FastAPI],
     client_of: Callable[..., httpx2.AsyncClient],
-    tmp_path: Path,
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client with a key, of a server with a model that works and one that fails."""
-    digest = hashlib.sha256(b"mars-canary-key").hexdigest()
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"keys: [{{name: alice, sha256: {digest}}}]")
+    """Yield a client with a key, of a server with a working model and a failing one."""
     backend = broken_backend(RequestFailed("canary error"), num_outputs=2)
     broken = served("broken", loops["mars"].engine.checkpoint, backend)
-    app = app_of(*models, broken, keys={"file": str(file)})
-    async with client_of(app, headers={"Authorization": "Bearer mars-canary-key"}) as client:
+    app = app_of(*models, broken, keys={"entries": [key_entry("mars-canary-key", name="alice")]})
+    async with client_of(app, headers=bearer("mars-canary-key")) as client:
         yield client
 
 
-async def test_no_text_and_no_key_is_ever_logged(
+async def test_no_text_and_no_key_is_logged(
     keyed: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture, lines: Lines
 ) -> None:
     caplog.set_level(logging.DEBUG)
     body = {**BODY, "prompt": "canary prompt", "stop": "canary stop", "user": "canary user"}
     output = (await keyed.post("/v1/completions?canary=query", json=body)).json()
     text = output["choices"][0]["text"]
-    chat = {"model": "mars", "max_tokens": 4, "messages": [{"role": "user", "content": "canary"}]}
+    chat = {"model": "mars", "max_tokens": 4, "messages": [{**MESSAGES[0], "content": "canary"}]}
     responses = [
-        await keyed.post("/v1/chat/completions", json={**chat, "stream": True}),
-        await keyed.post("/v1/chat/completions", json={**chat, "model": "canary model"}),
-        await keyed.post("/v1/chat/completions", json={**chat, "temperature": "canary value"}),
-        await keyed.post("/v1/completions", content=b"canary {"),
-        await keyed.post("/v1/completions", json=body, headers={"X-Request-Id": "canary id"}),
-        await keyed.post("/v1/completions", json=body, headers={"Authorization": "canary key"}),
-        await keyed.post("/v1/completions", json={**body, "model": "broken", "stream": True}),
+        await keyed.post(CHAT, json={**chat, "stream": True}),
+        await keyed.post(CHAT, json={**chat, "model": "canary model"}),
+        await keyed.post(CHAT, json={**chat, "temperature": "canary value"}),
+        await keyed.post(COMPLETIONS, content=b"canary {"),
+        await keyed.post(COMPLETIONS, json=body, headers={"X-Request-Id": "canary id"}),
+        await keyed.post(COMPLETIONS, json=body, headers={"Authorization": "canary key"}),
+        await keyed.post(COMPLETIONS, json={**body, "model": "broken", "stream": True}),
     ]
     statuses = [response.status_code for response in responses]
     assert statuses[:3] == [200, 404, 400]
@@ -311,17 +279,19 @@ async def test_no_text_and_no_key_is_ever_logged(
     assert len(text) > 3
     logged = [
         record.getMessage() for record in caplog.records if not record.name.startswith("http")
-    ]  # the client's own log has its URLs
+    ]  # the client's own log contains URLs
     assert len(logged) >= 8
     assert not any("canary" in line or text in line for line in logged)
     assert [line["outcome"] for line in lines()[-3:]] == ["length", "rejected_401", "error"]
     assert len({response.headers["x-request-id"] for response in responses}) == len(responses)
 
 
-async def test_a_line_of_a_real_request(keyed: httpx2.AsyncClient, lines: Lines) -> None:
+async def test_the_log_line_of_a_generation_has_its_figures(
+    keyed: httpx2.AsyncClient, lines: Lines
+) -> None:
     body = {**BODY, "mode": "threshold", "confidence_threshold": 0.25, "stream": True}
-    await keyed.post("/v1/completions", json=body)
-    await keyed.post("/v1/completions", json={**BODY, "n": 0})
+    await keyed.post(COMPLETIONS, json=body)
+    await keyed.post(COMPLETIONS, json={**BODY, "n": 0})
     line, refused = lines()
     assert (
         line.items()
@@ -342,9 +312,11 @@ async def test_a_line_of_a_real_request(keyed: httpx2.AsyncClient, lines: Lines)
     assert refused["error_code"] == "invalid_value"
 
 
-async def test_a_span_of_a_request(own: FastAPI, spans: InMemorySpanExporter) -> None:
+async def test_a_span_continues_the_clients_trace_and_has_the_figures(
+    own: FastAPI, spans: InMemorySpanExporter
+) -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
-    await call(own, "/v1/completions", traceparent=f"00-{trace}-b7ad6b7169203331-01")
+    await call(own, COMPLETIONS, traceparent=f"00-{trace}-b7ad6b7169203331-01")
     (span,) = spans.get_finished_spans()
     assert span.name == "POST /v1/completions"
     assert span.kind is SpanKind.SERVER
@@ -367,7 +339,9 @@ async def test_a_span_of_a_request(own: FastAPI, spans: InMemorySpanExporter) ->
     }
 
 
-async def test_a_span_of_a_failure(own: FastAPI, spans: InMemorySpanExporter) -> None:
+async def test_a_span_of_a_failure_has_the_error_but_no_text(
+    own: FastAPI, spans: InMemorySpanExporter
+) -> None:
     await call(own, "/v1/failed")
     (span,) = spans.get_finished_spans()
     assert span.name == "POST"
@@ -378,13 +352,13 @@ async def test_a_span_of_a_failure(own: FastAPI, spans: InMemorySpanExporter) ->
     assert not span.events  # an exception's text may quote a request
 
 
-def test_tracing_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(UserError, match=r"^telemetry\.tracing: .*marsray\[tracing\]"):
         tracer_from_environment()
 
 
-def test_a_process_of_its_own_writes_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_records_are_written_to_stderr_as_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("marsray.requests")
     before = log.handlers, log.level, log.propagate
     try:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -12,37 +11,29 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import asgi
+import rest_requests
+from api_keys import bearer, key_entry
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS
 from mars_serve.http.middleware.bodies import _MAX_DEPTH, _depth
 from mars_serve.http.middleware.security import add_security
+from rest_requests import CHAT, COMPLETIONS
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-COMPLETION = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 2}
-BODIES = {
-    COMPLETIONS: COMPLETION,
-    CHAT: {"model": "mars", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-}
+COMPLETION = {**rest_requests.COMPLETION, "max_tokens": 2}
+BODIES = {path: {**body, "max_tokens": 2} for path, body in rest_requests.BODIES.items()}
 PLAIN, ADMIN, FLEX = "key-plain", "key-admin", "key-flex"
 HOLDERS = {"none": None, "wrong": "key-wrong", "flex": FLEX, "plain": PLAIN, "admin": ADMIN}
 
 
-def entry(key: str, **fields: Any) -> dict[str, Any]:
-    return {"name": key, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}
-
-
-KEYS = {"entries": [entry(PLAIN), entry(ADMIN, admin=True), entry(FLEX, tiers=["flex"])]}
-
-
-def bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
+ENTRIES = [key_entry(PLAIN), key_entry(ADMIN, admin=True), key_entry(FLEX, tiers=["flex"])]
 
 
 @pytest.fixture(scope="module")
 def keyed(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
-    return app_of(*models, keys=KEYS)
+    return app_of(*models, keys={"entries": ENTRIES})
 
 
 async def call(
@@ -52,47 +43,19 @@ async def call(
     *,
     key: str | None = None,
     headers: list[tuple[bytes, bytes]] | None = None,
-    chunks: tuple[bytes, ...] = (b"",),
-    **scope: Any,
+    **options: Any,
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a response, the path taken as it is."""
-    incoming = [
-        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
-        for index, chunk in enumerate(chunks)
-    ]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return incoming.pop(0)
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    own = [(name.lower().encode(), value.encode()) for name, value in bearer(key).items()]
-    base = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [*own, *(headers or [])],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-    await app({**base, **scope}, receive, send)
-    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], found, b"".join(message["body"] for message in sent[1:])
+    """Return status, headers and body of a response to a request with a raw path."""
+    start, *parts = await asgi.call(app, method, path, headers or bearer(key), **options)
+    found = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], found, b"".join(part["body"] for part in parts)
 
 
 # Who may do what
 
 
 def routes_of(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Method and path of everything that the application answers."""
+    """Yield method and path of every route of the application."""
     for route in app.routes:
         path = getattr(route, "path", None)
         if path is not None:
@@ -110,11 +73,13 @@ def expected(method: str, path: str, who: str) -> set[int]:
         return {200, 400, 422} if who == "admin" else {403}
     if path in BODIES:
         return {403} if who == "flex" else {200}
-    return {200, 400, 404, 422}  # without what the path asks for
+    return {200, 400, 404, 422}  # required fields are missing
 
 
 @pytest.mark.parametrize("who", HOLDERS)
-async def test_every_route_for_everybody(keyed: FastAPI, client_of: Any, who: str) -> None:
+async def test_every_route_is_open_only_to_keys_that_may_use_it(
+    keyed: FastAPI, client_of: Any, who: str
+) -> None:
     routes = set(routes_of(keyed))
     assert {("POST", COMPLETIONS), ("GET", "/metrics"), ("GET", "/health")} <= routes
     async with client_of(keyed, headers=bearer(HOLDERS[who])) as client:
@@ -129,7 +94,7 @@ async def test_every_route_for_everybody(keyed: FastAPI, client_of: Any, who: st
                 assert response.json()["error"]["type"] == "permission_error"
 
 
-async def test_tier_that_the_key_may_use(keyed: FastAPI, client_of: Any) -> None:
+async def test_a_key_may_use_only_its_tiers(keyed: FastAPI, client_of: Any) -> None:
     async with client_of(keyed) as client:
         for key, tier, status in [
             (FLEX, "flex", 200),
@@ -191,19 +156,19 @@ async def test_no_spelling_gets_around_the_admin_key(
         "/v1/models",
     ],
 )
-async def test_what_is_not_listed_needs_a_key(keyed: FastAPI, path: str) -> None:
+async def test_a_path_that_is_not_public_needs_a_key(keyed: FastAPI, path: str) -> None:
     assert (await call(keyed, path))[0] == 401
     assert (await call(keyed, path, key=PLAIN))[0] in (200, 404)
 
 
-async def test_only_reading_is_public(keyed: FastAPI) -> None:
+async def test_public_paths_are_public_for_reading_only(keyed: FastAPI) -> None:
     assert (await call(keyed, "/health"))[0] == 200
     for method in ("POST", "OPTIONS", "DELETE"):
         assert (await call(keyed, "/health", method))[0] == 401
         assert (await call(keyed, "/health", method, key=PLAIN))[0] == 405
 
 
-async def test_paths_below_a_prefix(keyed: FastAPI) -> None:
+async def test_paths_are_checked_below_the_prefix_of_a_mount(keyed: FastAPI) -> None:
     root = "/mars"
     assert (await call(keyed, "/mars/health", root_path=root))[0] == 200
     assert (await call(keyed, "/mars/v1/models", root_path=root))[0] == 401
@@ -224,7 +189,7 @@ async def test_websockets_are_refused() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-async def test_document_says_which_paths_need_a_key(
+async def test_the_openapi_document_says_which_paths_need_a_key(
     keyed: FastAPI, app: FastAPI, client_of: Any
 ) -> None:
     async with client_of(keyed) as client:
@@ -236,7 +201,7 @@ async def test_document_says_which_paths_need_a_key(
         for path, item in document["paths"].items()
         if item.get("get", {}).get("security") == []
     }
-    assert without == PUBLIC_PATHS - {"/openapi.json"}  # which does not describe itself
+    assert without == PUBLIC_PATHS - {"/openapi.json"}  # the document does not describe itself
     assert "security" not in app.openapi()
 
 
@@ -263,7 +228,9 @@ async def test_document_says_which_paths_need_a_key(
         ([f"Bearer {PLAIN.upper()}"], False),
     ],
 )
-async def test_header(keyed: FastAPI, values: list[str], is_let_in: bool) -> None:
+async def test_a_key_counts_only_in_one_bearer_header(
+    keyed: FastAPI, values: list[str], is_let_in: bool
+) -> None:
     headers = [(b"authorization", value.encode()) for value in values]
     status, found, body = await call(keyed, "/v1/models", headers=headers)
     assert status == (200 if is_let_in else 401)
@@ -274,7 +241,7 @@ async def test_header(keyed: FastAPI, values: list[str], is_let_in: bool) -> Non
         assert "Authorization: Bearer" in error["message"]
 
 
-async def test_no_other_header_or_parameter_holds_a_key(keyed: FastAPI) -> None:
+async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed: FastAPI) -> None:
     for name in (b"api-key", b"x-api-key", b"proxy-authorization", b"cookie"):
         headers = [(name, f"Bearer {PLAIN}".encode()), (name, PLAIN.encode())]
         assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
@@ -283,12 +250,14 @@ async def test_no_other_header_or_parameter_holds_a_key(keyed: FastAPI) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(value=st.binary(max_size=80), scheme=st.sampled_from([b"", b"Bearer ", b"Basic "]))
-async def test_no_header_breaks_the_check(keyed: FastAPI, value: bytes, scheme: bytes) -> None:
+async def test_no_header_value_breaks_authentication(
+    keyed: FastAPI, value: bytes, scheme: bytes
+) -> None:
     headers = [(b"authorization", scheme + value)]
     assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
 
 
-async def test_keys_are_in_no_log_and_no_response(
+async def test_no_log_and_no_response_contains_a_key(
     keyed: FastAPI, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -299,17 +268,17 @@ async def test_keys_are_in_no_log_and_no_response(
             assert secret not in str(headers) + body.decode()
     logged = caplog.text + "".join(str(vars(record)) for record in caplog.records)
     assert "canary-wrong" not in logged
-    assert f"Bearer {ADMIN}" not in logged  # its name is the same text
+    assert f"Bearer {ADMIN}" not in logged  # the key's name is the same text
 
 
-async def test_changed_file_of_keys_is_in_force_without_a_restart(
+async def test_a_changed_key_file_takes_effect_without_a_restart(
     models: list[ServedModel], app_of: Callable[..., FastAPI], tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
-    path.write_text(json.dumps({"keys": [entry("old")]}), encoding="utf-8")
+    path.write_text(json.dumps({"keys": [key_entry("old")]}), encoding="utf-8")
     app = app_of(*models, keys={"file": path, "reload_s": 1e-9})
     assert (await call(app, "/v1/models", key="old"))[0] == 200
-    path.write_text(json.dumps({"keys": [entry("new-one")]}), encoding="utf-8")
+    path.write_text(json.dumps({"keys": [key_entry("new-one")]}), encoding="utf-8")
     assert (await call(app, "/v1/models", key="new-one"))[0] == 200
     assert (await call(app, "/v1/models", key="old"))[0] == 401
 
@@ -317,7 +286,7 @@ async def test_changed_file_of_keys_is_in_force_without_a_restart(
 # Without keys
 
 
-async def test_open_server_is_administered_from_its_own_machine_only(
+async def test_an_open_server_has_admin_paths_only_on_loopback(
     models: list[ServedModel], app_of: Callable[..., FastAPI], app: FastAPI
 ) -> None:
     reachable = app_of(*models, host="192.0.2.1", insecure=True)
@@ -330,7 +299,7 @@ async def test_open_server_is_administered_from_its_own_machine_only(
 async def test_keys_without_an_admin_close_the_admin_paths(
     models: list[ServedModel], app_of: Callable[..., FastAPI]
 ) -> None:
-    app = app_of(*models, keys={"entries": [entry(PLAIN)]})
+    app = app_of(*models, keys={"entries": [key_entry(PLAIN)]})
     status, _, body = await call(app, "/admin/threshold", key=PLAIN)
     assert status == 403
     error = json.loads(body)["error"]
@@ -338,10 +307,10 @@ async def test_keys_without_an_admin_close_the_admin_paths(
     assert "admin: true" in error["message"]
 
 
-def test_process_without_the_keys_of_its_driver_does_not_open_the_server(
+def test_a_process_without_its_drivers_keys_does_not_open_the_server(
     models: list[ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [entry(PLAIN)]}))
+    monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [key_entry(PLAIN)]}))
     made = ServeSettings(models=[models[0].settings], host="192.0.2.1")
     captured = made.model_copy(update={"keys": made.keys.captured()})
     add_security(FastAPI(), made)
@@ -391,7 +360,9 @@ def levels(value: Any) -> int:
 
 @settings(max_examples=50, deadline=None)
 @given(value=NESTED, num_more=st.integers(0, 3), wide=st.booleans())
-def test_depth_of_json(value: Any, num_more: int, wide: bool) -> None:
+def test_the_nesting_depth_of_json_is_exact_if_there_are_many_brackets(
+    value: Any, num_more: int, wide: bool
+) -> None:
     for _ in range(num_more):
         value = [value]
     if wide:

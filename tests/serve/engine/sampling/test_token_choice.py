@@ -1,106 +1,36 @@
-"""How tokens are chosen, through the engine: sampling, log-probabilities, ends and grammars.
+"""How the engine chooses tokens: sampled output, its distribution, and log-probabilities.
 
-Whatever a request asks for, mode exact gives what mode ar gives.
+Mode exact gives the output of mode ar.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-import jsonschema
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     SpecialTokens,
-    load_model,
-    read_checkpoint,
 )
 from mars_platform.method.mode import Mode
 from mars_serve.engine import acceptance
-from mars_serve.engine.acceptance import Reads
-from mars_serve.engine.adaptive.window import StepTimes, WindowChooser
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import (
+from mars_serve.engine.decoding_options import (
     DecodingOptions,
-    FinishReason,
-    GrammarKind,
-    GrammarSpec,
-    Outcomes,
-    Request,
     Sampling,
-    StepOutput,
 )
-from mars_serve.engine.sampling.grammar import GrammarCompiler
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.acceptance import Reads
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import read_items
-
-MAX_TOKENS = 26
-NUM_PROMPTS = 64
-AR = DecodingOptions(MAX_TOKENS, Mode.AR)
-EXACT = [
-    DecodingOptions(MAX_TOKENS, Mode.EXACT),
-    DecodingOptions(MAX_TOKENS, Mode.EXACT, outcomes=Outcomes.ALL),
-    DecodingOptions(MAX_TOKENS, Mode.EXACT, outcomes=Outcomes.LAST),
-    DecodingOptions(MAX_TOKENS, Mode.EXACT, outcomes=Outcomes.ALL, window=2),
-]
-THRESHOLD = DecodingOptions(MAX_TOKENS, threshold=0.6, window=4)
-
-TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
-"""Far above what steps take: the engine's own clock changes no choice."""
+from modes import AR, EXACT, THRESHOLD, output_of, run
 
 Engines = Callable[..., Engine]
-Passes = dict[str, list[StepOutput]]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(trained) -> Checkpoint:
-    return read_checkpoint(trained.model)
-
-
-@pytest.fixture(scope="module")
-def prompts(trained, checkpoint: Checkpoint) -> list[list[int]]:
-    file = trained.data / "eval.jsonl"
-    items = read_items(
-        [file], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=NUM_PROMPTS
-    )
-    return [list(item.prompt) for item in items]
-
-
-@pytest.fixture(scope="module")
-def model(trained) -> PreTrainedModel:
-    return load_model(trained.model).eval()
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Checkpoint) -> Engine:
-    engine = Engine(checkpoint, EngineSettings(max_num_seqs=24, num_pages=400))
-    engine._chooser = WindowChooser(TIMES, engine.window)
-    return engine
-
-
-def output_of(request: Request) -> list[int]:
-    return request.tokens[request.num_prompt :]
-
-
-def run(engine: Engine, requests: list[Request]) -> Passes:
-    passes = defaultdict[str, list[StepOutput]](list)
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            passes[output.request_id].append(output)
-    engine.check_integrity()
-    return passes
-
 
 # Sampled output of mode exact
 
@@ -108,7 +38,7 @@ def run(engine: Engine, requests: list[Request]) -> Passes:
 def sampled(
     prompts: list[list[int]], options: list[DecodingOptions], sampling: Sampling, num_pairs: int
 ) -> list[Request]:
-    """Requests of so many (prompt, seed) pairs, the options taking turns."""
+    """Return requests for many (prompt, seed) pairs, with the options in turn."""
     return [
         Request(
             str(pair),
@@ -126,7 +56,7 @@ def num_unlike_ar(
     num_pairs: int,
     alone: Engine | None = None,
 ) -> int:
-    """Pairs whose output in mode exact, beside rows of other modes, is not that of mode ar."""
+    """Return how many outputs of mode exact, beside rows of other modes, differ from mode ar's."""
     plain = sampled(prompts, [AR], sampling, num_pairs)
     run(alone or engine, plain)
     exact = sampled(prompts, EXACT, sampling, num_pairs)
@@ -146,7 +76,7 @@ def num_unlike_ar(
 def test_sampled_exact_output_is_that_of_mode_ar(
     engine: Engine, checkpoint: Checkpoint, prompts: list[list[int]], temperature: float
 ) -> None:
-    """For mode ar in batches of another size, too."""
+    """The outputs of mode ar come from batches of another size."""
     small = Engine(checkpoint, EngineSettings(max_num_seqs=7, num_pages=100))
     sampling = Sampling(temperature, top_p=0.95)
     assert num_unlike_ar(engine, prompts, sampling, 260, alone=small) == 0
@@ -171,7 +101,7 @@ def test_every_parameter_gives_in_mode_exact_what_it_gives_in_mode_ar(
 
 
 def test_depth_zero_chooses_what_mode_ar_would(engine: Engine, prompts: list[list[int]]) -> None:
-    """In mode threshold each pass starts with the token of mode ar behind the same tokens."""
+    """Each pass of mode threshold begins with the token that mode ar gives there."""
     sampling = Sampling(0.9, top_p=0.95)
     requests = sampled(prompts, [THRESHOLD, replace(THRESHOLD, window=0)], sampling, 16)
     passes = run(engine, requests)
@@ -191,7 +121,7 @@ def test_depth_zero_chooses_what_mode_ar_would(engine: Engine, prompts: list[lis
         if request.options.window == 0:
             assert output_of(plain) == output_of(request)
         unlike += output_of(plain) != output_of(request)
-    assert unlike > 0  # masks were accepted that are not what mode ar gives
+    assert unlike > 0  # accepted masks may differ from mode ar
 
 
 # Distributions
@@ -202,7 +132,7 @@ TINY_VOCABULARY, NUM_DRAWS, TEMPERATURE = 7, 20_000, 1.1
 
 @pytest.fixture(scope="module")
 def tiny() -> PreTrainedModel:
-    """Of five tokens that may be emitted, with drafts that are right at times."""
+    """Return a model with five tokens that may be emitted, whose drafts are sometimes right."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=TINY_VOCABULARY,
@@ -218,7 +148,7 @@ def tiny() -> PreTrainedModel:
 
 
 def p_value(counts: Tensor, shares: Tensor) -> float:
-    """Of Pearson's chi-square test; rare outcomes count as one."""
+    """Return the p-value of Pearson's chi-square test; rare outcomes are pooled."""
     assert counts[shares == 0].sum() == 0
     expected = shares[shares > 0].double() * counts.sum()
     found, is_rare = counts[shares > 0].double(), expected < 5
@@ -232,7 +162,7 @@ def p_value(counts: Tensor, shares: Tensor) -> float:
 
 @torch.inference_mode()
 def joint_shares(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """Of the first three tokens, from plain passes: [vocabulary, vocabulary, vocabulary]."""
+    """Return probabilities of the first three tokens: [vocabulary, vocabulary, vocabulary]."""
     pairs = torch.tensor(list(product(range(TINY_VOCABULARY), repeat=2)))
     ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
     logits = model(input_ids=ids).logits[:, len(prompt) - 1 :] / TEMPERATURE
@@ -246,7 +176,7 @@ def joint_shares(model: PreTrainedModel, prompt: list[int]) -> Tensor:
 def drawn(
     make_engine: Engines, model: PreTrainedModel, mode: Mode, num_draws: int = NUM_DRAWS
 ) -> Tensor:
-    """How often the engine gave which three tokens, over as many seeds."""
+    """Return how often the engine gave each combination of three tokens, over many seeds."""
     options = DecodingOptions(3, mode, sampling=Sampling(TEMPERATURE))
     engine = make_engine(
         model,
@@ -277,7 +207,7 @@ def drawn(
 
 
 def p_values(counts: Tensor, shares: Tensor) -> list[float]:
-    """Of the first token, of the second and of all three together."""
+    """Return p-values for the first token, the second token and all three together."""
     return [
         p_value(counts.sum((1, 2)), shares.sum((1, 2))),
         p_value(counts.sum((0, 2)), shares.sum((0, 2))),
@@ -298,7 +228,7 @@ def test_draws_follow_the_models_distribution(
 
 @pytest.fixture
 def accepts_by_confidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that takes a draft for right where the model is sure of what follows it."""
+    """Replace the rule of acceptance by one that trusts the confidence of the next token."""
     rule = acceptance._num_accepted
 
     def broken(table: Tensor, reads: Reads) -> Tensor:
@@ -318,7 +248,7 @@ def test_a_broken_rule_fails_the_same_checks(
     assert num_unlike_ar(engine, prompts, Sampling(1.2, top_p=0.95), 32) > 3
     counts = drawn(make_engine, tiny, Mode.EXACT, num_draws=5_000)
     first, _, together = p_values(counts, joint_shares(tiny, [3, 5]))
-    assert first > 0.01  # it depends on no draft
+    assert first > 0.01  # the first token depends on no draft
     assert together < 1e-6
 
 
@@ -339,7 +269,7 @@ def test_log_probs_are_those_of_a_plain_pass(
     num_top: int,
     sampling: Sampling,
 ) -> None:
-    """Raw ones, whatever is done to the logits before a token is chosen."""
+    """They are raw, whatever is done to the logits before a token is chosen."""
     kinds = [replace(kind, num_logprobs=num_top, sampling=sampling) for kind in [AR, *EXACT]]
     requests = [Request(str(i), list(prompts[i]), kind) for i, kind in enumerate(kinds * 2)]
     silent = Request("silent", list(prompts[0]), THRESHOLD)
@@ -376,173 +306,3 @@ def test_log_probs_of_masks_say_so(
         num_from_masks += len(output.tokens) - 1
         begin += len(output.tokens)
     assert num_from_masks > 2
-
-
-# Ends
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1)])
-@pytest.mark.parametrize("kinds", [[AR, *EXACT], [THRESHOLD]], ids=["exact", "threshold"])
-def test_a_stop_token_ends_the_output_inside_a_run(
-    engine: Engine, prompts: list[list[int]], kinds: list[DecodingOptions], sampling: Sampling
-) -> None:
-    """It is where the output without it is cut."""
-    plain = replace(kinds[0], sampling=sampling)
-    free = [Request(str(i), list(prompt), plain) for i, prompt in enumerate(prompts[:10])]
-    run(engine, free)
-    outputs, num_inside = [output_of(request) for request in free], 0
-    for stop in sorted(set(outputs[0]))[::2]:
-        stopping = [replace(kind, sampling=sampling, stop_ids=frozenset({stop})) for kind in kinds]
-        requests = [
-            Request(str(i), list(prompt), stopping[i % len(kinds)])
-            for i, prompt in enumerate(prompts[:10])
-        ]
-        passes = run(engine, requests)
-        for request, output in zip(requests, outputs, strict=True):
-            if stop in output:
-                assert output_of(request) == output[: output.index(stop) + 1]
-                assert request.finish_reason is FinishReason.STOP
-                num_inside += len(passes[request.id][-1].tokens) > 1
-            else:
-                assert output_of(request) == output
-    assert num_inside > 3
-
-
-def test_no_end_token_comes_before_min_tokens(
-    engine: Engine, model: PreTrainedModel, checkpoint: Checkpoint, prompts: list[list[int]]
-) -> None:
-    ends, least = sorted(checkpoint.special.eos), 22
-    config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        min_new_tokens=least,
-        eos_token_id=ends,
-        suppress_tokens=sorted(checkpoint.special.never_emitted),
-        pad_token_id=0,
-    )
-    kinds = [replace(kind, sampling=Sampling(min_tokens=least)) for kind in [AR, *EXACT]]
-    kinds.append(replace(THRESHOLD, sampling=Sampling(min_tokens=least)))
-    chosen = prompts[: 3 * len(kinds)]
-    requests = [
-        Request(str(i), list(prompt), kinds[i % len(kinds)]) for i, prompt in enumerate(chosen)
-    ]
-    run(engine, requests)
-    num_put_off = 0
-    for request, prompt in zip(requests, chosen, strict=True):
-        assert not set(output_of(request)[:least]) & set(ends)
-        ids = torch.tensor([prompt])
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config
-        )
-        if request.options.mode is not Mode.THRESHOLD:
-            assert request.tokens == expected[0].tolist()
-        early = Request("early", list(prompt), AR)
-        run(engine, [early])
-        num_put_off += early.num_output <= least
-    assert num_put_off > 3
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=9)])
-def test_outputs_of_one_and_two_tokens(
-    engine: Engine, prompts: list[list[int]], max_tokens: int, sampling: Sampling
-) -> None:
-    kinds = [
-        replace(kind, max_tokens=max_tokens, sampling=sampling, num_logprobs=1)
-        for kind in [AR, *EXACT]
-    ]
-    for prompt in prompts[:3]:
-        requests = [Request(str(i), list(prompt), kind) for i, kind in enumerate(kinds)]
-        passes = run(engine, requests)
-        assert len({tuple(output_of(request)) for request in requests}) == 1
-        for request in requests:
-            assert request.num_output == max_tokens
-            assert sum(len(output.logprobs) for output in passes[request.id]) == max_tokens
-
-
-# Grammars
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": -20, "maximum": 999}},
-    "required": ["sum"],
-    "additionalProperties": False,
-}
-PATTERN = r"[1-9][0-9]{0,2}( (plus|minus) [1-9][0-9]{0,2}){1,3} is [0-9]{1,4}\."
-GRAMMARS = {
-    "schema": GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
-    "regex": GrammarSpec(GrammarKind.REGEX, PATTERN),
-}
-
-
-def check_text(name: str, text: str) -> None:
-    if name == "schema":
-        jsonschema.validate(json.loads(text), SCHEMA)
-    else:
-        assert re.fullmatch(PATTERN, text)
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_output_is_in_its_grammar_in_every_mode(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    prompts: list[list[int]],
-    name: str,
-    temperature: float,
-) -> None:
-    size = checkpoint.config.vocab_size
-    fresh = GrammarCompiler(checkpoint.tokenizer, size, checkpoint.special.eos)
-    grammar = fresh.compile(GRAMMARS[name])
-
-    def requests(kinds: list[DecodingOptions], max_tokens: int) -> list[Request]:
-        made = []
-        for index, prompt in enumerate(prompts[:16]):
-            options = replace(
-                kinds[index % len(kinds)],
-                max_tokens=max_tokens,
-                grammar=GRAMMARS[name],
-                sampling=Sampling(temperature, seed=index),
-            )
-            made.append(Request(f"{kinds[0].mode} {index}", list(prompt), options))
-        return made
-
-    for max_tokens in (9, 110):
-        plain, exact = requests([AR], max_tokens), requests(EXACT, max_tokens)
-        threshold = requests([THRESHOLD], max_tokens)
-        run(engine, [*plain, *exact, *threshold])
-        assert [output_of(one) for one in exact] == [output_of(one) for one in plain]
-        for request in [*plain, *exact, *threshold]:
-            tokens = output_of(request)
-            assert grammar.matcher().advance(tokens) == len(tokens)
-            if request.finish_reason is FinishReason.STOP:
-                text = checkpoint.tokenizer.decode(tokens, skip_special_tokens=True)
-                check_text(name, text)
-            else:
-                assert request.finish_reason is FinishReason.LENGTH
-                assert len(tokens) == max_tokens
-        reasons = {request.finish_reason for request in [*plain, *exact, *threshold]}
-        assert (FinishReason.LENGTH if max_tokens == 9 else FinishReason.STOP) in reasons
-
-
-@pytest.mark.parametrize("kind", [AR, *EXACT[:2], THRESHOLD])
-def test_a_grammar_that_allows_nothing_fails_its_own_request_alone(
-    engine: Engine, prompts: list[list[int]], kind: DecodingOptions
-) -> None:
-    """Behind the digit only the mask fits, which is never emitted."""
-    grammar = GrammarSpec(GrammarKind.LARK, 'start: "4" <|mask|>')
-    victim = Request("victim", list(prompts[0]), replace(kind, grammar=grammar))
-    kinds = [AR, *EXACT, replace(EXACT[0], grammar=GRAMMARS["regex"])]
-    together, alone = (
-        [Request(str(i), list(prompts[i]), options) for i, options in enumerate(kinds)]
-        for _ in range(2)
-    )
-    for request in alone:
-        run(engine, [request])
-    passes = run(engine, [*together[:3], victim, *together[3:]])
-    assert victim.finish_reason is FinishReason.ERROR
-    assert "grammar" in (passes["victim"][-1].error or "")
-    for one, other in zip(together, alone, strict=True):
-        assert output_of(one) == output_of(other)
-        assert one.finish_reason is other.finish_reason
-    assert engine.status().num_free_pages == engine.num_pages
