@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from mars_platform.checkpoint.calibration import (
     reliability,
     write_calibration,
 )
-from mars_platform.checkpoint.files import check_writable
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 
 BLOCK_SIZE = 2
 ONE = GRID.index(1.0)
 
-# Curves
+# --- curves ---------------------------------------------------------------------------------------
 
 
 def some_logits(num: int, *, spread: float = 3.0, vocabulary: int = 20, seed: int = 0) -> Tensor:
@@ -50,7 +50,7 @@ def direct(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 def test_curves_are_log_probabilities_at_the_grid() -> None:
     logits = some_logits(50)
-    tokens = torch.arange(50) % 20  # not the likeliest ones only
+    tokens = torch.arange(50) % 20  # also unlikely ones
     curves = log_probability_curves(logits, tokens)
     assert curves.shape == (50, len(GRID))
     assert (GRID[0], GRID[-1]) == (1 / 8, 8.0)
@@ -66,7 +66,7 @@ def test_curves_are_log_probabilities_at_the_grid() -> None:
     spread=st.sampled_from([0.3, 1.0, 3.0, 10.0]),
     vocabulary=st.sampled_from([2, 20, 300]),
 )
-def test_between_the_grid_probabilities_are_close(
+def test_probabilities_between_grid_temperatures_are_close(
     temperature: float, spread: float, vocabulary: int
 ) -> None:
     logits = some_logits(50, spread=spread, vocabulary=vocabulary)
@@ -76,17 +76,17 @@ def test_between_the_grid_probabilities_are_close(
     torch.testing.assert_close(found.exp(), expected.exp(), rtol=0, atol=0.003)
 
 
-def test_curves_of_half_precision_are_taken_in_float32() -> None:
+def test_curves_of_half_precision_logits_are_computed_in_float32() -> None:
     logits, tokens = some_logits(10).bfloat16(), torch.zeros(10, dtype=torch.long)
     curves = log_probability_curves(logits, tokens)
     assert curves.equal(log_probability_curves(logits.float(), tokens))
 
 
-# Fitting
+# --- fitting --------------------------------------------------------------------------------------
 
 
 def draw(num: int, temperature: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits that are calibrated once divided by the temperature; likeliest tokens; right ones."""
+    """Logits that dividing by the temperature calibrates; likeliest tokens; which are right."""
     calibrated = some_logits(num, spread=1.5, seed=seed)
     sure, tokens = calibrated.softmax(-1).max(-1)
     correct = torch.rand(num, generator=torch.Generator().manual_seed(seed + 1)) < sure
@@ -111,7 +111,7 @@ def test_a_known_temperature_is_recovered(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_temperature_is_likelier(seed: int) -> None:
+def test_no_other_temperature_has_a_lower_loss(seed: int) -> None:
     logits, tokens, correct = draw(300, 1.7, seed)
 
     def loss(temperature: float) -> float:
@@ -122,7 +122,7 @@ def test_no_temperature_is_likelier(seed: int) -> None:
     assert loss(fit_temperature(observed(logits, tokens, correct))) < lowest + 1e-4
 
 
-def test_the_range_ends_where_the_search_ends() -> None:
+def test_a_fitted_temperature_stays_within_the_grid() -> None:
     logits, tokens, _ = draw(200, 1.0, seed=0)
     almost_all, almost_none = torch.ones(200).bool(), torch.zeros(200).bool()
     almost_all[logits.amax(-1).argmin()] = False
@@ -133,19 +133,19 @@ def test_the_range_ends_where_the_search_ends() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_without_both_outcomes_nothing_is_fitted(right: bool) -> None:
+def test_temperature_one_is_kept_without_both_outcomes(right: bool) -> None:
     logits, tokens, _ = draw(100, 3.0, seed=0)
     assert fit_temperature(observed(logits, tokens, torch.full((100,), right))) == 1.0
     assert fit_temperature(observed(logits[:0], tokens[:0], torch.zeros(0).bool())) == 1.0
 
 
-def test_certain_and_wrong_has_a_finite_loss() -> None:
+def test_a_certain_but_wrong_token_has_a_finite_loss() -> None:
     logits = torch.tensor([[5000.0, 0.0], [5000.0, 0.0]])
     found = fit_temperature(observed(logits, torch.tensor([0, 0]), torch.tensor([True, False])))
     assert math.isfinite(found)
 
 
-def test_depth_zero_is_reported_and_not_fitted() -> None:
+def test_depth_zero_is_measured_but_not_fitted() -> None:
     both = observed(*draw(500, 3.0, seed=0))
     found = calibrate_depth(0, both, both)
     assert found.temperature == 1.0
@@ -153,7 +153,7 @@ def test_depth_zero_is_reported_and_not_fitted() -> None:
     assert calibrate_depth(1, both, both).temperature > 2.0
 
 
-def test_figures_come_from_the_half_to_check_on() -> None:
+def test_figures_come_from_the_half_that_was_not_fitted_on() -> None:
     fitting = observed(*draw(500, 3.0, seed=0))
     logits, tokens, correct = draw(300, 1.0, seed=5)
     found = calibrate_depth(1, fitting, observed(logits, tokens, correct))
@@ -167,7 +167,7 @@ def test_figures_come_from_the_half_to_check_on() -> None:
     assert found.brier_after == pytest.approx(brier_score(after, correct), abs=0.003)
 
 
-def test_nothing_to_check_on() -> None:
+def test_without_tokens_to_check_there_are_no_figures() -> None:
     fitting = observed(*draw(500, 3.0, seed=0))
     empty = Observed(fitting.curves[:0], fitting.correct[:0])
     found = calibrate_depth(1, fitting, empty)
@@ -175,13 +175,13 @@ def test_nothing_to_check_on() -> None:
     assert (found.num_checked, found.accuracy, found.ece_after) == (0, None, None)
 
 
-# Errors
+# --- errors ---------------------------------------------------------------------------------------
 
 SURE = torch.tensor([0.9, 0.2, 0.8, 0.1])
 RIGHT = torch.tensor([True, True, True, False])
 
 
-def test_known_errors() -> None:
+def test_errors_equal_values_computed_by_hand() -> None:
     # bins (.1, .2) and (.8, .9): gaps .5 - .15 and 1 - .85
     assert calibration_error(SURE, RIGHT, num_bins=2) == pytest.approx(0.25)
     assert calibration_error(SURE, RIGHT, num_bins=1) == pytest.approx(0.25)
@@ -194,7 +194,7 @@ def test_known_errors() -> None:
     assert brier_score(SURE, RIGHT) == pytest.approx((0.01 + 0.64 + 0.04 + 0.01) / 4)
 
 
-def test_bins_are_of_equal_size_and_rise() -> None:
+def test_bins_have_equal_size_and_rising_confidence() -> None:
     sure = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     bins = reliability(sure, sure > 0.5)
     assert [part.num_tokens for part in bins] == [67] * 10 + [66] * 5
@@ -204,12 +204,12 @@ def test_bins_are_of_equal_size_and_rise() -> None:
     assert bins[-1].accuracy == 1.0
 
 
-def test_few_tokens_have_few_bins() -> None:
+def test_fewer_tokens_than_bins_have_a_bin_each() -> None:
     assert len(reliability(SURE, RIGHT)) == 4
     assert reliability(SURE[:0], RIGHT[:0]) == []
 
 
-def test_the_order_of_tokens_does_not_matter() -> None:
+def test_the_calibration_error_does_not_depend_on_the_order_of_tokens() -> None:
     sure = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     right = torch.rand(1000, generator=torch.Generator().manual_seed(1)) < sure
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(2))
@@ -217,68 +217,17 @@ def test_the_order_of_tokens_does_not_matter() -> None:
     assert calibration_error(sure[order], right[order]) == pytest.approx(expected, abs=1e-12)
 
 
-# Weights
-
-
-def save(path: Path, name: str = "model.safetensors", **tensors: Tensor) -> Path:
-    path.mkdir(exist_ok=True)
-    save_file(tensors, path / name)
-    return path
-
-
-def weights() -> dict[str, Tensor]:
-    return {
-        "a": torch.arange(12.0).reshape(3, 4),
-        "b": torch.ones(2, 2, 2, dtype=torch.bfloat16),
-        "c": torch.ones(5),
-        "d": torch.tensor(2.0),
-    }
-
-
-def test_fingerprint_does_not_depend_on_the_files(tmp_path: Path) -> None:
-    whole = weights_fingerprint(save(tmp_path / "whole", **weights()))
-    shards = tmp_path / "shards"
-    for name, tensor in weights().items():
-        save(shards, f"z-{name}.safetensors", **{name: tensor})
-    assert weights_fingerprint(shards) == whole
-    assert len(whole) == 64
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": torch.arange(12.0).reshape(3, 4) + 1},
-        {"a": torch.arange(12.0).reshape(2, 6)},
-        {"a": torch.arange(12.0).reshape(3, 4).double()},
-        {"b": 2 * torch.ones(2, 2, 2, dtype=torch.bfloat16)},
-        {"c": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0])},
-        {"d": torch.tensor(3.0)},
-        {"e": torch.ones(1)},
-    ],
-)
-def test_fingerprint_tells_weights_apart(tmp_path: Path, other: dict[str, Tensor]) -> None:
-    ours = weights_fingerprint(save(tmp_path / "ours", **weights()))
-    assert weights_fingerprint(save(tmp_path / "theirs", **{**weights(), **other})) != ours
-
-
-def test_damaged_weights(tmp_path: Path) -> None:
-    file = save(tmp_path, **weights()) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
-        weights_fingerprint(tmp_path)
-
-
-# The file
+# --- the file -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return save(tmp_path / "model", **weights())
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    return tmp_path
 
 
 @pytest.fixture
 def calibration(model: Path) -> Calibration:
-    unseen = DepthCalibration(temperature=1.0, num_fitted=3, num_checked=0)
     return Calibration(
         weights=weights_fingerprint(model),
         num_items=9,
@@ -287,24 +236,22 @@ def calibration(model: Path) -> Calibration:
             DepthCalibration(
                 temperature=0.77, num_fitted=4, num_checked=5, ece_before=0.2, ece_after=0.1
             ),
-            unseen,
+            DepthCalibration(temperature=1.0, num_fitted=3, num_checked=0),
         ),
     )
 
 
-def test_round_trip(model: Path, calibration: Calibration) -> None:
+def test_a_calibration_is_read_as_it_was_written(model: Path, calibration: Calibration) -> None:
     assert read_calibration(model, BLOCK_SIZE) is None
-    file = write_calibration(model, calibration)
-    assert file == model / CALIBRATION_FILE
+    assert write_calibration(model, calibration) == model / CALIBRATION_FILE
     assert read_calibration(model, BLOCK_SIZE) == calibration
     assert calibration.temperatures == (1.0, 0.77, 1.0)
-    before = file.read_bytes()
-    write_calibration(model, calibration)
-    assert file.read_bytes() == before
-    assert sorted(path.name for path in model.iterdir()) == [CALIBRATION_FILE, "model.safetensors"]
 
 
-def refusal(model: Path) -> str:
+def refusal(model: Path, content: bytes | dict[str, Any]) -> str:
+    """The line with which a file of this content is refused."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (model / CALIBRATION_FILE).write_bytes(data)
     with pytest.raises(UserError) as caught:
         read_calibration(model, BLOCK_SIZE)
     message = str(caught.value)
@@ -315,9 +262,8 @@ def refusal(model: Path) -> str:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 10000])
-def test_no_object(model: Path, content: bytes) -> None:
-    (model / CALIBRATION_FILE).write_bytes(content)
-    assert "JSON" in refusal(model) or "must be an object" in refusal(model)
+def test_a_file_that_is_no_json_object_is_refused(model: Path, content: bytes) -> None:
+    assert re.search("JSON|must be an object", refusal(model, content))
 
 
 @pytest.mark.parametrize(
@@ -331,44 +277,22 @@ def test_no_object(model: Path, content: bytes) -> None:
         ({"date": "today"}, "date: unknown key"),
     ],
 )
-def test_unusable_content(
+def test_a_file_with_an_unusable_value_is_refused(
     model: Path, calibration: Calibration, change: dict[str, Any], named: str
 ) -> None:
-    content = {**calibration.model_dump(mode="json"), **change}
-    (model / CALIBRATION_FILE).write_text(json.dumps(content))
-    assert named in refusal(model)
+    assert named in refusal(model, calibration.model_dump(mode="json") | change)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf, "hot", None])
-def test_unusable_temperature(model: Path, calibration: Calibration, temperature: Any) -> None:
+def test_an_unusable_temperature_is_refused(
+    model: Path, calibration: Calibration, temperature: Any
+) -> None:
     content = calibration.model_dump(mode="json")
     content["depths"][1]["temperature"] = temperature
-    (model / CALIBRATION_FILE).write_text(json.dumps(content))
-    assert "depths.1.temperature" in refusal(model)
+    assert "depths.1.temperature" in refusal(model, content)
 
 
-def test_another_block_size(model: Path, calibration: Calibration) -> None:
+def test_another_block_size_is_refused(model: Path, calibration: Calibration) -> None:
     write_calibration(model, calibration)
     with pytest.raises(UserError, match="depths: there are 3, but the model's block size of 3"):
         read_calibration(model, 3)
-
-
-def test_weights_that_were_replaced(model: Path, calibration: Calibration) -> None:
-    write_calibration(model, calibration)
-    save(model, **{**weights(), "c": torch.zeros(5)})
-    assert "weights" in refusal(model)
-
-
-def test_a_write_that_fails_leaves_nothing(model: Path, calibration: Calibration) -> None:
-    (model / CALIBRATION_FILE).mkdir()
-    with pytest.raises(UserError, match=r"calibration\.json cannot be written into .*/model"):
-        write_calibration(model, calibration)
-    assert sorted(path.name for path in model.iterdir()) == [CALIBRATION_FILE, "model.safetensors"]
-
-
-def test_a_directory_that_takes_no_file(model: Path, calibration: Calibration) -> None:
-    check_writable(model)
-    assert [path.name for path in model.iterdir()] == ["model.safetensors"]
-    for refused in (check_writable, lambda path: write_calibration(path, calibration)):
-        with pytest.raises(UserError, match=r"^model: .* make the directory writable"):
-            refused(model / "nothing")
