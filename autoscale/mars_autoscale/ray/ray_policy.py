@@ -1,11 +1,11 @@
-"""Ray Serve's side of autoscaling: passes on what the governor has decided, and nothing else.
+"""Ray Serve's side of autoscaling: it passes the governor's decisions on.
 
-A policy runs in Serve's controller, several times a second, before everything else that the
-controller does for any application: whatever it waits for or raises, all of them suffer. So this
-one neither waits nor raises. It asks from a thread of its own, and where there is no fresh answer
-it asks for as many replicas as before. What has been decided is in the governor, so that neither a
-change of the application's configuration nor the end of the controller loses it, and a copy is
-here for the governor's successor.
+A policy runs in Serve's controller several times a second, before everything else that the
+controller does for any application; whatever it waits for or raises harms all of them. This policy
+therefore neither waits nor raises: it calls the governor from a thread, and orders as many replicas
+as before if there is no fresh answer. Decisions live in the governor and outlast both a change of
+the application's configuration and the controller. A copy is kept here for the governor's
+successor.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingContext
 
 NAMESPACE = "serve"
-"""Ray's namespace of Serve's own actors, where all of an application's processes are."""
+"""Ray namespace of Serve's actors, to which all of an application's processes belong."""
 
 _PERIOD_S = 1.0
-"""Between two questions to the governor."""
+"""Seconds between two calls of the governor."""
 _ANSWER_S = 5.0
-"""Longest that one is waited for, in the thread."""
+"""Longest time in seconds that the thread waits for an answer."""
 _FRESH_S = 12.0
-"""For which an answer holds."""
+"""Seconds for which an answer holds."""
 _UNUSED_S = 3.0
-"""A thread whose policy has not been called for so long ends: it may have been replaced, and would
-tell what is old."""
+"""Seconds without a call of the policy after which its thread ends. The policy may have been
+replaced, and would report an old view."""
 
 _log = logging.getLogger("ray.serve")
 
 
 def governor_name(application: str) -> str:
-    """Name of the actor that decides for an application."""
+    """Return the name of the actor that decides for an application."""
     return f"MARSRAY_GOVERNOR::{application}"
 
 
@@ -45,16 +45,16 @@ class JointPolicy:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._questions: _Questions | None = None
+        self._caller: _GovernorCaller | None = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Replicas of the deployment from now on, and no state."""
+        """Return the number of replicas to order, and an empty state."""
         target = int(context.target_num_replicas)
         try:
-            if self._questions is None:
-                self._questions = _Questions(context.app_name or "", self._model)
+            if self._caller is None:
+                self._caller = _GovernorCaller(context.app_name or "", self._model)
             ready = [replica.unique_id for replica in context.running_replicas]
-            decided = self._questions.answer(_Seen(ready, target, _stats(context)))
+            decided = self._caller.exchange(_ControllerView(ready, target, _stats(context)))
         except Exception:
             _log.exception("autoscaling of %s holds its replicas", self._model)
             return target, {}
@@ -62,7 +62,7 @@ class JointPolicy:
 
 
 def _stats(context: AutoscalingContext) -> dict[str, dict[str, float]]:
-    """The latest values that replicas gave Serve, by replica; empty while there are none."""
+    """Return the latest numbers that replicas gave Serve, by replica."""
     found: dict[str, dict[str, float]] = {}
     for name, by_replica in (context.raw_metrics or {}).items():
         for replica, series in by_replica.items():
@@ -71,62 +71,64 @@ def _stats(context: AutoscalingContext) -> dict[str, dict[str, float]]:
     return found
 
 
-class _Seen(NamedTuple):
-    """What Serve's controller knows of a deployment."""
+class _ControllerView(NamedTuple):
+    """What Serve's controller knows about a deployment."""
 
     ready: list[str]
     """Names of the replicas that serve."""
     num_target: int
-    """Replicas that were asked for."""
+    """Replicas that are ordered."""
     stats: dict[str, dict[str, float]]
-    """What they told it, by name."""
+    """Numbers that replicas gave Serve, by replica."""
 
 
-class _Questions:
-    """Asks the governor from a thread."""
+class _GovernorCaller:
+    """Calls the governor from a thread, which ends while the policy is not used."""
 
     def __init__(self, application: str, model: str) -> None:
         self._name, self._model = governor_name(application), model
         self._actor: Any = None
         self._state: Any = None
-        self._seen: _Seen | None = None
+        """The governor's latest state, for its successor."""
+        self._view: _ControllerView | None = None
         self._answer: tuple[float, int] | None = None
+        """(time, replicas) of the latest decision."""
         self._used_s = time.monotonic()
-        self._thread = self._started()
+        self._thread = self._start_thread()
 
-    def answer(self, seen: _Seen) -> int | None:
-        """The latest decision, at once; None where there is none that still holds.
+    def exchange(self, view: _ControllerView) -> int | None:
+        """Leave a view for the governor, and return the latest decision without waiting.
 
-        Args:
-            seen: told to the governor.
+        Returns:
+            The number of replicas; None if no decision is fresh enough.
         """
-        self._seen, self._used_s = seen, time.monotonic()
+        self._view, self._used_s = view, time.monotonic()
         if not self._thread.is_alive():
-            self._thread = self._started()
+            self._thread = self._start_thread()
         if self._answer is None or time.monotonic() - self._answer[0] > _FRESH_S:
             return None
         return self._answer[1]
 
-    def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._ask_on, name="autoscaling", daemon=True)
+    def _start_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._call_repeatedly, name="autoscaling", daemon=True)
         thread.start()
         return thread
 
-    def _ask_on(self) -> None:
+    def _call_repeatedly(self) -> None:
         while time.monotonic() - self._used_s < _UNUSED_S:
             try:
-                self._ask()
-            except (RayError, ValueError) as error:  # it has died, or is not there yet
+                self._call()
+            except (RayError, ValueError) as error:  # the actor has died or does not exist yet
                 self._actor = None
                 _log.debug("no answer from %s: %s", self._name, error)
             time.sleep(_PERIOD_S)
 
-    def _ask(self) -> None:
-        if self._seen is None or not ray.is_initialized():  # asking would start a Ray of its own
+    def _call(self) -> None:
+        if self._view is None or not ray.is_initialized():  # get_actor would start another Ray
             return
         if self._actor is None:
             self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
-        call = self._actor.tick.remote(self._model, *self._seen, self._state)
+        call = self._actor.tick.remote(self._model, *self._view, self._state)
         self._state, number, age_s = ray.get(call, timeout=_ANSWER_S)
         if number is not None:
             self._answer = (time.monotonic() - age_s, number)

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,20 +36,20 @@ Content = dict[str, Any]
 # The frontiers of these tests
 
 
-def save_model(path: Path, value: float = 0.0) -> str:
+def save_model(path, value=0.0):
     """Weights into a directory; their fingerprint."""
     save_file({"embed.weight": torch.full((2, 3), value)}, path / "model.safetensors")
     return weights_fingerprint(path)
 
 
 def point(
-    mode: str,
-    threshold: float,
-    quality: float,
-    tokens: float,
-    positions: float,
-    half: float = 1.0,
-) -> Content:
+    mode,
+    threshold,
+    quality,
+    tokens,
+    positions,
+    half=1.0,
+):
     return {
         "mode": mode,
         "threshold": threshold,
@@ -64,7 +61,7 @@ def point(
     }
 
 
-def content_of(weights: str, points: list[Content]) -> Content:
+def content_of(weights, points):
     return {
         "format_version": 1,
         "weights": weights,
@@ -79,7 +76,7 @@ def content_of(weights: str, points: list[Content]) -> Content:
     }
 
 
-def some_points() -> list[Content]:
+def some_points():
     return [
         point("ar", 1.0, 80.0, 1.0, 1.0),
         point("exact", 1.0, 80.0, 1.9, 16.0),
@@ -89,22 +86,22 @@ def some_points() -> list[Content]:
     ]
 
 
-def frontier_of(points: list[Content], weights: str = "none") -> Frontier:
+def frontier_of(points, weights="none"):
     return build_settings(content_of(weights, points), Frontier, source="measured")
 
 
-def sealed(content: Content) -> Content:
+def sealed(content):
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return content | {"checksum": hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 @pytest.fixture(name="model")
-def _model(tmp_path: Path) -> Path:
+def _model(tmp_path):
     save_model(tmp_path)
     return tmp_path
 
 
-def write_content(model: Path, edit: Callable[[Content], object] = lambda content: None) -> Path:
+def write_content(model, edit=lambda content: None):
     """A sealed file whose content was edited before."""
     content = content_of(weights_fingerprint(model), some_points())
     edit(content)
@@ -117,7 +114,7 @@ Numbers = st.floats(0.001, 1e6)
 
 
 @st.composite
-def rising(draw: st.DrawFn, start: float = 0.0) -> list[float]:
+def rising(draw, start=0.0):
     steps = draw(st.lists(st.floats(0.5, 1000), min_size=2, max_size=5))
     grid = [start]
     for step in steps:
@@ -126,7 +123,7 @@ def rising(draw: st.DrawFn, start: float = 0.0) -> list[float]:
 
 
 @st.composite
-def noisy_points(draw: st.DrawFn) -> list[Content]:
+def noisy_points(draw):
     """Quality and speed go up and down as τ falls, as far as a valid frontier allows."""
     thresholds = draw(st.lists(st.floats(0.01, 0.99), unique=True, max_size=8))
     points = list[Content]()
@@ -155,7 +152,7 @@ def noisy_points(draw: st.DrawFn) -> list[Content]:
 
 
 @st.composite
-def frontiers(draw: st.DrawFn, weights: str = "none") -> Frontier:
+def frontiers(draw, weights="none"):
     content = content_of(weights, draw(noisy_points()))
     positions, stored = draw(rising()), draw(rising())
     row = st.lists(Numbers, min_size=len(stored), max_size=len(stored))
@@ -173,7 +170,7 @@ def frontiers(draw: st.DrawFn, weights: str = "none") -> Frontier:
 
 
 @pytest.fixture(name="shared", scope="module")
-def _shared() -> Iterator[Path]:
+def _shared():
     """A model for all of a property's examples."""
     with TemporaryDirectory() as path:
         save_model(Path(path))
@@ -185,7 +182,7 @@ def _shared() -> Iterator[Path]:
 
 @settings(derandomize=True, deadline=None)
 @given(data=st.data())
-def test_any_frontier_comes_back_as_it_was_written(shared: Path, data: st.DataObject) -> None:
+def test_any_frontier_comes_back_as_it_was_written(shared, data):
     frontier = data.draw(frontiers(weights_fingerprint(shared)))
     assert write_frontier(shared, frontier) == shared / FRONTIER_FILE
     assert read_frontier(shared) == frontier
@@ -193,9 +190,7 @@ def test_any_frontier_comes_back_as_it_was_written(shared: Path, data: st.DataOb
 
 @settings(derandomize=True, deadline=None, max_examples=500)
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_changed_byte_is_refused_or_changes_nothing(
-    shared: Path, place: float, byte: int
-) -> None:
+def test_a_changed_byte_is_refused_or_changes_nothing(shared, place, byte):
     frontier = frontier_of(some_points(), weights_fingerprint(shared))
     file = write_frontier(shared, frontier)
     raw = bytearray(file.read_bytes())
@@ -204,7 +199,7 @@ def test_a_changed_byte_is_refused_or_changes_nothing(
     check_refused_or_equal(shared, frontier)
 
 
-def test_no_digit_can_be_changed(model: Path) -> None:
+def test_no_digit_can_be_changed(model):
     frontier = frontier_of(some_points(), weights_fingerprint(model))
     file = write_frontier(model, frontier)
     raw = file.read_bytes()
@@ -215,7 +210,7 @@ def test_no_digit_can_be_changed(model: Path) -> None:
     assert len(digits) > 100
 
 
-def check_refused_or_equal(model: Path, frontier: Frontier) -> None:
+def check_refused_or_equal(model, frontier):
     try:
         found = read_frontier(model)
     except UserError as error:
@@ -225,19 +220,17 @@ def check_refused_or_equal(model: Path, frontier: Frontier) -> None:
         assert found == frontier
 
 
-def test_the_checksum_is_of_json_without_spaces_and_with_sorted_keys(model: Path) -> None:
+def test_the_checksum_is_of_json_without_spaces_and_with_sorted_keys(model):
     content = content_of(weights_fingerprint(model), some_points())
     file = write_frontier(model, frontier_of(some_points(), weights_fingerprint(model)))
     assert json.loads(file.read_text()) == sealed(content)
 
 
-def test_a_failed_write_keeps_the_file_that_was_there(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_file_that_was_there(model, monkeypatch):
     file = write_content(model)
     before = file.read_bytes()
 
-    def fail(self: Path, target: Path) -> Path:
+    def fail(self, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
@@ -247,7 +240,7 @@ def test_a_failed_write_keeps_the_file_that_was_there(
     assert sorted(path.name for path in model.iterdir()) == [FRONTIER_FILE, "model.safetensors"]
 
 
-def test_a_directory_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written into .*none"):
         write_frontier(tmp_path / "none", frontier_of(some_points()))
 
@@ -255,13 +248,13 @@ def test_a_directory_that_is_not_there_cannot_be_written(tmp_path: Path) -> None
 # Refusals
 
 
-def at(*keys: str | int) -> Callable[[Any], Callable[[Content], None]]:
+def at(*keys):
     """``at(*keys)(value)`` puts a value into a place of the content."""
 
-    def to(value: Any) -> Callable[[Content], None]:
-        def edit(content: Content) -> None:
+    def to(value):
+        def edit(content):
             *parents, last = keys
-            target: Any = content
+            target = content
             for key in parents:
                 target = target[key]
             target[last] = value
@@ -271,12 +264,12 @@ def at(*keys: str | int) -> Callable[[Any], Callable[[Content], None]]:
     return to
 
 
-def points_are(*points: Content) -> Callable[[Content], None]:
+def points_are(*points):
     return at("points")(list(points))
 
 
 AR = point("ar", 1.0, 80.0, 1.0, 1.0)
-REFUSED: list[tuple[str, Callable[[Content], object], str]] = [
+REFUSED = [
     ("format_version", at("format_version")(2), "should be 1"),
     ("weights", at("weights")("0" * 64), "another model's"),
     ("weights", lambda content: content.pop("weights"), "required"),
@@ -350,9 +343,7 @@ REFUSED: list[tuple[str, Callable[[Content], object], str]] = [
 
 
 @pytest.mark.parametrize(("field", "edit", "reason"), REFUSED)
-def test_a_refusal_names_file_field_and_remedy(
-    model: Path, field: str, edit: Callable[[Content], object], reason: str
-) -> None:
+def test_a_refusal_names_file_field_and_remedy(model, field, edit, reason):
     file = write_content(model, edit)
     with pytest.raises(UserError) as caught:
         read_frontier(model)
@@ -362,19 +353,19 @@ def test_a_refusal_names_file_field_and_remedy(
     assert message.endswith(REMEDY)
 
 
-def test_what_the_refusals_were_made_of_is_accepted(model: Path) -> None:
+def test_what_the_refusals_were_made_of_is_accepted(model):
     write_content(model)
     assert read_frontier(model) == frontier_of(some_points(), weights_fingerprint(model))
 
 
-def test_what_noise_explains_is_accepted(model: Path) -> None:
+def test_what_noise_explains_is_accepted(model):
     lower = point("threshold", 0.8, 81.9, 1.97, 4.0)
     write_content(model, points_are(AR, point("threshold", 0.9, 80.0, 2.0, 4.0), lower))
     assert len(read_frontier(model).points) == 3
 
 
 @pytest.mark.parametrize("checksum", [None, "", 7, "0" * 64])
-def test_a_wrong_checksum_is_refused(model: Path, checksum: object) -> None:
+def test_a_wrong_checksum_is_refused(model, checksum):
     file = write_content(model)
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"checksum": checksum}))
@@ -382,7 +373,7 @@ def test_a_wrong_checksum_is_refused(model: Path, checksum: object) -> None:
         read_frontier(model)
 
 
-def test_a_missing_checksum_is_refused(model: Path) -> None:
+def test_a_missing_checksum_is_refused(model):
     file = write_content(model)
     content = json.loads(file.read_text())
     del content["checksum"]
@@ -402,18 +393,18 @@ def test_a_missing_checksum_is_refused(model: Path) -> None:
     ],
     ids=["empty", "cut", "latin", "deep", "list"],
 )
-def test_what_is_no_json_object_is_refused(model: Path, raw: bytes, reason: str) -> None:
+def test_what_is_no_json_object_is_refused(model, raw, reason):
     (model / FRONTIER_FILE).write_bytes(raw)
     with pytest.raises(UserError, match=f"{FRONTIER_FILE}: .*{reason}.*; {REMEDY}"):
         read_frontier(model)
 
 
-def test_a_missing_file_is_refused(model: Path) -> None:
+def test_a_missing_file_is_refused(model):
     with pytest.raises(UserError, match=rf"{FRONTIER_FILE}: .*\(No such file.*; {REMEDY}"):
         read_frontier(model)
 
 
-def test_retrained_weights_refuse_the_frontier(model: Path) -> None:
+def test_retrained_weights_refuse_the_frontier(model):
     write_content(model)
     save_model(model, 1.0)
     with pytest.raises(UserError, match=f"{FRONTIER_FILE}: weights: .*; {REMEDY}"):
@@ -423,7 +414,7 @@ def test_retrained_weights_refuse_the_frontier(model: Path) -> None:
 # Rungs
 
 
-def test_rungs_are_ar_and_the_thresholds_in_falling_order() -> None:
+def test_rungs_are_ar_and_the_thresholds_in_falling_order():
     assert frontier_of(list(reversed(some_points()))).rungs() == (
         Rung(1.0, 1.0, 0.0, 0, 1.0),
         Rung(0.95, 1.5, 0.5, 3, 4.5),
@@ -432,7 +423,7 @@ def test_rungs_are_ar_and_the_thresholds_in_falling_order() -> None:
     )
 
 
-def test_rungs_average_what_falls() -> None:
+def test_rungs_average_what_falls():
     rungs = frontier_of(
         [
             AR,
@@ -449,7 +440,7 @@ def test_rungs_average_what_falls() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(points=noisy_points())
-def test_rungs_are_monotone(points: list[Content]) -> None:
+def test_rungs_are_monotone(points):
     rungs = frontier_of(points).rungs()
     assert len(rungs) == sum(one["mode"] != "exact" for one in points)
     assert (rungs[0].threshold, rungs[0].loss) == (1.0, 0.0)
@@ -459,7 +450,7 @@ def test_rungs_are_monotone(points: list[Content]) -> None:
         assert above.tokens_per_forward <= below.tokens_per_forward
 
 
-def test_the_exact_rung_loses_nothing() -> None:
+def test_the_exact_rung_loses_nothing():
     points = some_points()
     points[1] = point("exact", 1.0, 78.0, 1.9, 16.0)
     assert frontier_of(points).exact_rung() == Rung(1.0, 1.9, 0.0, 3, 16.0)
@@ -469,11 +460,11 @@ def test_the_exact_rung_loses_nothing() -> None:
 # Capacity
 
 
-def test_step_times_are_bilinear() -> None:
+def test_step_times_are_bilinear():
     content = content_of("none", some_points())
     positions, stored = [0.0, 10.0, 40.0], [0.0, 1000.0, 5000.0]
 
-    def seconds(p: float, s: float) -> float:
+    def seconds(p, s):
         return 0.01 + 0.001 * p + 1e-6 * s + 1e-7 * p * s
 
     table = [[seconds(p, s) for s in stored] for p in positions]
@@ -486,14 +477,14 @@ def test_step_times_are_bilinear() -> None:
             assert step_time.at(p) == pytest.approx(seconds(p, rows * mean))
 
 
-def test_times_that_fall_in_the_last_piece_do_not_fall_on() -> None:
+def test_times_that_fall_in_the_last_piece_do_not_fall_on():
     content = content_of("none", some_points())
     content["step_seconds"]["seconds"][0] = [0.012, 0.010]
     frontier = build_settings(content, Frontier, source="measured")
     assert frontier.capacity(100, 512.0).step_time.at(1.0) == 0.010
 
 
-def test_capacity_prices_rows_by_their_measured_positions() -> None:
+def test_capacity_prices_rows_by_their_measured_positions():
     frontier = frontier_of(some_points())
     capacity = frontier.capacity(8)
     assert capacity == frontier.capacity(8, 512.0)
@@ -508,12 +499,12 @@ def test_capacity_prices_rows_by_their_measured_positions() -> None:
     assert capacity.tokens_per_s(exact) == pytest.approx(expected)
 
 
-def test_positions_that_were_not_measured_are_tokens_and_masks() -> None:
+def test_positions_that_were_not_measured_are_tokens_and_masks():
     assert Rung(0.9, 1.8, 1.0, num_masks=3).positions == pytest.approx(4.8)
     assert Rung(1.0, 1.0, 0.0).positions == 1.0
 
 
-def test_without_a_frontier_there_is_plain_ar_decoding_only() -> None:
+def test_without_a_frontier_there_is_plain_ar_decoding_only():
     capacity = ar_only(linear_step_time(0.02, 128), max_num_seqs=16, prefill_tokens_per_s=5000.0)
     assert capacity.rungs == (Rung(threshold=1.0, tokens_per_forward=1.0, loss=0.0),)
     assert capacity.useful(1.05) == capacity.rungs

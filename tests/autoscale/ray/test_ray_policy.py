@@ -1,12 +1,8 @@
-"""What Ray Serve's controller calls, without a cluster: nothing may stop it, or slow it down."""
-
-from __future__ import annotations
+"""The policy that Ray Serve's controller calls, without a cluster: it must never raise or wait."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
@@ -14,22 +10,22 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from mars_autoscale.policy.control import ControlState
-from mars_autoscale.policy.decide import OuterState
+from mars_autoscale.policy.decision import OuterState
+from mars_autoscale.policy.outer_loop import SavedState
 from mars_autoscale.ray import ray_policy
 from mars_autoscale.ray.ray_policy import NAMESPACE, JointPolicy, governor_name
 
 DEPLOYMENT = DeploymentID("model-0-mars", "app")
-STATE = ControlState(OuterState(num_replicas=5), 80.0)
+STATE = SavedState(OuterState(num_replicas=5), 80.0)
 
 
-def replica(name: str) -> ReplicaID:
+def replica(name):
     return ReplicaID(name, DEPLOYMENT)
 
 
-def context_of(**changes: Any) -> AutoscalingContext:
-    """What Ray Serve hands to a policy: two of three replicas run."""
-    fields: dict[str, Any] = {
+def context_of(**changes):
+    """Return what Ray Serve hands to a policy, with two of three replicas running."""
+    fields = {
         "deployment_id": DEPLOYMENT,
         "deployment_name": DEPLOYMENT.name,
         "app_name": DEPLOYMENT.app_name,
@@ -54,50 +50,50 @@ def context_of(**changes: Any) -> AutoscalingContext:
 
 
 class FakeRay:
-    """As much of Ray as the policy uses; one governor, which may be missing."""
+    """The part of Ray that the policy uses, with one governor that may be missing."""
 
-    def __init__(self) -> None:
-        self.governor: Callable[..., tuple[ControlState, int | None, float]] | None = None
-        self.asked: list[tuple[Any, ...]] = []
-        self.names: list[tuple[str, str]] = []
+    def __init__(self):
+        self.governor = None
+        self.asked = []
+        self.names = []
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return True
 
-    def get_actor(self, name: str, namespace: str) -> Any:
+    def get_actor(self, name, namespace):
         self.names.append((name, namespace))
         if self.governor is None:
             raise ValueError(f"Failed to look up actor with name {name!r}")
         return SimpleNamespace(tick=SimpleNamespace(remote=self._tick))
 
-    def get(self, call: tuple[Any, ...], timeout: float) -> tuple[ControlState, int | None, float]:
+    def get(self, call, timeout):
         if self.governor is None:
             raise ActorUnavailableError("it has died", b"\0" * 16)
         return self.governor(*call)
 
-    def _tick(self, *arguments: Any) -> tuple[Any, ...]:
+    def _tick(self, *arguments):
         self.asked.append(arguments)
         return arguments
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+def ray(monkeypatch):
     fake = FakeRay()
     monkeypatch.setattr(ray_policy, "ray", fake)
     monkeypatch.setattr(ray_policy, "_PERIOD_S", 0.005)
     yield fake
-    monkeypatch.setattr(ray_policy, "_UNUSED_S", 0.0)  # or its threads would go on to the real one
+    monkeypatch.setattr(
+        ray_policy, "_UNUSED_S", 0.0
+    )  # ends its threads, which would use the real Ray
     for thread in threads():
         thread.join()
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [thread for thread in threading.enumerate() if thread.name == "autoscaling"]
 
 
-def call_until(
-    policy: JointPolicy, number: int, context: AutoscalingContext | None = None
-) -> tuple[int, dict[str, Any]]:
+def call_until(policy, number, context=None):
     deadline = time.monotonic() + 20
     while (answer := policy(context or context_of()))[0] != number:
         assert time.monotonic() < deadline, answer
@@ -105,17 +101,17 @@ def call_until(
     return answer
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition):
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
-# What it holds
+# Holding
 
 
-def test_without_a_governor_the_target_is_held(ray: FakeRay) -> None:
+def test_without_a_governor_the_target_is_held(ray):
     policy = JointPolicy("mars")
     assert policy(context_of()) == (3, {})
     wait_for(lambda: len(ray.names) > 3)
@@ -123,10 +119,10 @@ def test_without_a_governor_the_target_is_held(ray: FakeRay) -> None:
     assert set(ray.names) == {(governor_name("app"), NAMESPACE)}
 
 
-def test_it_does_not_wait_for_the_governor(ray: FakeRay) -> None:
+def test_the_policy_does_not_wait_for_the_governor(ray):
     begun, end = threading.Event(), threading.Event()
 
-    def hangs(*_: Any) -> tuple[ControlState, int, float]:
+    def hangs(*_):
         begun.set()
         end.wait()
         return STATE, 5, 0.0
@@ -145,8 +141,8 @@ def test_it_does_not_wait_for_the_governor(ray: FakeRay) -> None:
     [GetTimeoutError("late"), RayError("broken"), ActorUnavailableError("gone", b"\0" * 16)],
     ids=type,
 )
-def test_where_the_governor_fails_the_target_is_held(ray: FakeRay, error: Exception) -> None:
-    def fails(*_: Any) -> tuple[ControlState, int, float]:
+def test_the_target_is_held_while_the_governor_fails(ray, error):
+    def fails(*_):
         raise error
 
     ray.governor = fails
@@ -158,15 +154,15 @@ def test_where_the_governor_fails_the_target_is_held(ray: FakeRay, error: Except
     call_until(policy, 5)
 
 
-def test_before_the_first_decision_the_target_is_held(ray: FakeRay) -> None:
-    ray.governor = lambda *_: (ControlState(), None, float("inf"))
+def test_before_the_first_decision_the_target_is_held(ray):
+    ray.governor = lambda *_: (SavedState(), None, float("inf"))
     policy = JointPolicy("mars")
     policy(context_of())
     wait_for(lambda: len(ray.asked) > 2)
     assert policy(context_of()) == (3, {})
 
 
-def test_an_old_decision_does_not_hold(ray: FakeRay) -> None:
+def test_an_old_decision_is_not_used(ray):
     ray.governor = lambda *_: (STATE, 5, 12.5)
     policy = JointPolicy("mars")
     policy(context_of())
@@ -175,10 +171,10 @@ def test_an_old_decision_does_not_hold(ray: FakeRay) -> None:
     ray.governor = lambda *_: (STATE, 5, 2.0)
     call_until(policy, 5)
     ray.governor = None
-    call_until(policy, 5)  # until it is too old
+    call_until(policy, 5)  # the decision holds until it is too old
 
 
-def broken() -> Any:
+def broken():
     raise RuntimeError("Serve's own")
 
 
@@ -187,9 +183,7 @@ def broken() -> Any:
     [{"raw_metrics": broken}, {"running_replicas": None}, {"raw_metrics": {"gain": 1.0}}],
     ids=["raises", "no-replicas", "not-by-replica"],
 )
-def test_a_context_that_is_broken_is_held_and_logged(
-    ray: FakeRay, caplog: pytest.LogCaptureFixture, change: dict[str, Any]
-) -> None:
+def test_the_target_is_held_and_logged_if_the_context_is_broken(ray, caplog, change):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     policy = JointPolicy("mars")
     call_until(policy, 5)
@@ -198,10 +192,10 @@ def test_a_context_that_is_broken_is_held_and_logged(
     call_until(policy, 5)
 
 
-# What it passes on
+# Passing on
 
 
-def test_the_governor_is_told_what_the_controller_knows(ray: FakeRay) -> None:
+def test_the_governor_gets_the_controllers_view(ray):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     metrics = {
         "gain": {
@@ -215,7 +209,7 @@ def test_the_governor_is_told_what_the_controller_knows(ray: FakeRay) -> None:
     assert ray.asked[0] == ("mars", ["a", "b"], 3, stats, None)
 
 
-def test_a_new_governor_is_told_what_the_old_one_knew(ray: FakeRay) -> None:
+def test_a_new_governor_gets_the_state_of_the_old_one(ray):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     policy = JointPolicy("mars")
     call_until(policy, 5)
@@ -227,9 +221,7 @@ def test_a_new_governor_is_told_what_the_old_one_knew(ray: FakeRay) -> None:
     assert ray.asked[0][-1] is STATE
 
 
-def test_a_policy_that_was_not_called_for_long_goes_on(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_that_was_not_called_for_long_resumes(ray, monkeypatch):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     policy = JointPolicy("mars")
     call_until(policy, 5)
@@ -240,15 +232,15 @@ def test_a_policy_that_was_not_called_for_long_goes_on(
     call_until(policy, 6)
 
 
-def test_a_policy_that_was_replaced_soon_tells_nothing_any_more(ray: FakeRay) -> None:
+def test_a_replaced_policy_soon_stops_calling_the_governor(ray):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     replaced = JointPolicy("mars")
     call_until(replaced, 5)
-    wait_for(lambda: not threads())  # without another call
+    wait_for(lambda: not threads())
     assert ray.asked
 
 
-def test_ray_serve_takes_what_it_says(ray: FakeRay) -> None:
+def test_ray_serve_uses_the_policys_number(ray):
     ray.governor = lambda *_: (STATE, 5, 0.0)
     policy = JointPolicy("mars")
     number, state = call_until(policy, 5)

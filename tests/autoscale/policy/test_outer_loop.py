@@ -1,0 +1,483 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ladders import CAPACITY
+from mars_autoscale.policy.decision import AT_TARGET, Decision, OuterState, Reason
+from mars_autoscale.policy.observe import Arrivals, Snapshot
+from mars_autoscale.policy.outer_loop import (
+    NUM_RECORDS,
+    RATE_WINDOW_S,
+    AutoscalingBasis,
+    ClusterView,
+    OuterLoop,
+    SavedState,
+)
+from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.settings import OuterSettings
+
+SETTINGS = OuterSettings(min_replicas=2, max_replicas=8, period_s=2.0)
+BASIS = AutoscalingBasis(CAPACITY, SETTINGS)
+START_S = 1_000.0
+REPORT_S = 0.5
+
+
+@pytest.fixture
+def loop():
+    return OuterLoop()
+
+
+def report_of(replica, totals=None, **changes):
+    figures = {"age_s": 0.0, "num_running": 4.0, "num_waiting": 0.0, "threshold": 1.0}
+    figures |= {"flex_threshold": 1.0, "gain": 1.0, "loss": 0.0, "is_lowest": False}
+    return LoadReport(replica, **{**figures, **changes}, totals=totals or Totals())
+
+
+def totals_at(seconds, rate):
+    """Return the totals after some seconds of requests of 50 prompt and 100 output tokens."""
+    number = int(rate * seconds)
+    return Totals(number, 50 * number, number, 100 * number)
+
+
+def hear_for(loop, begin_s, end_s, rates, since_s=None):
+    """Report steadily from replicas that have served so many requests a second since a time."""
+    since_s = begin_s if since_s is None else since_s
+    for i in range(int((end_s - begin_s) / REPORT_S) + 1):
+        now_s = begin_s + i * REPORT_S
+        for replica, rate in rates.items():
+            loop.hear(now_s, report_of(replica, totals_at(now_s - since_s, rate)), BASIS)
+
+
+def see(loop, names, num_target):
+    loop.see(ClusterView(frozenset(names), num_target))
+
+
+def snapshot_at(loop, now_s):
+    return loop.question(now_s)[0]
+
+
+def decide_at(loop, now_s):
+    """Take a decision; returns its record."""
+    question = loop.question(now_s)
+    return loop.commit(question[0], *loop.answer(*question))
+
+
+def decide_under_load(loop, begin_s, end_s, rates):
+    """Take the decisions of some time of steady reports; returns the numbers of replicas."""
+    numbers = []
+    for i in range(int((end_s - begin_s) / SETTINGS.period_s)):
+        at_s = begin_s + SETTINGS.period_s * i
+        hear_for(loop, at_s, at_s + 1.5, rates, since_s=START_S)
+        numbers.append(decide_at(loop, at_s + 1.5).decision.num_replicas)
+    return numbers
+
+
+# Rates of arrival
+
+
+def test_rates_are_summed_over_replicas(loop):
+    hear_for(loop, START_S, START_S + 30, {"a": 2.0, "b": 4.0})
+    assert snapshot_at(loop, START_S + 30).arrivals == Arrivals(6.0, 300.0, 100.0)
+
+
+def test_rates_are_those_of_the_window(loop):
+    hear_for(loop, START_S, START_S + 30, {"a": 2.0})
+    before = totals_at(30, 2.0)
+    for i in range(1, 41):
+        totals = replace(before, arrived=before.arrived + 3 * i)
+        loop.hear(START_S + 30 + i * REPORT_S, report_of("a", totals), BASIS)
+    assert snapshot_at(loop, START_S + 50).arrivals.requests_per_s == pytest.approx(6.0)
+
+
+def test_there_is_no_rate_in_the_first_second(loop):
+    for seconds, arrived in ((0.0, 500), (0.5, 501), (1.0, 502)):
+        loop.hear(START_S + seconds, report_of("a", Totals(arrived)), BASIS)
+        arrivals = snapshot_at(loop, START_S + seconds).arrivals
+        assert (arrivals is None) == (seconds < 1.0)
+    assert arrivals.requests_per_s == 2.0
+
+
+def test_a_replica_that_joins_late_counts_from_then_on(loop):
+    hear_for(loop, START_S, START_S + 15, {"a": 2.0})
+    hear_for(loop, START_S + 15, START_S + 20, {"late": 2.0})
+    hear_for(loop, START_S + 15, START_S + 20, {"a": 2.0}, since_s=START_S)
+    # 10 s of one and 5 s of the other, over 10 s
+    rate = snapshot_at(loop, START_S + 20).arrivals.requests_per_s
+    assert rate == pytest.approx(3.0, rel=0.06)
+
+
+def test_a_replica_that_restarts_its_counts_gives_no_negative_rate(loop):
+    hear_for(loop, START_S, START_S + 30, {"a": 8.0})
+    hear_for(loop, START_S + 31, START_S + 35, {"a": 2.0})
+    assert snapshot_at(loop, START_S + 35).arrivals == Arrivals(2.0, 100.0, 100.0)
+
+
+def test_a_silent_replica_gives_no_rate_after_the_window(loop):
+    hear_for(loop, START_S, START_S + 10, {"a": 2.0, "silent": 4.0})
+    hear_for(loop, START_S + 10.5, START_S + 19, {"a": 2.0}, since_s=START_S)
+    assert snapshot_at(loop, START_S + 19).arrivals.requests_per_s > 2.0
+    hear_for(loop, START_S + 19.5, START_S + 22, {"a": 2.0}, since_s=START_S)
+    assert START_S + 22 > START_S + 10 + RATE_WINDOW_S
+    assert snapshot_at(loop, START_S + 22).arrivals.requests_per_s == 2.0
+
+
+def test_the_rate_of_prompt_tokens_is_never_negative(loop):
+    """A prefix hit is subtracted later than its prompt was added."""
+    for i, prompts in enumerate((5_000, 5_000, 5_000, 1_000)):
+        loop.hear(START_S + i, report_of("a", Totals(10, prompts)), BASIS)
+    assert snapshot_at(loop, START_S + 3).arrivals.prompt_tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize("names", [(), ("a", "silent")], ids=["no cluster", "both serve"])
+def test_a_clock_that_is_put_back_costs_a_few_seconds_of_rates(loop, names):
+    if names:
+        see(loop, names, 2)
+    hear_for(loop, START_S, START_S + 20, {"a": 2.0, "silent": 4.0})
+    back_s = START_S - 3_600
+    if not names:
+        assert snapshot_at(loop, back_s).replicas == []
+    hear_for(loop, back_s, back_s + 4, {"a": 2.0})
+    snapshot = snapshot_at(loop, back_s + 4)
+    assert len(snapshot.known_replicas(12.0)) == 1
+    assert snapshot.known_arrivals(12.0).requests_per_s == 2.0
+
+
+def test_the_mean_output_weighs_each_ended_request_by_a_hundredth(loop):
+    for i, (ended, tokens) in enumerate(((0, 0), (2, 200), (12, 2_200))):
+        loop.hear(START_S + i, report_of("a", Totals(20, 0, ended, tokens)), BASIS)
+    # two of 100 tokens, then ten of 200
+    assert loop.state.mean_output_tokens == pytest.approx(100 + (1 - 0.99**10) * 100)
+
+
+def test_requests_that_ended_before_the_first_report_do_not_count(loop):
+    loop.hear(START_S, report_of("a", Totals(10, 0, 10, 5_000)), BASIS)
+    assert loop.state.mean_output_tokens == 0.0
+    loop.hear(START_S + 1, report_of("a", Totals(11, 0, 11, 5_040)), BASIS)
+    assert loop.state.mean_output_tokens == 40.0
+
+
+# The cluster's view
+
+
+def test_ordered_replicas_that_do_not_report_are_starting(loop):
+    hear_for(loop, START_S, START_S + 2, {"a": 1.0, "b": 1.0})
+    counts = []
+    for view in (None, ({"a"}, 5), ({"a", "b", "c"}, 2)):
+        if view is not None:
+            see(loop, *view)
+        snapshot = snapshot_at(loop, START_S + 2)
+        counts.append((len(snapshot.replicas), snapshot.num_starting))
+    assert counts == [(2, 0), (2, 3), (2, 0)]
+
+
+def test_a_silent_replica_that_no_longer_serves_is_forgotten(loop):
+    hear_for(loop, START_S, START_S + 2, {"gone": 1.0})
+    see(loop, {"a"}, 1)
+    hear_for(loop, START_S, START_S + 8, {"a": 1.0})
+    assert len(snapshot_at(loop, START_S + 5).replicas) == 2
+    assert len(snapshot_at(loop, START_S + 7).replicas) == 1
+
+
+def test_with_a_stale_view_replicas_come_and_go_by_their_reports(loop):
+    """The cluster's controller is dead: its view has a dead replica, and lacks a new one."""
+    see(loop, {"a", "dead"}, 2)
+    hear_for(loop, START_S, START_S + 2, {"dead": 1.0})
+    hear_for(loop, START_S, START_S + 30, {"a": 1.0, "new": 1.0})
+    snapshot = snapshot_at(loop, START_S + 30)
+    ages = sorted(START_S + 30 - load.observed_s for load in snapshot.replicas)
+    assert ages == [0.0, 0.0, 28.0]
+    assert len(snapshot.known_replicas(6 * SETTINGS.period_s)) == 2
+
+
+def test_no_replica_is_stopped_while_a_serving_one_is_silent(loop):
+    see(loop, {"a", "silent"}, 4)
+    hear_for(loop, START_S, START_S + 2, {"silent": 1.0})
+    assert set(decide_under_load(loop, START_S, START_S + 300, {"a": 1.0})) == {4}
+    assert loop.records[-1].decision.reason is Reason.WAITING
+    see(loop, {"a"}, 4)
+    numbers = decide_under_load(loop, START_S + 300, START_S + 310, {"a": 1.0})
+    assert numbers[-1] == SETTINGS.min_replicas
+
+
+def test_a_replica_that_is_being_stopped_does_not_count_though_it_reports(loop):
+    see(loop, {"a", "old"}, 2)
+    hear_for(loop, START_S, START_S + 10, {"a": 2.0, "old": 2.0})
+    see(loop, {"a"}, 3)
+    last = report_of("old", totals_at(10, 2.0), num_running=1.0, threshold=0.8)
+    loop.hear(START_S + 10, last, BASIS)
+    record = decide_at(loop, START_S + 10)
+    assert (record.num_ready, record.num_starting) == (1, 2)
+    assert (record.num_running, record.threshold) == (4.0, 1.0)
+    assert record.requests_per_s == 4.0, "its share of the arrivals goes to the others"
+    see(loop, {"a", "old"}, 3)
+    assert len(snapshot_at(loop, START_S + 10).replicas) == 2
+
+
+def test_a_starting_replica_may_report_before_it_is_ready(loop):
+    see(loop, {"a"}, 2)
+    hear_for(loop, START_S, START_S + 30, {"a": 2.0, "new": 0.0})
+    see(loop, {"a"}, 2)
+    snapshot = snapshot_at(loop, START_S + 30)
+    assert (len(snapshot.replicas), snapshot.num_starting) == (2, 0)
+
+
+def test_a_cluster_that_has_restarted_and_knows_no_replica_stops_none(loop):
+    see(loop, {"a", "b"}, 2)
+    hear_for(loop, START_S, START_S + 2, {"a": 1.0, "b": 1.0})
+    see(loop, (), 2)
+    assert len(snapshot_at(loop, START_S + 2).replicas) == 2
+
+
+# Updates
+
+BEFORE = replace(
+    BASIS, settings=SETTINGS.model_copy(update={"max_replicas": 4}), made_s=START_S - 900
+)
+AFTER = replace(BASIS, made_s=START_S - 30)
+
+
+def test_an_updates_basis_holds_though_old_replicas_go_on_reporting(loop):
+    see(loop, {"old"}, 4)
+    numbers = []
+    for i in range(20):
+        at_s = START_S + i * SETTINGS.period_s
+        for second in range(2):
+            old = report_of("old", totals_at(at_s + second - START_S, 30.0), num_running=16)
+            if i >= 10:
+                loop.hear(at_s + second, report_of("new", num_running=16), AFTER)
+            loop.hear(at_s + second, old, BEFORE)
+        numbers.append(decide_at(loop, at_s + 1).decision.num_replicas)
+    assert numbers[9] == 4
+    assert numbers[10:] == [8] * 10
+
+
+def test_the_basis_of_a_withdrawn_update_goes_with_its_replicas(loop):
+    see(loop, {"old"}, 2)
+    loop.hear(START_S, report_of("old"), BEFORE)
+    loop.hear(START_S, report_of("new"), AFTER)
+    assert loop.question(START_S)[2] == AFTER
+    loop.hear(START_S + 10, report_of("old"), BEFORE)
+    assert loop.question(START_S + 10)[2] == BEFORE
+
+
+# Reports that came by way of the cluster
+
+
+def stats_of(observed_s):
+    return report_of("a", Totals(7, 70, 6, 60), num_running=9.0).stats(observed_s)
+
+
+def load_at(loop, now_s):
+    (load,) = snapshot_at(loop, now_s).replicas
+    return load.observed_s, load.num_running
+
+
+def test_a_silent_replica_is_overheard_once(loop):
+    loop.hear(START_S, report_of("a"), BASIS)
+    for seconds in (5, 10, 15):
+        loop.overhear(START_S + seconds, "a", stats_of(START_S + 4.5))
+        assert load_at(loop, START_S + seconds) == (START_S + 4.5, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "observed_s"), [(3.9, 3.8), (5.0, -0.5), (5.0, 0.0)], ids=["heard", "older", "same"]
+)
+def test_a_known_report_is_not_overheard(loop, now_s, observed_s):
+    loop.hear(START_S, report_of("a"), BASIS)
+    loop.overhear(START_S + now_s, "a", stats_of(START_S + observed_s))
+    assert load_at(loop, START_S + now_s) == (START_S, 4.0)
+
+
+def test_an_unknown_replica_is_not_overheard(loop):
+    loop.overhear(START_S, "b", stats_of(START_S))
+    loop.hear(START_S, report_of("a"), BASIS)
+    loop.overhear(START_S + 5, "b", stats_of(START_S + 5))
+    assert len(snapshot_at(loop, START_S + 5).replicas) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"observed_s": math.nan}, {"arrived": math.nan}, {"ended": math.inf}, {"gain": None}, None],
+)
+def test_an_incomplete_report_is_not_overheard(loop, change):
+    loop.hear(START_S, report_of("a"), BASIS)
+    stats = {} if change is None else {**stats_of(START_S + 5), **change}
+    given = {name: value for name, value in stats.items() if value is not None}
+    loop.overhear(START_S + 5, "a", given)
+    assert load_at(loop, START_S + 5) == (START_S, 4.0)
+
+
+# Decisions
+
+
+def as_json(record):
+    return json.loads(json.dumps(record.as_dict(), allow_nan=False))
+
+
+def test_a_decision_is_recorded_with_the_numbers_behind_it(loop):
+    see(loop, {"a", "b"}, 3)
+    hear_for(loop, START_S, START_S + 10, {"a": 2.0, "b": 2.0})
+    lowered = {"num_waiting": 3.0, "threshold": 0.9, "flex_threshold": 0.7}
+    loop.hear(START_S + 10, report_of("b", totals_at(10, 2.0), **lowered), BASIS)
+    record = decide_at(loop, START_S + 10)
+    assert record is loop.records[-1]
+    content = as_json(record)
+    assert not any(isinstance(value, dict | list) for value in content.values()), "it is flat"
+    decision = record.decision
+    expected = {
+        "num_replicas": decision.num_replicas,
+        "reason": decision.reason,
+        "feed_forward": decision.range.feed_forward,
+        "replicas_before": 3,
+        "num_ready": 2,
+        "num_starting": 1,
+        "num_running": 8,
+        "num_waiting": 3,
+        "threshold": pytest.approx(0.95),
+        "flex_threshold": pytest.approx(0.85),
+        "requests_per_s": 4.0,
+        "prompt_tokens_per_s": 200.0,
+        "mean_output_tokens": 100.0,
+        "problem": None,
+    }
+    assert {key: content[key] for key in expected} == expected
+
+
+def test_holding_keeps_the_number_and_says_why(loop):
+    see(loop, {"a"}, 5)
+    hear_for(loop, START_S, START_S + 10, {"a": 2.0})
+    first = decide_at(loop, START_S + 10)
+    history = loop.state.outer
+    record = loop.hold(snapshot_at(loop, START_S + 12), "it is broken")
+    assert (record.problem, record.decision.reason) == ("it is broken", Reason.HELD)
+    assert record.decision.num_replicas == first.decision.num_replicas == 5
+    assert record.decision.range == AT_TARGET
+    assert loop.state.outer == history
+
+
+def test_holding_without_replicas_stays_within_the_bounds(loop):
+    loop.hear(START_S, report_of("a"), BASIS)
+    snapshot = snapshot_at(loop, START_S + 100)
+    assert snapshot.replicas == []
+    assert loop.hold(snapshot, "why").decision.num_replicas == SETTINGS.min_replicas
+
+
+def test_the_latest_hundred_decisions_are_kept_and_all_are_counted(loop):
+    loop.hear(START_S, report_of("a"), BASIS)
+    for i in range(NUM_RECORDS + 20):
+        decide_at(loop, START_S + i)
+    loop.hold(snapshot_at(loop, START_S), "why")
+    assert len(loop.records) == NUM_RECORDS == 100
+    assert loop.records[0].time_s == START_S + 21
+    assert sum(loop.counts.values()) == NUM_RECORDS + 21
+
+
+def test_another_policy_can_be_given():
+    decision = Decision(7, AT_TARGET, Reason.LOAD, 1.0, 6.5, 2.0)
+    loop = OuterLoop(lambda *_: (decision, OuterState(7)))
+    loop.hear(START_S, report_of("a"), BASIS)
+    assert decide_at(loop, START_S).decision == decision
+    assert loop.state.outer.num_replicas == 7
+
+
+def test_a_rate_that_is_not_a_number_is_recorded_as_unknown(loop):
+    loop.hear(START_S, report_of("a"), BASIS)
+    snapshot = Snapshot(START_S, [], 0, Arrivals(math.nan, 1.0, 1.0), START_S)
+    record = loop.hold(snapshot, "why")
+    assert (record.requests_per_s, record.prompt_tokens_per_s) == (None, None)
+
+
+# Restarts
+
+
+def test_a_restarted_loop_remembers_a_burst(loop):
+    new, blank = OuterLoop(), OuterLoop()
+    see(loop, {"a", "b"}, 2)
+    number = decide_under_load(loop, START_S, START_S + 20, {"a": 10.0, "b": 10.0})[-1]
+    assert number > 2
+    new.restore(loop.state)
+    for each in (new, blank):
+        see(each, {"a", "b"}, number)
+        hear_for(each, START_S + 20, START_S + 24, {"a": 1.0, "b": 1.0})
+    after, without = (decide_at(each, START_S + 24).decision for each in (new, blank))
+    assert after.num_replicas == number
+    assert after.needed > 2 * without.needed
+
+
+def test_a_restarted_loop_decides_the_same_on_the_same_reports(loop):
+    new = OuterLoop()
+    see(loop, {"a"}, 4)
+    hear_for(loop, START_S, START_S + 10, {"a": 2.0})
+    decide_at(loop, START_S + 10)
+    new.restore(loop.state)
+    see(new, {"a"}, 4)
+    hear_for(loop, START_S + 10.5, START_S + 16, {"a": 2.0}, since_s=START_S)
+    hear_for(new, START_S + 11, START_S + 16, {"a": 2.0}, since_s=START_S)
+    assert decide_at(new, START_S + 16) == decide_at(loop, START_S + 16)
+    assert new.state == loop.state
+
+
+def test_a_decision_before_the_first_view_of_the_cluster_is_dropped(loop):
+    """A restarted loop may hear one replica at first, and must not stop the others."""
+    known = SavedState(OuterState(num_replicas=5, debt=3.0), 80.0)
+    loop.hear(START_S, report_of("a"), BASIS)
+    assert decide_at(loop, START_S).decision.num_replicas == SETTINGS.min_replicas
+    loop.restore(known)
+    see(loop, {"a"}, 5)
+    assert loop.state == known
+    assert decide_at(loop, START_S + 0.5).decision.num_replicas == 5
+
+
+def test_without_a_saved_state_the_ordered_replicas_are_the_first_number(loop):
+    loop.hear(START_S, report_of("a"), BASIS)
+    decide_at(loop, START_S)
+    see(loop, {"a"}, 6)
+    assert decide_at(loop, START_S + 0.5).decision.num_replicas == 6
+
+
+def test_a_later_view_of_the_cluster_changes_no_decision(loop):
+    see(loop, {"a"}, 5)
+    loop.hear(START_S, report_of("a"), BASIS)
+    decide_at(loop, START_S)
+    before = loop.state
+    loop.restore(SavedState(OuterState(num_replicas=2)))
+    see(loop, {"a"}, 3)
+    assert loop.state == before
+    assert before.outer.num_replicas == 5
+
+
+# Properties
+
+ODD = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e300]) | st.floats(0, 1e6)
+ODD_REPORTS = st.builds(
+    LoadReport,
+    st.sampled_from(["a", "b"]),
+    *(ODD for _ in range(7)),
+    st.booleans(),
+    st.builds(Totals, ODD, ODD, ODD, ODD),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(ODD_REPORTS, min_size=1, max_size=12))
+def test_any_reports_give_bounded_decisions_and_do_no_lasting_harm(reports):
+    loop = OuterLoop()
+    see(loop, {"a", "b"}, 4)
+    for i, report in enumerate(reports):
+        now_s = START_S + i
+        loop.hear(now_s, report, BASIS)
+        record = decide_at(loop, now_s)
+        assert SETTINGS.min_replicas <= record.decision.num_replicas <= SETTINGS.max_replicas
+        assert record.decision.range.floor_threshold in (SETTINGS.floor_threshold, 1.0)
+        as_json(record)
+        as_json(loop.hold(snapshot_at(loop, now_s), "why"))
+    end_s = START_S + 50
+    hear_for(loop, START_S + 12, end_s, {"a": 2.0, "b": 2.0})
+    record = decide_at(loop, end_s)
+    assert record.decision.reason is not Reason.HELD
+    assert record.requests_per_s == 4.0
+    assert math.isfinite(record.mean_output_tokens)
