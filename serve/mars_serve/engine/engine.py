@@ -24,7 +24,7 @@ from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import Step, launch, wait
 from mars_serve.engine.execution.forward import ModelRunner
-from mars_serve.engine.execution.graphs import CudaCapture, GraphSizes
+from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import commit
 from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
 from mars_serve.engine.outputs import EngineStatus, StepOutput
@@ -216,7 +216,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
-            self._runner.capture(self._graph_sizes(), CudaCapture(), on_progress)
+            self.capture_graphs(CudaCapture(), on_progress)
         return measure_steps(
             self._runner.run,
             self._pool,
@@ -240,13 +240,17 @@ class Engine:
             repeats=repeats,
         )
 
-    def _graph_sizes(self) -> GraphSizes:
-        return GraphSizes(
+    def capture_graphs(
+        self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Capture decoding steps; do nothing if attention does not read pages in place."""
+        sizes = GraphSizes(
             max_rows=self.settings.max_num_seqs,
             max_masks=self.window,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             max_pages=self._pool.pages_for(self.max_length),
         )
+        self._runner.capture(sizes, capture, on_progress)
 
     # Requests
 

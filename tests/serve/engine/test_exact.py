@@ -9,21 +9,24 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engines import output_of, run
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.adaptive.window_choice import WindowChooser
-from mars_serve.engine.batch import Row
+from mars_serve.engine.attention.interface import Attention
+from mars_serve.engine.attention.selection import choose_attention
+from mars_serve.engine.batch import BatchRow
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.acceptance import unpack_coming
+from mars_serve.engine.execution.acceptance import unpack_groups
 from mars_serve.engine.execution.forward import Launched
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -43,14 +46,13 @@ LAYOUTS = {
     "no masks": replace(EXACT, window=0),
 }
 TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
-"""Far above what steps take: the engine's own clock changes no choice."""
+"""Times far above those of the steps here, so that the engine's own clock changes no choice."""
 OTHERS = {
     "ar": DecodingOptions(MAX_TOKENS, Mode.AR),
     "threshold": DecodingOptions(MAX_TOKENS, threshold=0.9),
 }
 
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
-Passes = dict[str, list[StepOutput]]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,9 @@ def model(trained) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
-    """Windows adapt; pages are tight enough for rows to be preempted at times."""
+    """An engine that adapts windows, with so few pages that requests are preempted at times."""
     engine = Engine(checkpoint, EngineSettings(max_num_seqs=12, num_pages=30))
-    engine._chooser = WindowChooser(TIMES, engine.window)
+    engine.adapt_windows(TIMES)
     return engine
 
 
@@ -84,27 +86,11 @@ def engine(checkpoint: Checkpoint) -> Engine:
 def expected(
     model: PreTrainedModel, checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Output of one-token decoding without cache or batch."""
+    """Outputs of one-token decoding without cache or batch."""
     return [
         reference.decode(model, prompt, checkpoint.special, max_tokens=MAX_TOKENS).tokens
         for prompt in prompts
     ]
-
-
-def output_of(request: Request) -> list[int]:
-    return request.tokens[request.num_prompt :]
-
-
-def run(engine: Engine, requests: list[Request]) -> Passes:
-    passes = defaultdict[str, list[StepOutput]](list)
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            passes[output.request_id].append(output)
-        engine.check_integrity()
-    assert engine.status().num_free_pages == engine.num_pages
-    return passes
 
 
 def test_every_layout_gives_the_output_of_mode_ar(
@@ -145,11 +131,11 @@ def test_short_outputs_feed_no_mask_that_could_not_be_used(
         for output in outputs:
             num_given += len(output.tokens)
             assert num_given <= max_tokens
-        # a mask proposes what is checked in the next pass, behind a token that this one gives
+        # A mask proposes a draft for the next pass, behind a token that this pass gives.
         assert outputs[0].num_masks == min(max(0, max_tokens - 2), engine.window)
 
 
-# What is fed
+# Fed positions
 
 
 @pytest.mark.parametrize(
@@ -163,45 +149,53 @@ def test_short_outputs_feed_no_mask_that_could_not_be_used(
         (6, 1, (3, 0)),
     ],
 )
-def test_what_each_place_of_a_row_sees(
+def test_each_position_of_a_row_sees_its_prefix_and_its_group(
     num_tokens: int, num_drafts: int, masks: tuple[int, ...]
 ) -> None:
-    """Tokens and drafts what is before them; a mask the tokens, its drafts and its own group."""
-    row = Row(0, 9, num_tokens, num_drafts, masks, [], reads_logits=True)
+    """Tokens and drafts are causal; a mask sees the tokens, its drafts and its own group."""
+    row = BatchRow(
+        start=0,
+        num_cached=9,
+        num_tokens=num_tokens,
+        num_drafts=num_drafts,
+        masks=masks,
+        pages=[],
+        reads_logits=True,
+    )
     leading, own = row.visible()
     groups = [group for group, count in enumerate(masks) for _ in range(count)]
     num_fixed = num_tokens - num_drafts
-    for place in range(row.length):
-        seen = {*range(leading[place]), *range(own[place], place + 1)}
-        if place < num_tokens:
-            assert seen == set(range(place + 1))
+    for position in range(row.length):
+        seen = {*range(leading[position]), *range(own[position], position + 1)}
+        if position < num_tokens:
+            assert seen == set(range(position + 1))
         else:
-            group = groups[place - num_tokens]
+            group = groups[position - num_tokens]
             same = (i for i, other in enumerate(groups) if other == group)
-            masks_before = {i + num_tokens for i in same if i + num_tokens <= place}
+            masks_before = {i + num_tokens for i in same if i + num_tokens <= position}
             assert seen == {*range(num_fixed + group), *masks_before}
     sees_all = all(leading[i] + (i + 1 - own[i]) >= i + 1 for i in range(row.length))
     assert row.is_causal == sees_all
 
 
 def drafts_by_group(step: Launched) -> dict[str, list[list[int]]]:
-    """Of each work of a step that reads logits, what each group of masks proposes."""
-    works = [work for work in step.works if work.reads_logits]
+    """Tokens that each group of masks proposes, by the id of its request."""
+    rows = [row for row in step.rows if row.reads_logits]
     assert step.packed is not None
-    num_coming = sum(work.num_masks for work in works)
-    coming = iter(unpack_coming(step.packed, len(works), num_coming))
+    num_proposals = sum(row.num_group_proposals for row in rows)
+    proposals = iter(unpack_groups(step.packed, len(rows), num_proposals))
     return {
-        work.request.id: [[draft.token for draft in islice(coming, n)] for n in work.masks]
-        for work in works
+        row.request.id: [[draft.token for draft in islice(proposals, n)] for n in row.masks]
+        for row in rows
     }
 
 
 def plain_drafts(
-    model: PreTrainedModel, checkpoint: Checkpoint, work: ScheduledRow, outcome: int
+    model: PreTrainedModel, checkpoint: Checkpoint, row: ScheduledRow, outcome: int
 ) -> list[int]:
-    """The same of one group, from a pass over its prefix and its masks alone."""
+    """Tokens that one group proposes in a plain pass over its prefix and its masks alone."""
     assert checkpoint.metadata is not None
-    request, num_masks = work.request, work.masks[outcome]
+    request, num_masks = row.request, row.masks[outcome]
     seen = [*request.tokens, *(draft.token for draft in request.drafts[:outcome])]
     ids = torch.tensor([seen + [checkpoint.metadata.mask_token_id] * num_masks])
     with torch.no_grad():
@@ -226,16 +220,15 @@ def test_each_group_proposes_what_a_plain_pass_does(
         step = engine.begin_step()
         assert isinstance(step, Launched)
         found = drafts_by_group(step)
-        for work in step.works:
-            for outcome, drafts in enumerate(found[work.request.id]):
+        for row in step.rows:
+            for outcome, drafts in enumerate(found[row.request.id]):
                 if drafts:
-                    assert drafts == plain_drafts(model, checkpoint, work, outcome)
+                    assert drafts == plain_drafts(model, checkpoint, row, outcome)
                     outcomes.add(outcome)
         for output in engine.finish_step(step):
-            coming = requests[int(output.request_id)].drafts
-            # those of the group that saw the drafts that were right
-            group = found[output.request_id][len(output.tokens) - 1]
-            assert output.finish_reason or [draft.token for draft in coming] == group
+            drafts = requests[int(output.request_id)].drafts
+            group = found[output.request_id][len(output.tokens) - 1]  # it saw the right drafts
+            assert output.finish_reason or [draft.token for draft in drafts] == group
     assert (2 if name == "all 2" else engine.window) in outcomes
     assert outcomes == set(range(max(outcomes) + 1)) or name in ("last", "free")
 
@@ -245,38 +238,43 @@ def test_each_committed_token_is_fed_once(
     checkpoint: Checkpoint, prompts: list[list[int]], name: str
 ) -> None:
     engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
-    engine._chooser = WindowChooser(TIMES, engine.window)
+    engine.adapt_windows(TIMES)
     for prompt in prompts[:20]:
         request = Request("one", list(prompt), LAYOUTS[name])
         num_drafts, outputs = 0, list[StepOutput]()
         engine.add(request)
         while engine.has_work:
-            stored_before = request.num_cached
+            cached_before = request.num_cached
             step = engine.begin_step()
             assert isinstance(step, Launched)
-            [work] = step.works
-            assert work.num_tokens == (
-                1 if outputs else len(prompt) - request.num_prefix_hit_tokens
-            )
-            num_drafts += work.num_drafts
+            [row] = step.rows
+            assert row.num_tokens == (1 if outputs else len(prompt) - request.num_prefix_hit_tokens)
+            num_drafts += row.num_drafts
             outputs += engine.finish_step(step)
             num_right = len(outputs[-1].tokens) - 1
             if request.finish_reason is None:
                 assert request.num_cached == len(request.tokens) - 1
-                assert request.num_cached == stored_before + work.num_tokens + num_right
+                assert request.num_cached == cached_before + row.num_tokens + num_right
         num_fed = sum(output.num_positions - output.num_masks for output in outputs)
         num_refused = num_drafts - sum(len(output.tokens) - 1 for output in outputs[:-1])
         num_last = len(outputs[-1].tokens)
         num_committed = len(request.tokens) - request.num_prefix_hit_tokens
-        # the last pass commits tokens that no pass feeds but, as drafts, itself
+        # The tokens of the last pass are fed by no other pass, and by that one only as drafts.
         assert num_fed == num_committed - num_last + num_refused
 
 
-def test_what_is_stored_is_what_a_plain_pass_caches(
+def test_cached_keys_and_values_are_those_of_a_plain_pass(
     model: PreTrainedModel, checkpoint: Checkpoint, prompts: list[list[int]], cached: Cached
 ) -> None:
-    """Of accepted drafts, and where refused ones and masks were fed before."""
-    engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
+    """That holds for accepted drafts, and for slots that held refused drafts before."""
+    made = list[Attention]()
+
+    def choose(*args: Any, **sizes: int) -> Attention:
+        made.append(choose_attention(*args, **sizes))
+        return made[-1]
+
+    settings = EngineSettings(max_num_seqs=4, num_pages=60)
+    engine = Engine(checkpoint, settings, attention_of=choose)
     request = Request("one", list(prompts[0]), LAYOUTS["all"])
     engine.add(request)
     lengths = []
@@ -285,14 +283,14 @@ def test_what_is_stored_is_what_a_plain_pass_caches(
         if request.finish_reason is not None:
             break
         keys, values = cached(model, request.tokens[: request.num_cached])
-        for stored, plain in ((engine._attention.keys, keys), (engine._attention.values, values)):
-            own = stored[:, request.pages].transpose(2, 3).flatten(1, 2)
+        for part, plain in ((made[0].keys, keys), (made[0].values, values)):
+            own = part[:, request.pages].transpose(2, 3).flatten(1, 2)
             torch.testing.assert_close(own[:, : request.num_cached], plain, rtol=1e-4, atol=1e-4)
     assert max(lengths) > 1
     assert min(lengths[1:-1]) < engine.window + 1
 
 
-def test_confidences_are_those_of_the_checked_tokens(
+def test_confidences_are_those_of_the_verified_tokens(
     engine: Engine, model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     request = Request("one", list(prompts[1]), LAYOUTS["all"])

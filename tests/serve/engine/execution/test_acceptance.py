@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mars_platform.method.mode import Confidence
+from engine_requests import make_request, make_row
+from mars_platform.method.mode import Confidence, Mode
 from mars_platform.method.rules import confidence, num_accepted
-from mars_serve.engine.execution.acceptance import Reads, accept, unpack, unpack_coming
+from mars_serve.engine.decoding_options import Outcomes
+from mars_serve.engine.execution.acceptance import (
+    Accepted,
+    accept,
+    accepted_by_row,
+    unpack,
+    unpack_groups,
+)
+from mars_serve.engine.execution.reads import Reads
+from mars_serve.engine.request import Draft
 
 MEASURES = tuple(Confidence)
 BANNED = torch.tensor([0, 3])
@@ -23,14 +33,13 @@ NONE = torch.tensor([], dtype=torch.long)
 def reads_of(
     num_proposed: Sequence[int], thresholds: Sequence[float], measures: Sequence[Confidence]
 ) -> Reads:
-    places = [(row, depth) for row, count in enumerate(num_proposed) for depth in range(count)]
+    proposals = [(row, depth) for row, count in enumerate(num_proposed) for depth in range(count)]
     return Reads(
-        row=torch.tensor([row for row, _ in places]),
-        depth=torch.tensor([depth for _, depth in places]),
-        num_proposed=torch.tensor(num_proposed),
+        row=torch.tensor([row for row, _ in proposals]),
+        depth=torch.tensor([depth for _, depth in proposals]),
         thresholds=torch.tensor(thresholds, dtype=torch.float32),
         measures=torch.tensor([MEASURES.index(measure) for measure in measures]),
-        used=frozenset(measures),
+        used_measures=frozenset(measures),
         max_depth=max(num_proposed),
     )
 
@@ -51,15 +60,15 @@ def random_logits(seed: int, num_reads: int, vocabulary: int, scale: float = 4.0
 def by_the_rule(
     logits: Tensor, reads: Reads, banned: Tensor
 ) -> list[tuple[list[int], list[float]]]:
-    """Row by row with the method's plain functions."""
+    """Accept row by row with the method's plain functions."""
     results = []
-    for row in range(len(reads.num_proposed)):
-        places = torch.nonzero(reads.row == row)[:, 0]
-        scores = logits[places[reads.depth[places].argsort()]]  # [proposals, vocabulary]
+    for row in range(len(reads.thresholds)):
+        own = torch.nonzero(reads.row == row)[:, 0]
+        scores = logits[own[reads.depth[own].argsort()]]  # [proposals, vocabulary]
         tokens = scores.index_fill(-1, banned, -torch.inf).argmax(-1)
         sure = confidence(scores, tokens, MEASURES[int(reads.measures[row])])
         one = slice(row, row + 1)
-        count = int(num_accepted(sure[None], reads.thresholds[one], reads.num_proposed[one]))
+        count = int(num_accepted(sure[None], reads.thresholds[one], torch.tensor([len(own)])))
         results.append((tokens[:count].tolist(), sure[:count].tolist()))
     return results
 
@@ -87,22 +96,14 @@ def test_order_of_the_reads_is_free():
     reads = random_reads(random.Random(5), 6, MEASURES)
     logits = random_logits(5, len(reads.row), 24)
     order = torch.randperm(len(reads.row), generator=torch.Generator().manual_seed(1))
-    shuffled = Reads(
-        row=reads.row[order],
-        depth=reads.depth[order],
-        num_proposed=reads.num_proposed,
-        thresholds=reads.thresholds,
-        measures=reads.measures,
-        used=reads.used,
-        max_depth=reads.max_depth,
-    )
+    shuffled = replace(reads, row=reads.row[order], depth=reads.depth[order])
     expected = unpack(accept(logits.clone(), reads, BANNED))
     assert unpack(accept(logits[order], shuffled, BANNED)) == expected
 
 
 @pytest.mark.parametrize("vocabulary", [3_000, 200_000])
 def test_many_logits_equal_the_rule(vocabulary):
-    """More than are handled at once; in the second case a single read is more."""
+    """There are more logits than are handled at once; in the second case even in a single read."""
     num_rows = 40 if vocabulary < 10_000 else 8
     reads = random_reads(random.Random(2), num_rows, MEASURES)
     logits = random_logits(2, len(reads.row), vocabulary, scale=20.0)
@@ -190,7 +191,7 @@ def test_given_counts_replace_the_rule():
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("damage", [{5: torch.nan}, {3: torch.nan}, {5: torch.inf}])
-def test_damaged_depth_zero_shows_and_spares_the_neighbours(measure, damage):
+def test_a_nan_at_depth_zero_shows_and_leaves_other_rows_alone(measure, damage):
     reads = reads_of([3, 3, 3], [1e-9] * 3, [MEASURES[0], measure, MEASURES[2]])
     logits = random_logits(1, 9, 24)
     logits[:, BANNED] = -9.0  # never the likeliest: no margin is 0
@@ -205,7 +206,7 @@ def test_damaged_depth_zero_shows_and_spares_the_neighbours(measure, damage):
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_damaged_deeper_depth_ends_the_run(measure):
+def test_a_nan_at_a_deeper_depth_ends_the_run(measure):
     reads = reads_of([4], [1e-9], [measure])
     logits = random_logits(1, 4, 24)
     logits[:, BANNED] = -9.0
@@ -215,7 +216,7 @@ def test_damaged_deeper_depth_ends_the_run(measure):
     assert not any(map(math.isnan, sure))
 
 
-def test_logits_without_any_token_show_too():
+def test_logits_that_are_all_minus_infinity_give_a_nan_confidence():
     logits = torch.full((1, 24), -torch.inf)
     for measure in MEASURES:
         [(_, sure)] = unpack(accept(logits.clone(), reads_of([1], [0.5], [measure]), BANNED))
@@ -225,30 +226,30 @@ def test_logits_without_any_token_show_too():
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-def checked_reads(drafts: Sequence[Sequence[int]], num_coming: Sequence[int]) -> Reads:
-    """Of rows in mode exact: a read of the pending token and of each draft, then of masks."""
+def checked_reads(drafts: Sequence[Sequence[int]], num_group_reads: Sequence[int]) -> Reads:
+    """Reads of rows in mode exact: at the cursor, at each draft, then at masks."""
     plain = reads_of(
         [len(row) + 1 for row in drafts], [0.5] * len(drafts), [MEASURES[0]] * len(drafts)
     )
-    now, coming, row_of = [], [], []
-    for row, (own, count) in enumerate(zip(drafts, num_coming, strict=True)):
+    direct, groups, row_of = [], [], []
+    for row, (own, count) in enumerate(zip(drafts, num_group_reads, strict=True)):
         begin = len(row_of)
         row_of += [row] * (len(own) + 1 + count)
-        now += range(begin, begin + len(own) + 1)
-        coming += range(begin + len(own) + 1, len(row_of))
+        direct += range(begin, begin + len(own) + 1)
+        groups += range(begin + len(own) + 1, len(row_of))
     width = plain.max_depth - 1
     padded = [[*row, *[-1] * (width - len(row))] for row in drafts]
     return replace(
         plain,
         row=torch.tensor(row_of),
         drafts=torch.tensor(padded, dtype=torch.long).view(len(drafts), width),
-        now=torch.tensor(now),
-        coming=torch.tensor(coming, dtype=torch.long),
+        direct=torch.tensor(direct),
+        groups=torch.tensor(groups, dtype=torch.long),
     )
 
 
 def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> Tensor:
-    """Logits that give each token this share: [tokens, vocabulary]."""
+    """Logits that give each token this probability: [tokens, vocabulary]."""
     logits = torch.full((len(tokens), vocabulary), (1 - share) / (vocabulary - 1))
     logits[range(len(tokens)), list(tokens)] = share
     return logits.log()
@@ -266,8 +267,8 @@ def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> T
         ([4, 4], [4, 4, 4], 3),
     ],
 )
-def test_the_leading_right_drafts_are_accepted_however_sure(drafts, chosen, count, share):
-    """One more token than drafts that are what is chosen before them."""
+def test_leading_right_drafts_are_accepted_at_any_confidence(drafts, chosen, count, share):
+    """A row accepts one more token than it has leading drafts that equal the token chosen before."""
     reads = checked_reads([drafts, [1, 1, 1]], [0, 0])
     logits = torch.cat([certain(chosen, share=share), certain([2, 2, 2, 2])])
     [(tokens, sure), (others, _)] = unpack(accept(logits, reads, NONE))
@@ -285,31 +286,35 @@ def test_a_banned_draft_is_never_right():
 
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6))
 @settings(deadline=None, max_examples=150)
-def test_checked_rows_beside_rows_with_a_threshold(seed, num_rows):
-    """Each by its own rule, and what masks propose for the step after in order of the reads."""
+def test_rows_in_mode_exact_and_in_mode_threshold_share_a_step(seed, num_rows):
+    """Each row follows its own rule; proposals of groups keep the order of their reads."""
     source = random.Random(seed)
     measures = [source.choice(MEASURES) for _ in range(num_rows)]
     is_exact = [source.random() < 0.6 for _ in range(num_rows)]
     counts = [source.randint(1, 5) for _ in range(num_rows)]
-    num_coming = [source.randint(0, 6) if exact else 0 for exact in is_exact]
-    reads = checked_reads([[-1] * (count - 1) for count in counts], num_coming)
+    num_group_reads = [source.randint(0, 6) if exact else 0 for exact in is_exact]
+    reads = checked_reads([[-1] * (count - 1) for count in counts], num_group_reads)
     num_reads = len(reads.row)
     logits = random_logits(seed, num_reads, 12)
     proposed = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1)
-    now, drafts = reads.now.split(counts), reads.drafts.clone()
+    direct, drafts = reads.direct.split(counts), reads.drafts.clone()
     for row in range(num_rows):
         if is_exact[row]:
-            for depth, token in enumerate(proposed[now[row][:-1]].tolist()):
+            for depth, token in enumerate(proposed[direct[row][:-1]].tolist()):
                 drafts[row, depth] = token if source.random() < 0.7 else source.randrange(4, 12)
     thresholds = torch.tensor([source.choice([0.1, 0.4, 0.8]) for _ in counts])
-    places = torch.tensor([MEASURES.index(measure) for measure in measures])
+    indices = torch.tensor([MEASURES.index(measure) for measure in measures])
     reads = replace(
-        reads, drafts=drafts, thresholds=thresholds, measures=places, used=frozenset(measures)
+        reads,
+        drafts=drafts,
+        thresholds=thresholds,
+        measures=indices,
+        used_measures=frozenset(measures),
     )
     packed = accept(logits.clone(), reads, BANNED)
     for row, (tokens, sure) in enumerate(unpack(packed, num_rows)):
-        chosen = proposed[now[row]]
-        expected = confidence(logits[now[row]], chosen, measures[row])
+        chosen = proposed[direct[row]]
+        expected = confidence(logits[direct[row]], chosen, measures[row])
         if is_exact[row]:
             right = (chosen[:-1] == drafts[row, : counts[row] - 1]).long()
             count = 1 + int(right.cumprod(0).sum())
@@ -318,30 +323,30 @@ def test_checked_rows_beside_rows_with_a_threshold(seed, num_rows):
             count = int(num_accepted(expected[None], thresholds[row : row + 1], size))
         assert tokens == chosen[:count].tolist()
         assert sure == expected[:count].tolist()
-    found = unpack_coming(packed, num_rows, sum(num_coming))
-    assert [draft.token for draft in found] == proposed[reads.coming].tolist()
-    rows = reads.row[reads.coming].tolist()
-    for draft, place, row in zip(found, reads.coming.tolist(), rows, strict=True):
-        one = slice(place, place + 1)
+    found = unpack_groups(packed, num_rows, sum(num_group_reads))
+    assert [draft.token for draft in found] == proposed[reads.groups].tolist()
+    rows = reads.row[reads.groups].tolist()
+    for draft, read, row in zip(found, reads.groups.tolist(), rows, strict=True):
+        one = slice(read, read + 1)
         assert draft.confidence == float(confidence(logits[one], proposed[one], measures[row]))
 
 
-def test_drafts_are_compared_with_what_is_chosen_otherwise():
-    """Sampling may choose what is not the likeliest."""
+def test_drafts_are_compared_with_the_sampled_tokens():
+    """Sampling may choose another token than the likeliest."""
     reads = checked_reads([[6, 6], [2, 2]], [1, 0])
     logits = certain([5, 5, 5, 5, 2, 2, 2])
 
     def choose(_):
         return torch.tensor([1, 0, 3]), torch.tensor([7, 6, 1])
 
-    packed = accept(logits, reads, NONE, choose=choose)
+    packed = accept(logits, reads, NONE, choose_tokens=choose)
     [(one, _), (other, _)] = unpack(packed, 2)
     assert one == [6, 7]  # the draft 6 is right, the one behind it is not
     assert other == [2, 2, 2]
-    assert [draft.token for draft in unpack_coming(packed, 2, 1)] == [1]
+    assert [draft.token for draft in unpack_groups(packed, 2, 1)] == [1]
 
 
-def test_a_damaged_row_accepts_no_draft_and_spares_its_neighbours():
+def test_a_row_with_a_nan_accepts_no_draft_and_leaves_other_rows_alone():
     drafts = [[4, 5], [4, 5], [4, 5]]
     logits = certain([4, 5, 6] * 3)
     sound = unpack(accept(logits.clone(), checked_reads(drafts, [0, 0, 0]), NONE))
@@ -353,7 +358,7 @@ def test_a_damaged_row_accepts_no_draft_and_spares_its_neighbours():
     assert sound[1][0] == [4, 5, 6]
 
 
-def test_a_damaged_check_shows_among_the_confidences():
+def test_a_nan_at_a_checked_draft_shows_among_the_confidences():
     logits = certain([4, 5, 6])
     logits[1, 7] = torch.nan
     [(_, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
@@ -363,3 +368,60 @@ def test_a_damaged_check_shows_among_the_confidences():
     [(tokens, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
     assert tokens == [6]
     assert sure == pytest.approx([0.9])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+GROUPS = [Draft(30 + index, share) for index, share in enumerate([0.9, 0.2, 0.8, 0.95, 0.4, 0.99])]
+"""Proposals of three groups of two masks."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_drafter", "num_own", "expected"),
+    [
+        (
+            Mode.EXACT,
+            False,
+            2,
+            Accepted([7, 8], [0.5, 0.6], 1, GROUPS[2:4], num_masks_tried=2, num_masks_accepted=1),
+        ),
+        (
+            Mode.EXACT,
+            True,
+            0,
+            Accepted([7, 8], [0.5, 0.6], 1, GROUPS[2:4], num_masks_tried=0, num_masks_accepted=0),
+        ),
+        (
+            Mode.THRESHOLD,
+            True,
+            0,
+            Accepted(
+                [7, 8, 32, 33],
+                [0.5, 0.6, 0.8, 0.95],
+                1,
+                num_masks_tried=2,
+                num_masks_accepted=2,
+            ),
+        ),
+    ],
+    ids=["exact", "exact with a drafter", "threshold with a drafter"],
+)
+def test_a_row_continues_with_the_group_of_its_outcome(mode, has_drafter, num_own, expected):
+    request = make_request(mode=mode, threshold=0.7, outcomes=Outcomes.ALL)
+    request.has_drafter, request.num_own_drafts = has_drafter, num_own
+    row = make_row(request, 1, (2, 2, 2))
+    assert accepted_by_row(row, [7, 8], [0.5, 0.6], GROUPS) == expected
+
+
+def test_masks_behind_drafts_are_accepted_up_to_the_first_below_the_threshold():
+    request = make_request(threshold=0.7)
+    request.has_drafter = True
+    found = accepted_by_row(make_row(request, 1, (2, 2, 2)), [7], [0.5], GROUPS)
+    assert (found.tokens, found.num_masks_tried, found.num_masks_accepted) == ([7, 30], 2, 1)
+
+
+def test_masks_without_drafts_are_counted_by_the_accepted_run():
+    row = make_row(make_request(threshold=0.7), 1, (4,))
+    assert accepted_by_row(row, [7, 8, 9], [0.5] * 3, []) == Accepted(
+        [7, 8, 9], [0.5] * 3, num_masks_tried=4, num_masks_accepted=2
+    )

@@ -1,11 +1,13 @@
-"""Steps on fixed addresses: the same logits as eagerly, whatever ran there before."""
+"""Replayed steps give the logits of eager ones, whatever ran on their addresses before."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,33 +17,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine_requests import make_request, make_row
+from engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
-from mars_platform.method import reference
-from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.operator import ATTENTION_NAME
-from mars_serve.engine.attention.paged_kernel import PagedKernel, load_kernel, varlen_available
-from mars_serve.engine.attention.plain_kernel import plain_kernel
-from mars_serve.engine.attention.varlen import StepShape, VarlenAttention, stored_pages
+from mars_serve.engine.attention.paged_kernel import load_kernel, varlen_available
+from mars_serve.engine.attention.varlen import StepShape, cached_pages
 from mars_serve.engine.batch import StepBatch, build_batch
-from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import CudaCapture, EagerForward, GraphedForward, GraphSizes
-from mars_serve.engine.execution.staging import pack, stage, unpack
 from mars_serve.engine.request import Request
-from mars_serve.engine.scheduled_row import ScheduledRow
 
 MASK, NUM_MASKS = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
 PAGE, NUM_PAGES, MAX_ROWS = 4, 120, 5
 SIZES = GraphSizes(max_rows=MAX_ROWS, max_masks=NUM_MASKS, max_num_batched_tokens=65, max_pages=40)
 
-Models = Callable[[str], PreTrainedModel]
-Engines = Callable[..., Engine]
-
 
 class CountingCapture:
-    """Calls functions again, and counts that."""
+    """Stands in for a capture: calls functions again, and counts these calls."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
@@ -57,56 +51,62 @@ class CountingCapture:
         return replay
 
 
-def make_attention(
-    model: PreTrainedModel,
-    *,
-    page_size: int = PAGE,
-    num_pages: int = NUM_PAGES,
-    kernel: PagedKernel | None = None,
-) -> VarlenAttention:
-    return VarlenAttention(
-        KeyValueShape.of(model.config),
-        num_query_heads=model.config.num_attention_heads,
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype=model.dtype,
-        device=model.device,
-        kernel=kernel or plain_kernel(needs_key_starts=True),
-    )
+@dataclass(frozen=True)
+class NoTensors:
+    """An extra of a step without tensors."""
+
+
+@dataclass(frozen=True)
+class TwoTensors:
+    whole: Tensor
+    share: Tensor
+
+
+NO_TENSORS = NoTensors()
+
+
+def graphed_engine(make_engine: Engines, model: PreTrainedModel, capture: Any) -> Engine:
+    """An engine whose decoding steps are captured."""
+    sizes = {"num_pages": NUM_PAGES, "page_size": PAGE, "max_num_seqs": MAX_ROWS}
+    engine_class = partial(Engine, attention_of=paged_attention)
+    engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
+    engine.capture_graphs(capture)
+    return engine
 
 
 class Pair:
-    """One model, run eagerly and from fixed addresses, each over pages of its own."""
+    """One model that runs both eagerly and from fixed addresses, each over pages of its own."""
 
     def __init__(self, model: PreTrainedModel, capture: Any, **options: Any) -> None:
         self.model = copy.deepcopy(model)
         self.model.set_attn_implementation(ATTENTION_NAME)
-        self.attentions = [make_attention(self.model, **options) for _ in range(2)]
+        sizes = {"page_size": PAGE, "num_pages": NUM_PAGES, **options}
+        self.attentions = [paged_attention(self.model, **sizes) for _ in range(2)]
         self.eager = EagerForward(self.model, self.attentions[0])
         self.graphed = GraphedForward(self.model, self.attentions[1])
         self.graphed.capture(SIZES, capture)
 
     @torch.inference_mode()
     def assert_equal(self, batch: StepBatch, tolerance: float = 1e-5) -> None:
-        expected, _ = self.eager(batch, [])
-        logits, _ = self.graphed(batch, [])
+        expected, found = self.eager(batch, NO_TENSORS), self.graphed(batch, NO_TENSORS)
         if batch.reads:
-            torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(found.logits, expected.logits, **close)
         for kind in ("keys", "values"):
             eager, graphed = (getattr(each, kind)[:, :-1] for each in self.attentions)
             torch.testing.assert_close(graphed, eager, rtol=tolerance, atol=tolerance)
 
 
 def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatch:
-    """A step with, of each request, so many tokens and masks; they are stored afterwards."""
-    works = [
-        ScheduledRow(request, tokens, (masks,), reads_logits=reads)
+    """A step of rows of (tokens, masks, reads logits); the tokens are then counted as cached."""
+    scheduled = [
+        make_row(request, tokens, (masks,), reads_logits=reads)
         for request, (tokens, masks, reads) in zip(requests, rows, strict=False)
         if tokens
     ]
-    batch = build_batch(works, MASK)
-    for work in works:
-        work.request.num_cached += work.num_tokens
+    batch = build_batch(scheduled, MASK)
+    for row in scheduled:
+        row.request.num_cached += row.num_tokens
     return batch
 
 
@@ -115,7 +115,7 @@ def new_requests(num_pages: int = 24) -> list[Request]:
     for index in range(MAX_ROWS):
         tokens = [source.randrange(4, 60) for _ in range(num_pages * PAGE)]
         pages = list(range(num_pages * index, num_pages * (index + 1)))
-        requests.append(Request(str(index), tokens, DecodingOptions(1), pages=pages))
+        requests.append(make_request(str(index), tokens, pages=pages))
     return requests
 
 
@@ -125,7 +125,7 @@ def new_requests(num_pages: int = 24) -> list[Request]:
 def test_logits_equal_eager_ones_after_larger_and_smaller_steps(tiny_model: Models) -> None:
     capture = CountingCapture()
     pair, requests, source = Pair(tiny_model("qwen2"), capture), new_requests(), random.Random(1)
-    for request in requests[:2]:  # two rows with much stored, three with nothing
+    for request in requests[:2]:  # two rows with many cached tokens, three without any
         pair.assert_equal(feed([request], [(38, 0, False)]))
     for _ in range(40):
         rows = [
@@ -137,7 +137,7 @@ def test_logits_equal_eager_ones_after_larger_and_smaller_steps(tiny_model: Mode
     assert capture.num_replayed == 40
 
 
-def test_a_full_step_and_then_the_smallest(tiny_model: Models) -> None:
+def test_the_smallest_step_after_a_full_one_equals_an_eager_one(tiny_model: Models) -> None:
     capture = CountingCapture()
     pair, requests = Pair(tiny_model("llama"), capture), new_requests()
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_steps_that_fit_no_shape_run_eagerly(tiny_model: Models) -> None:
     pair.assert_equal(
         feed(requests, [((NUM_MASKS + 1) ** 2 + 1, 0, True), (1, 1, True)])
     )  # wide for one
-    pair.assert_equal(feed(requests, [(66, 0, True), (2, 3, True)]))  # too many places
+    pair.assert_equal(feed(requests, [(66, 0, True), (2, 3, True)]))  # too many positions
     assert capture.num_replayed == 0
     pair.assert_equal(feed(requests, [(1, 4, True), (2, 3, True)]))
     assert capture.num_replayed == 1
@@ -166,64 +166,44 @@ def test_capturing_leaves_the_pages_alone(tiny_model: Models) -> None:
     assert seen == [(done, len(SIZES.shapes())) for done in range(1, len(SIZES.shapes()) + 1)]
 
 
-def test_extra_tensors_travel_along(tiny_model: Models) -> None:
+def test_further_tensors_reach_the_device_unchanged(tiny_model: Models) -> None:
     pair = Pair(tiny_model("qwen2"), CountingCapture())
-    extra = [torch.tensor([3, 1]), torch.tensor([0.5])]
+    extra = TwoTensors(torch.tensor([3, 1]), torch.tensor([0.5]))
     for tokens in (1, 70):
         for forward in (pair.eager, pair.graphed):
             with torch.inference_mode():
-                _, staged = forward(feed(new_requests(), [(tokens, 0, True)]), extra)
-            assert all(map(torch.equal, staged, extra))
+                staged = forward(feed(new_requests(), [(tokens, 0, True)]), extra).extra
+            assert staged.whole.equal(extra.whole)
+            assert staged.share.equal(extra.share)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_engine_passes_equal_oracle(tiny_model: Models, make_engine: Engines, family: str) -> None:
-    model, capture = tiny_model(family), CountingCapture()
-    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=MAX_ROWS)
-    attention = make_attention(engine._runner.model)
-    engine._attention = attention
-    engine._runner = ModelRunner(engine._runner.model, attention, SPECIAL, MASK)
-    engine._runner.capture(engine._graph_sizes(), capture)
-    source, passes, num_steps = random.Random(2), defaultdict(list), 0
+    model, capture, source = tiny_model(family), CountingCapture(), random.Random(2)
+    engine = graphed_engine(make_engine, model, capture)
     requests = [
-        Request(
+        make_request(
             str(index),
-            [source.randrange(4, 60) for _ in range(source.choice([2, 9, 80]))],
-            DecodingOptions(source.randint(1, 15), threshold=source.choice([0.05, 0.3, 1.0])),
+            source.choice([2, 9, 80]),
+            source.randint(1, 15),
+            threshold=source.choice([0.05, 0.3, 1.0]),
         )
         for index in range(12)
     ]
+    passes = passes_of(run(engine, requests))
     for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        num_steps += 1
-        for output in engine.step():
-            passes[output.request_id].append(output.tokens)
-    for request in requests:
-        assert passes[request.id] == oracle(model, request)
-    assert 4 < capture.num_replayed < num_steps
+        assert passes[request.id] == oracle(model, request, SPECIAL)
+    assert 4 < capture.num_replayed < engine.status().num_forward_passes
 
 
 def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engine: Engines) -> None:
     model, capture = tiny_model("qwen2"), CountingCapture()
-    engine = make_engine(model, SPECIAL, num_pages=NUM_PAGES, page_size=PAGE, max_num_seqs=MAX_ROWS)
-    attention = make_attention(engine._runner.model)
-    engine._attention = attention
-    engine._runner = ModelRunner(engine._runner.model, attention, SPECIAL, MASK)
-    engine._runner.capture(engine._graph_sizes(), capture)
-    source = random.Random(3)
-    talk = Request("talk", [5, 6, 7], DecodingOptions(20, threshold=0.1))
-    prompt = [source.randrange(4, 60) for _ in range(90)]
-    score = Request("score", list(prompt), DecodingOptions(4, num_prompt_logprobs=1))
-    engine.add(talk)
-    engine.step()
-    engine.add(score)
-    found, passes = [], [talk.tokens[3:]]
-    while engine.has_work:
-        for output in engine.step():
-            found += output.prompt_logprobs
-            if output.request_id == "talk":
-                passes.append(output.tokens)
+    engine = graphed_engine(make_engine, model, capture)
+    talk = make_request("talk", [5, 6, 7], 20, threshold=0.1)
+    score = make_request("score", 90, 4, num_prompt_logprobs=1)
+    prompt = list(score.tokens)
+    outputs = run(engine, [talk, score])
+    found = [entry for output in outputs["score"] for entry in output.prompt_logprobs]
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
     own = expected[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
@@ -231,20 +211,8 @@ def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engin
         torch.tensor([entry.logprob for entry in found]), own, rtol=1e-4, atol=1e-4
     )
     assert [entry.top[0][0] for entry in found] == expected[:-1].argmax(-1).tolist()
-    assert passes == oracle(model, talk)
+    assert passes_of(outputs)["talk"] == oracle(model, talk, SPECIAL)
     assert capture.num_replayed > 1
-
-
-def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
-    return reference.decode(
-        model,
-        request.tokens[: request.num_prompt],
-        SPECIAL,
-        max_tokens=request.options.max_tokens,
-        threshold=request.options.threshold,
-        num_masks=NUM_MASKS,
-        mask_token_id=MASK,
-    ).passes
 
 
 # Shapes
@@ -262,20 +230,20 @@ def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
 )
 def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.DataObject) -> None:
     row = st.tuples(st.integers(1, sizes.max_masks + 1), st.integers(0, sizes.max_masks))
-    stored = st.integers(0, sizes.max_pages * PAGE - sizes.max_masks - 1)
-    works = []
+    lengths = st.integers(0, sizes.max_pages * PAGE - sizes.max_masks - 1)
+    rows = []
     for tokens, masks in data.draw(st.lists(row, min_size=1, max_size=sizes.max_rows)):
-        num_cached = data.draw(stored)
-        request = Request("", [5] * (num_cached + tokens), DecodingOptions(1), pages=[0] * 400)
-        request.num_cached = num_cached
-        works.append(ScheduledRow(request, tokens, (masks,), reads_logits=True))
-    batch = build_batch(works, MASK)
+        num_cached = data.draw(lengths)
+        prompt = [5] * (num_cached + tokens)
+        request = make_request("", prompt, num_cached=num_cached, pages=[0] * 400)
+        rows.append(make_row(request, tokens, (masks,)))
+    batch = build_batch(rows, MASK)
     shape = sizes.shape_for(batch, PAGE)
     assert shape in sizes.shapes()
     exact = StepShape.of(batch, PAGE)
     assert shape.step.num_positions == exact.num_positions
     assert shape.step.num_rows == shape.step.num_narrow >= exact.num_rows
-    assert shape.step.num_pages >= stored_pages(batch, PAGE)
+    assert shape.step.num_pages >= cached_pages(batch, PAGE)
     assert shape.step.width >= exact.width
     assert shape.num_reads >= len(batch.reads)
 
@@ -290,35 +258,7 @@ def test_shapes_are_few_and_the_largest_comes_first() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-# Staging
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        [],
-        [torch.arange(3)],
-        [torch.tensor([0.25, 1.0, 2.0]), torch.arange(5), torch.tensor([True]), torch.arange(0)],
-        [torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([[1.5]], dtype=torch.float64)],
-    ],
-)
-def test_staged_tensors_are_the_same(tensors: list[Tensor]) -> None:
-    packed = pack(tensors, pinned=False)
-    for staged in (unpack(packed, tensors), stage(tensors, torch.device("cpu"))):
-        for before, after in zip(tensors, staged, strict=True):
-            assert before.dtype == after.dtype
-            assert before.equal(after)
-
-
 # On a GPU
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_staged_tensors_are_the_same_on_a_gpu() -> None:
-    tensors = [torch.tensor([0.25, 1.0, 2.0]), torch.arange(5), torch.tensor([True])]
-    for before, after in zip(tensors, stage(tensors, torch.device("cuda")), strict=True):
-        assert after.is_cuda
-        assert before.equal(after.cpu())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engines import Engines, Models, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution import prompt_logprobs as scoring
 from mars_serve.engine.outputs import StepOutput, TokenLogprob
 from mars_serve.engine.request import Request
-from mars_serve.engine.sampling import prompt_logprobs as scoring
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 SCORE = DecodingOptions(0, num_prompt_logprobs=3)
 TALK = DecodingOptions(12, threshold=0.1)
-Models = Callable[[str], PreTrainedModel]
-Engines = Callable[..., Engine]
 
 
 @pytest.fixture
@@ -43,24 +41,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [source.randrange(4, 64) for _ in range(length)]
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.check_integrity()
-    assert engine.status().num_free_pages == engine.num_pages
-    return outputs
-
-
 def scores_of(outputs: list[StepOutput]) -> list[TokenLogprob]:
     return [entry for output in outputs for entry in output.prompt_logprobs]
 
 
 def assert_right(model: PreTrainedModel, request: Request, outputs: list[StepOutput]) -> None:
-    """The numbers are those of an ordinary forward pass over prompt and output."""
+    """Compare the log-probabilities with an ordinary forward pass over prompt and output."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([request.tokens])).logits[0]
     expected = logits.log_softmax(-1)
@@ -81,7 +67,7 @@ def test_a_prompt_is_scored_without_output(
     model: PreTrainedModel, engine: Engine, length: int, mode: Mode
 ) -> None:
     request = Request("one", prompt_of(length), replace(SCORE, mode=mode))
-    outputs = run(engine, request)["one"]
+    outputs = run(engine, [request])["one"]
     assert_right(model, request, outputs)
     assert request.num_output == 0
     assert [output.tokens for output in outputs] == [[]] * len(outputs)
@@ -91,7 +77,7 @@ def test_a_prompt_is_scored_without_output(
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_prompt_and_output_together_beside_others(
+def test_prompt_and_output_are_scored_beside_other_requests(
     model: PreTrainedModel, engine: Engine, mode: Mode
 ) -> None:
     both = replace(TALK, mode=mode, num_prompt_logprobs=2, num_logprobs=1)
@@ -101,7 +87,7 @@ def test_prompt_and_output_together_beside_others(
         Request("score", prompt_of(70, 3), replace(SCORE, num_prompt_logprobs=0)),
         Request("long", prompt_of(100, 4), replace(TALK, mode=mode)),
     ]
-    outputs = run(engine, *requests)
+    outputs = run(engine, requests)
     for name, request in (("both", requests[0]), ("score", requests[2])):
         assert_right(model, request, outputs[name])
     for name in ("talk", "long"):
@@ -110,29 +96,29 @@ def test_prompt_and_output_together_beside_others(
     given = [entry for output in outputs["both"] for entry in output.logprobs]
     assert len(given) == requests[0].num_output == TALK.max_tokens
     plain = Request("plain", prompt_of(90, 1), replace(both, num_prompt_logprobs=None))
-    run(engine, plain)
+    run(engine, [plain])
     assert plain.tokens == requests[0].tokens
 
 
-def test_a_stored_prefix_is_computed_again_and_left_for_others(
+def test_a_cached_prefix_is_computed_again_for_its_scores(
     model: PreTrainedModel, engine: Engine
 ) -> None:
     prompt = prompt_of(60, 5)
-    run(engine, Request("first", list(prompt), TALK))
+    run(engine, [Request("first", list(prompt), TALK)])
     score, same = Request("score", list(prompt), SCORE), Request("same", [*prompt, 9], SCORE)
-    outputs = run(engine, score, same)
+    outputs = run(engine, [score, same])
     assert score.num_prefix_hit_tokens == same.num_prefix_hit_tokens == 0
     assert_right(model, score, outputs["score"])
     assert_right(model, same, outputs["same"])
     new = prompt_of(60, 6)
-    run(engine, Request("stores", list(new), SCORE))
+    run(engine, [Request("stores", list(new), SCORE)])
     again = Request("again", list(new), TALK)
-    first, *others = run(engine, again)["again"]
+    first, *others = run(engine, [again])["again"]
     assert first.num_prefix_hit_tokens == again.num_prefix_hit_tokens == 56
     assert all(output.num_prefix_hit_tokens == 0 for output in others)
 
 
-def test_preemption_reports_nothing_twice(model: PreTrainedModel, make_engine: Engines) -> None:
+def test_preemption_reports_no_score_twice(model: PreTrainedModel, make_engine: Engines) -> None:
     engine = make_engine(model, SPECIAL, num_pages=40, page_size=4)
     engine.add(victim := Request("victim", prompt_of(130, 7), SCORE))
     outputs = engine.step()
@@ -147,30 +133,28 @@ def test_preemption_reports_nothing_twice(model: PreTrainedModel, make_engine: E
     assert_right(model, victim, [output for output in outputs if output.request_id == "victim"])
 
 
-def test_parts_do_not_matter(
+def test_the_size_of_parts_does_not_change_scores(
     model: PreTrainedModel, make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(make_engine(model, SPECIAL), Request("one", prompt_of(100), SCORE))["one"]
+    whole = run(make_engine(model, SPECIAL), [Request("one", prompt_of(100), SCORE)])["one"]
     monkeypatch.setattr(scoring, "_MAX_PART_CPU", 64 * 7)  # seven positions at a time
-    parts = run(make_engine(model, SPECIAL), Request("one", prompt_of(100), SCORE))["one"]
+    parts = run(make_engine(model, SPECIAL), [Request("one", prompt_of(100), SCORE)])["one"]
     numbers = [[entry.logprob for entry in scores_of(outputs)] for outputs in (whole, parts)]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
 
 
-def test_a_prompt_whose_numbers_fail_ends_alone(
-    model: PreTrainedModel, make_engine: Engines
-) -> None:
+def test_a_prompt_with_a_nan_ends_alone(model: PreTrainedModel, make_engine: Engines) -> None:
     poisoned = copy.deepcopy(model)
     with torch.no_grad():
         poisoned.get_input_embeddings().weight[63] = torch.nan
     sound = Request("sound", [token % 60 for token in prompt_of(90)], SCORE)
     broken = Request("broken", [*sound.tokens[:70], 63, *sound.tokens[:30]], SCORE)
-    outputs = run(make_engine(poisoned, SPECIAL), broken, sound)
+    outputs = run(make_engine(poisoned, SPECIAL), [broken, sound])
     assert broken.finish_reason is FinishReason.ERROR
     assert all(entry.logprob == entry.logprob for entry in scores_of(outputs["broken"]))
     assert_right(model, sound, outputs["sound"])
 
 
-def test_no_tokens_and_nothing_to_report_is_refused(engine: Engine) -> None:
+def test_a_request_for_neither_tokens_nor_scores_is_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="max_tokens: it is 0"):
         engine.check(Request("one", [5], DecodingOptions(0)))

@@ -1,28 +1,25 @@
-"""The compiled decoder: the tokens of the eager one, and nothing compiled after loading."""
+"""The compiled decoder gives the tokens of the eager one, and compiles nothing after loading."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch._inductor import config
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from engines import Engines, Models, Passes, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.engine.attention.interface import KeyValueShape
-from mars_serve.engine.attention.plain_kernel import plain_kernel
-from mars_serve.engine.attention.varlen import VarlenAttention
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import call_again
 from mars_serve.engine.execution.linear import PackedLinear, pack_linears
 from mars_serve.engine.request import Request
@@ -34,19 +31,15 @@ MODES = [(Mode.AR, 0.5), (Mode.THRESHOLD, 0.05), (Mode.EXACT, 0.5), (Mode.THRESH
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
 NUM_VARIANTS = 2
 
-Models = Callable[[str], PreTrainedModel]
-Engines = Callable[..., Engine]
-Passes = dict[str, list[list[int]]]
-
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
 )
-pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says to itself
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own warnings
 
 
 @pytest.fixture
 def num_compiled() -> Iterator[Callable[[], int]]:
-    """Graphs compiled so far; what is compiled is forgotten afterwards."""
+    """Function that counts the graphs compiled in the test; torch forgets them afterwards."""
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
     yield lambda: stats["unique_graphs"] - before
@@ -54,44 +47,18 @@ def num_compiled() -> Iterator[Callable[[], int]]:
 
 
 def decode(engine: Engine, *, num_requests: int = 8) -> Passes:
-    """Steps of one place, of many, and of prompts that take several steps."""
+    """Run steps of one position, of many, and of prompts that take several steps."""
     source = random.Random(0)
-    passes: Passes = defaultdict(list)
+    requests = []
     for index in range(num_requests):
         length = source.randint(70, 150) if index % 4 == 2 else source.randint(1, 40)
         mode, threshold = MODES[index % len(MODES)]
         options = DecodingOptions(source.randint(2, 20), mode, threshold)
         prompt = [source.randrange(4, 60) for _ in range(length)]
-        if index == num_requests - 1:  # alone at the end
-            run(engine, passes)
-        engine.add(Request(str(index), prompt, options))
-    run(engine, passes)
-    return passes
-
-
-def run(engine: Engine, passes: Passes) -> None:
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            passes[output.request_id].append(output.tokens)
-        engine.check_integrity()
-
-
-def read_in_place(engine: Engine, *, compiled: bool) -> None:
-    """Let an engine attend by the plain kernel, as if from captured graphs."""
-    model = engine._runner.model
-    attention = VarlenAttention(
-        KeyValueShape.of(model.config),
-        num_query_heads=model.config.num_attention_heads,
-        num_pages=engine.num_pages,
-        page_size=engine.page_size,
-        dtype=model.dtype,
-        device=model.device,
-        kernel=plain_kernel(needs_key_starts=False),
-    )
-    engine._attention = attention
-    engine._runner = ModelRunner(model, attention, SPECIAL, MASK, compiled=compiled)
-    engine._runner.capture(engine._graph_sizes(), call_again)
+        requests.append(Request(str(index), prompt, options))
+    outputs = run(engine, requests[:-1]) | run(engine, requests[-1:])
+    assert all(output.error is None for each in outputs.values() for output in each)
+    return passes_of(outputs)
 
 
 @needs_compiler
@@ -100,26 +67,36 @@ def test_passes_equal_eager_ones_and_nothing_is_compiled_later(
 ) -> None:
     expected = {family: decode(make_engine(tiny_model(family), SPECIAL)) for family in FAMILIES}
     assert num_compiled() == 0
-    # all of them before the first step: none may take another's decoder for its own
+    # All are made before the first step: none may use another's decoder.
     engines = {f: make_engine(tiny_model(f), SPECIAL, compile=True) for f in FAMILIES}
     assert num_compiled() == NUM_VARIANTS * len(FAMILIES)
     with torch.compiler.set_stance("fail_on_recompile"), ThreadPoolExecutor(1) as thread:
         for family, engine in engines.items():
-            # in a thread of its own, as a server's engine
+            # As in a server, the engine runs in a thread of its own.
             assert thread.submit(decode, engine).result() == expected[family], family
     passes = [tokens for each in expected.values() for part in each.values() for tokens in part]
     assert sum(len(tokens) > 1 for tokens in passes) > 5
 
 
 @needs_compiler
-def test_packed_weights_and_attention_that_reads_in_place(
-    tiny_model: Models, make_engine: Engines, num_compiled: Callable[[], int]
+def test_packed_weights_and_paged_attention_are_compiled(
+    tiny_model: Models,
+    make_engine: Engines,
+    num_compiled: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = [make_engine(tiny_model("qwen2"), SPECIAL) for _ in range(2)]
-    for engine, compiled in zip(engines, (False, True), strict=True):
-        pack_linears(engine._runner.model.base_model, timed=False)
-        read_in_place(engine, compiled=compiled)
-    assert any(isinstance(module, PackedLinear) for module in engines[1]._runner.model.modules())
+    def pack(model: PreTrainedModel, *, timed: bool) -> None:
+        pack_linears(model, timed=False)
+        assert any(isinstance(module, PackedLinear) for module in model.modules())
+
+    monkeypatch.setattr("mars_serve.engine.execution.forward.pack_linears", pack)
+    engine_class = partial(Engine, attention_of=paged_attention)
+    engines = [
+        make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, compile=compiled)
+        for compiled in (False, True)
+    ]
+    for engine in engines:
+        engine.capture_graphs(call_again)
     expected = decode(engines[0])
     with torch.compiler.set_stance("fail_on_recompile"):
         assert decode(engines[1]) == expected
@@ -151,14 +128,14 @@ def test_a_missing_compiler_is_named(make_engine: Engines) -> None:
         make_engine(small_llama(), SPECIAL, compile=True)
 
 
-def test_a_model_that_looks_at_its_numbers_is_refused(make_engine: Engines) -> None:
+def test_a_model_that_branches_on_its_numbers_is_refused(make_engine: Engines) -> None:
     model = small_llama(rope_type="dynamic", factor=2.0)
     make_engine(model, SPECIAL)
     with pytest.raises(UserError, match=r"^engine\.compile: .*leave it out"):
         make_engine(model, SPECIAL, compile=True)
 
 
-def test_not_together_with_fixed_shapes() -> None:
+def test_compile_and_batch_invariant_exclude_each_other() -> None:
     both = {"compile": True, "batch_invariant": True}
     with pytest.raises(UserError, match=r"compile: .*batch_invariant; leave one"):
         build_settings(both, EngineSettings, source="engine")

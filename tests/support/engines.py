@@ -1,0 +1,97 @@
+"""Runs engines in tests, with the plain decoder and the plain attention to compare them with."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method import reference
+from mars_platform.method.mode import Mode
+from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.paged_kernel import PagedKernel
+from mars_serve.engine.attention.plain_kernel import plain_kernel
+from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+
+Models = Callable[[str], PreTrainedModel]
+Engines = Callable[..., Engine]
+Outputs = dict[str, list[StepOutput]]
+Passes = dict[str, list[list[int]]]
+
+
+def run(engine: Engine, requests: Iterable[Request], *, at_once: int | None = None) -> Outputs:
+    """Run requests to their end, with at most ``at_once`` of them in the engine at a time.
+
+    The pages are checked in each step, and that all are free afterwards.
+    """
+    queue, outputs = deque(requests), Outputs()
+    while queue or engine.has_work:
+        while queue and (at_once is None or engine.status().num_requests < at_once):
+            request = queue.popleft()
+            outputs[request.id] = []
+            engine.add(request)
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    assert engine.status().num_free_pages == engine.num_pages
+    return outputs
+
+
+def passes_of(outputs: Outputs) -> Passes:
+    """Return the tokens of each forward pass, by request id."""
+    return {name: [output.tokens for output in each] for name, each in outputs.items()}
+
+
+def prompt_of(request: Request) -> list[int]:
+    return request.tokens[: request.num_prompt]
+
+
+def output_of(request: Request) -> list[int]:
+    return request.tokens[request.num_prompt :]
+
+
+def oracle(
+    model: PreTrainedModel,
+    request: Request,
+    special: SpecialTokens,
+    *,
+    num_masks: int = 4,
+    mask: int = 3,
+) -> list[list[int]]:
+    """Return the passes of the plain decoder, with the request's own τ."""
+    options = request.options
+    return reference.decode(
+        model,
+        prompt_of(request),
+        special,
+        max_tokens=options.max_tokens,
+        threshold=1.0 if options.mode is Mode.AR else options.threshold,
+        num_masks=num_masks,
+        mask_token_id=mask,
+    ).passes
+
+
+def paged_attention(
+    model: PreTrainedModel,
+    _settings: object = None,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_masks: int = 0,
+    kernel: PagedKernel | None = None,
+) -> VarlenAttention:
+    """Return attention that reads pages in place, by the plain kernel if none is given."""
+    return VarlenAttention(
+        KeyValueShape.of(model.config),
+        num_query_heads=model.config.num_attention_heads,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=model.dtype,
+        device=model.device,
+        kernel=kernel or plain_kernel(needs_key_starts=True),
+    )
