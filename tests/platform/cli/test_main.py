@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from mars_platform.cli import main as cli
 from mars_platform.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = ["bench", "data", "demo", "eval", "generate", "serve", "train"]
+COMMANDS = sorted(entry.name for entry in entry_points(group="marsray.commands"))
 RECIPE = {
     "model": {"base": "./no-such-model"},
     "data": {"train": ["no-such-data.jsonl"]},
@@ -28,16 +29,16 @@ def no_cluster(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def command(capsys):
-    """Runs a command line that must fail; its status and its one line on stderr."""
+def refusal(capsys):
+    """Runs a command line that must fail with status 2; returns its one line on stderr."""
 
-    def run(*arguments):
-        status = cli.run(list(map(str, arguments)))
+    def run(*arguments, status=2):
+        assert cli.run(list(map(str, arguments))) == status
         output = capsys.readouterr()
         assert output.out == ""
         assert output.err.endswith("\n")
         assert len(output.err.splitlines()) == 1, output.err
-        return status, output.err
+        return output.err
 
     return run
 
@@ -52,10 +53,12 @@ def recipe(tmp_path):
 # --- the command itself ---------------------------------------------------------------------------
 
 
-def test_help_lists_the_commands(capsys):
+def test_help_lists_the_commands_of_all_entry_points(capsys):
+    assert len(COMMANDS) > 5
     assert cli.run(["--help"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert set(COMMANDS) <= set(listed)
+    _, _, listed = capsys.readouterr().out.partition("Commands:\n")
+    lines = [line for line in listed.splitlines() if line[2:3].strip()]  # no continuation lines
+    assert sorted(line.split()[0] for line in lines) == COMMANDS
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -64,13 +67,13 @@ def test_every_command_has_help(capsys, name):
     assert f"marsray {name}" in capsys.readouterr().out
 
 
-def test_version(capsys):
+def test_the_version_is_that_of_the_distribution(capsys):
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"marsray {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["data"]])
-def test_without_a_command_the_help_is_shown(capsys, arguments):
+def test_help_is_shown_without_a_command(capsys, arguments):
     status = cli.run(arguments)
     output = capsys.readouterr()
     assert status in (0, 2)
@@ -78,50 +81,48 @@ def test_without_a_command_the_help_is_shown(capsys, arguments):
     assert "NoArgsIsHelpError" not in output.err
 
 
-@pytest.mark.parametrize("arguments", [["nope"], ["data", "nope"]])
-def test_unknown_command(command, arguments):
-    status, message = command(*arguments)
-    assert status == 2
-    assert "nope" in message
-    assert "traceback" not in message.lower()
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nope"], "nope"),
+        (["data", "nope"], "nope"),
+        (["train", "recipe.yaml", "--nope"], "--nope"),
+        (["data", "demo"], "--out"),
+        (["data", "demo", "--out", "data", "--examples", "0"], "--examples"),
+        (["data", "demo", "--out", "data", "--examples", "many"], "--examples"),
+        (["train", "nothing.yaml"], "error: nothing.yaml: cannot be read"),
+        (["generate", "./nothing", "--prompt", "x"], "there is no directory ./nothing"),
+        (["generate", ".", "--prompt", "x"], "holds no config.json"),
+        *(
+            (["generate", "./nothing", "--prompt", "x", "--threshold", value], "--threshold")
+            for value in ("0", "-1", "1.01", "nan")
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named_in_one_line(refusal, tmp_path, arguments, named):
+    assert named in refusal(*arguments)
+    assert not list(tmp_path.iterdir())
 
 
-def test_unknown_option(command):
-    status, message = command("train", "recipe.yaml", "--nope")
-    assert status == 2
-    assert "--nope" in message
-
-
-def test_missing_option(command):
-    status, message = command("data", "demo")
-    assert status == 2
-    assert "--out" in message
-
-
-@pytest.mark.parametrize("examples", ["0", "many"])
-def test_unusable_option_value(command, tmp_path, examples):
-    status, message = command("data", "demo", "--out", tmp_path / "data", "--examples", examples)
-    assert status == 2
-    assert "--examples" in message
-    assert not (tmp_path / "data").exists()
-
-
-def test_other_errors_have_status_one(command, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (
+            RuntimeError("first line\nsecond line"),
+            1,
+            "RuntimeError: first line (--debug shows the traceback)",
+        ),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_other_errors_and_interrupts_have_a_status_of_their_own(
+    refusal, monkeypatch, error, status, message
+):
     def fail(*_, **__):
-        raise RuntimeError("first line\nsecond line")
+        raise error
 
     monkeypatch.setattr("mars_train.data.demo.write_demo_data", fail)
-    status, message = command("data", "demo", "--out", "data")
-    assert status == 1
-    assert "RuntimeError: first line (--debug shows the traceback)" in message
-
-
-def test_interrupt(command, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mars_train.data.demo.write_demo_data", interrupt)
-    assert command("data", "demo", "--out", "data") == (130, "error: interrupted\n")
+    assert message in refusal("data", "demo", "--out", "data", status=status)
 
 
 # --- marsray data ---------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def demo_data(out):
     return ["data", "demo", "--out", str(out), "--examples", "20", "--eval-examples", "5"]
 
 
-def test_demo_data(tmp_path, capsys):
+def test_the_demos_data_are_written(tmp_path, capsys):
     assert cli.run(demo_data(tmp_path / "data")) == 0
     assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 20
     assert len((tmp_path / "data" / "eval.jsonl").read_text().splitlines()) == 5
@@ -140,30 +141,17 @@ def test_demo_data(tmp_path, capsys):
     assert output.err == ""
 
 
-def test_demo_data_overwrites_nothing(tmp_path, command, capsys):
-    arguments = demo_data(tmp_path / "data")
-    assert cli.run(arguments) == 0
-    capsys.readouterr()
-    before = (tmp_path / "data" / "train.jsonl").read_bytes()
-    status, message = command(*arguments, "--seed", "1")
-    assert status == 2
-    assert message.startswith("error: --out: ")
-    assert (tmp_path / "data" / "train.jsonl").read_bytes() == before
-
-
-def test_debug_shows_the_traceback(tmp_path):
+def test_existing_data_are_not_overwritten(tmp_path, refusal, capsys):
     assert cli.run(demo_data(tmp_path)) == 0
-    with pytest.raises(UserError, match="--out"):
+    capsys.readouterr()
+    before = (tmp_path / "train.jsonl").read_bytes()
+    assert refusal(*demo_data(tmp_path), "--seed", "1").startswith("error: --out: ")
+    assert (tmp_path / "train.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="--out"):  # the traceback that --debug shows
         cli.run(["--debug", *demo_data(tmp_path)])
 
 
 # --- marsray train --------------------------------------------------------------------------------
-
-
-def test_missing_recipe(command):
-    status, message = command("train", "nothing.yaml")
-    assert status == 2
-    assert message.startswith("error: nothing.yaml: cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -183,56 +171,25 @@ def test_missing_recipe(command):
         ("epochs", "--set 'epochs': write it as key.sub=value"),
     ],
 )
-def test_recipe_mistakes(command, recipe, override, named):
-    status, message = command("train", recipe, "--set", override)
-    assert status == 2
-    assert named in message
+def test_a_mistake_in_an_override_of_the_recipe_is_named(refusal, recipe, override, named):
+    assert named in refusal("train", recipe, "--set", override)
 
 
-def test_unknown_key_in_the_recipe_file(command, recipe):
+def test_an_unknown_key_in_the_recipe_file_is_named(refusal, recipe):
     recipe.write_text(yaml.safe_dump({**RECIPE, "epochs": 3}))
-    status, message = command("train", recipe)
-    assert status == 2
-    assert f"{recipe}: epochs: unknown key" in message
+    assert f"{recipe}: epochs: unknown key" in refusal("train", recipe)
 
 
-def test_output_that_is_not_empty(command, recipe, tmp_path):
+def test_an_output_directory_with_other_files_is_refused(refusal, recipe, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    status, message = command("train", recipe)
-    assert status == 2
-    assert message.startswith("error: output: ")
+    assert refusal("train", recipe).startswith("error: output: ")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-def test_missing_base_model(command, recipe, tmp_path):
-    status, message = command("train", recipe)
-    assert status == 2
-    assert "there is no directory ./no-such-model" in message
+def test_a_missing_base_model_leaves_no_output_directory(refusal, recipe, tmp_path):
+    assert "there is no directory ./no-such-model" in refusal("train", recipe)
     assert not (tmp_path / "out").exists()
-
-
-# --- marsray generate -----------------------------------------------------------------------------
-
-
-def test_missing_model(command):
-    status, message = command("generate", "./nothing", "--prompt", "Hello")
-    assert status == 2
-    assert "there is no directory ./nothing" in message
-
-
-def test_model_directory_without_a_model(command, tmp_path):
-    status, message = command("generate", tmp_path, "--prompt", "Hello")
-    assert status == 2
-    assert "holds no config.json" in message
-
-
-@pytest.mark.parametrize("threshold", ["0", "-1", "1.01", "nan"])
-def test_threshold_out_of_range(command, threshold):
-    arguments = ["generate", "./nothing", "--prompt", "Hello", "--threshold", threshold]
-    status, message = command(*arguments)
-    assert status == 2
-    assert "--threshold" in message
 
 
 # --- as processes ---------------------------------------------------------------------------------
@@ -243,7 +200,7 @@ def process(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def test_help_as_a_process_imports_nothing_heavy(tmp_path):
+def test_help_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; from mars_platform.cli import main as cli; assert cli.run(['--help']) == 0; "
         "print('loaded:', sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
@@ -253,7 +210,7 @@ def test_help_as_a_process_imports_nothing_heavy(tmp_path):
     assert result.stdout.endswith("loaded: []\n")
 
 
-def test_mistake_as_a_process(tmp_path):
+def test_a_mistake_ends_the_process_with_status_2_and_one_line(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}\n")
     result = process("-m", "mars_platform", *demo_data(tmp_path), cwd=tmp_path)
     assert result.returncode == 2
@@ -262,13 +219,9 @@ def test_mistake_as_a_process(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_directory_platform_is_no_package():
+def test_the_folder_platform_does_not_shadow_the_standard_librarys_module():
     assert (ROOT / "platform" / "mars_platform").is_dir()
     assert not (ROOT / "platform" / "__init__.py").exists()
-
-
-def test_standard_library_platform_is_found_in_the_repository():
-    code = "import platform; print(platform.python_version())"
-    result = process("-c", code, cwd=ROOT)
+    result = process("-c", "import platform; print(platform.python_version())", cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == ".".join(map(str, sys.version_info[:3]))
