@@ -1,4 +1,4 @@
-"""The demo as a user runs it. Takes minutes, so that only the full suite has it."""
+"""Runs the demo as a user does, which takes minutes and belongs to the full suite only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def demo(tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.timeout(1000)
-def test_the_table_shows_the_trade_off(demo):
+def test_the_table_shows_the_trade_off_of_speed_and_accuracy(demo):
     figures = json.loads((demo / "figures.json").read_text())
     rows = {(row["mode"], row["threshold"]): row for row in figures["rows"]}
     one_token, careful, hasty = rows["ar", 1.0], rows["threshold", 0.95], rows["threshold", 0.5]

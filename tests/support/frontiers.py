@@ -1,4 +1,4 @@
-"""Frontiers for tests, of made-up figures."""
+"""Builds frontiers with made-up figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Corners = tuple[tuple[float, float], tuple[float, float]]
 def point(
     mode: str, threshold: float, quality: float, tokens: float, positions: float
 ) -> dict[str, Any]:
-    """A point whose interval is two points to either side."""
+    """Return a point whose quality interval is two percentage points to either side."""
     return {
         "mode": mode,
         "threshold": threshold,
@@ -36,8 +36,16 @@ def frontier_of(
     prefill_tokens_per_s: float = 10_000.0,
     **more: Any,
 ) -> Frontier:
-    """One of these points, with times at the corners of (0, 100) positions and (0, 1000) stored
-    tokens, or one for all.
+    """Build a frontier.
+
+    Args:
+        points: Points from `point`.
+        weights: Fingerprint of the weights.
+        seconds: Step times at the corners of (0, 100) positions and (0, 1000) cached tokens, or
+            one time for all.
+        window: Masks of a row per step.
+        prefill_tokens_per_s: Prompt tokens per second.
+        more: Other fields of the frontier.
     """
     corners = seconds if isinstance(seconds, tuple) else ((seconds, seconds), (seconds, seconds))
     content = {

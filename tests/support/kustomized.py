@@ -1,4 +1,4 @@
-"""Renders the manifests as users do, each directory once."""
+"""Renders the manifests with `kubectl kustomize`, each directory once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOBS = [
     "jobs/gpu/evaluate",
 ]
 STAYING = ["overlays/submit", "overlays/gpu-submit"]
-"""Clusters without a job."""
+"""Clusters that run no job of their own."""
 OTHERS = ["setup/common", "setup/single-node", "setup/object-store", "files"]
 
 Document = dict[str, Any]
@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """A pod that somebody starts, with the containers that KubeRay adds as options say."""
+    """The template of a pod, with the place in the manifests where it stands."""
 
     where: str
     labels: dict[str, str]
@@ -51,7 +51,7 @@ class PodTemplate:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What `kubectl apply -k` sends."""
+    """The documents that `kubectl apply -k` sends for one directory."""
 
     name: str
     documents: list[Document]
@@ -61,7 +61,7 @@ class Rendered:
 
     @property
     def ray(self) -> Document:
-        """The one document of KubeRay's."""
+        """The only document of a KubeRay kind."""
         (found,) = self._of_kuberay()
         return found
 
@@ -71,7 +71,7 @@ class Rendered:
         return found
 
     def clusters(self) -> list[Document]:
-        """What describes each Ray cluster, whatever kind of document it is in."""
+        """Return the specification of each Ray cluster, from any kind of document."""
         specs = [each["spec"] for each in self._of_kuberay()]
         return [
             each.get("rayClusterConfig") or each.get("rayClusterSpec") or each for each in specs
@@ -103,7 +103,7 @@ class Rendered:
 
 
 def _templates(value: Any, where: str) -> Iterator[PodTemplate]:
-    """Every pod template below a value, whatever kind it is in."""
+    """Find every pod template below a value, in any kind of document."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _templates(item, f"{where}.{index}")
@@ -130,6 +130,6 @@ def rendered(name: str) -> Rendered:
 
 
 def quantity(text: str) -> float:
-    """A number of bytes, as Kubernetes writes it."""
+    """Parse a number of bytes as Kubernetes writes it."""
     number, unit = re.fullmatch(r"(\d+)([KMG]i)", text).groups()  # type: ignore[union-attr]
     return int(number) * {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]

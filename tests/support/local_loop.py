@@ -1,4 +1,4 @@
-"""An engine's loop whose engine steps in a thread of this process, where a test can reach it."""
+"""Runs an engine's loop against an engine in a thread, where a test can reach it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars_serve.engine.ipc.worker import EngineWorker
 
 
 class LocalLoop(EngineLoop):
-    """The loop of an engine that was made here; requests that it runs are copies, as always."""
+    """The loop of an engine in this process; it sends copies of requests, as to a process."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

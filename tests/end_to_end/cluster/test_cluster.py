@@ -1,4 +1,4 @@
-"""Two raylets on this machine as two nodes: runs across both, and runs that lose the second one."""
+"""Training runs on two Ray nodes of this machine, and runs that lose the second node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster():
     ):
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
-        # Reservations lag behind the cluster by up to 20 s; places that are gone wait this long.
+        # Ray's view of free resources lags up to 20 s; workers on a lost node wait this long.
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
         head = {**NODE, "num_cpus": 2, "include_dashboard": False, "temp_dir": short}
         made = Cluster(initialize_head=True, head_node_args=head)
@@ -104,7 +104,7 @@ def started(recipe_file, output, *overrides):
 
 
 def count(name, *nodes):
-    """Processes of Ray actors of a class on the nodes."""
+    """Count the processes of a class of Ray actors on some nodes."""
     raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
     processes = [process for raylet in raylets for process in raylet.children(recursive=True)]
     return sum(title(process).startswith(f"ray::{name}") for process in processes)
@@ -127,7 +127,7 @@ def result(output):
 
 
 @pytest.mark.full
-def test_two_nodes_give_what_one_gives(cluster, second_node, recipe_file, tmp_path):
+def test_a_run_on_two_nodes_equals_a_run_on_one(cluster, second_node, recipe_file, tmp_path):
     nodes = [cluster.head_node, second_node]
     with started(recipe_file, tmp_path / "two", "scaling.placement=STRICT_SPREAD") as run:
         run.wait_until(lambda: count_workers(nodes) == [1, 1])
@@ -139,7 +139,7 @@ def test_two_nodes_give_what_one_gives(cluster, second_node, recipe_file, tmp_pa
 
 
 def elastic(num_steps):
-    """Overrides for one worker a node, and as many as there are nodes."""
+    """Return overrides for one worker per node, on as many nodes as there are."""
     return [
         f"stages.0.max_steps={num_steps}",
         "scaling.num_workers=[1, 2]",
@@ -148,7 +148,7 @@ def elastic(num_steps):
 
 
 @pytest.mark.full
-def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
+def test_a_run_that_loses_a_node_continues_with_fewer_workers(
     cluster, second_node, recipe_file, tmp_path
 ):
     with started(recipe_file, tmp_path / "out", *elastic(400)) as run:
@@ -164,10 +164,10 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_workers(
 
 
 @pytest.mark.full
-def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
+def test_a_notice_of_preemption_saves_a_checkpoint_at_once(
     cluster, second_node, recipe_file, tmp_path
 ):
-    # long enough for Ray Train's watcher to start and to see the notice
+    # The run must last until Ray Train's watcher has started and seen the notice.
     overrides = [*elastic(900), "stages.0.batch_size=32", "checkpoints.every_steps=1000"]
     with started(recipe_file, tmp_path / "out", *overrides) as run:
         run.wait_until(lambda: count("PreemptionWatcher", cluster.head_node, second_node))
@@ -184,7 +184,7 @@ def test_a_notice_of_preemption_leads_to_a_checkpoint_at_once(
 
 
 def drain(node):
-    """Tell Ray, as a cloud's agent does, that a node will be gone in 20 seconds."""
+    """Tell Ray that a node will be gone in 20 seconds, as a cloud's agent does."""
     deadline_ms = time.time_ns() // 10**6 + 20_000
     accepted, _ = ray._private.worker.global_worker.gcs_client.drain_node(
         node.node_id, DRAIN_NODE_REASON_PREEMPTION, "test", deadline_ms

@@ -1,6 +1,6 @@
-"""Hosts that lose their power: a run that loses one goes on, and so does a service.
+"""A run and a service both survive a host that loses its power.
 
-A host that is cut off closes no connection, so that nobody is told of its end.
+Such a host closes no connection, so the other hosts get no notice of its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from clusters.hosts import Cluster, Host, Network, network, why_no_hosts
 from clusters.outages import NUM_STREAMS, PROMPTS, READ_S, Outage, outage_of
 from clusters.ray_heads import BIN
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_train.data.demo import write_demo_data
 from mars_train.stage.history import read_history
 from waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 K8S = Path(__file__).parents[3] / "k8s"
-RECIPE = Path(__file__).parents[2] / "recipe.yaml"
 NUM_STEPS, EVERY_STEPS = 240, 20
 _WAIT_S = 120
 
@@ -42,7 +40,7 @@ def net() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def cluster(net: Network) -> Cluster:
-    """A head and two workers, which serve behind HAProxy."""
+    """A head and two workers that serve behind HAProxy."""
     return cluster_of(net, behind_haproxy)
 
 
@@ -54,7 +52,7 @@ def cluster_of(net: Network, environment: Callable[[Host], Mapping[str, str]]) -
 
 
 def of_manifests(host: Host) -> dict[str, str]:
-    """What the manifests give Ray's containers; HAProxy's files are among the host's."""
+    """Return the variables of Ray's containers, with HAProxy's files among the host's."""
     manifest = yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())
     head = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     (container,) = head["containers"]
@@ -74,7 +72,7 @@ def behind_haproxy(host: Host) -> Mapping[str, str]:
 
 
 def behind_python(host: Host) -> Mapping[str, str]:
-    """As `marsray serve` does it where HAProxy is not installed."""
+    """Return the variables that `marsray serve` sets where HAProxy is not installed."""
     values = of_manifests(host)
     rest = {name: value for name, value in values.items() if "HAPROXY" not in name}
     return {**rest, "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
@@ -84,30 +82,16 @@ def behind_python(host: Host) -> Mapping[str, str]:
 
 
 class Run:
-    """``marsray submit --follow``, as its user sees it."""
+    """The command ``marsray submit --follow`` and the run that it follows."""
 
     status: int
     step_of_cut: int
     spread: list[int]
-    """Trainers on each of two hosts."""
+    """Number of workers on each of the two hosts."""
     spread_again: list[int]
-    """The same after the run was resumed."""
+    """Number of workers on each host after the run was resumed."""
 
     def __init__(self, cluster: Cluster, work: Path) -> None:
-        write_demo_data(work / "data", num_train=1000, num_eval=1, seed=1)
-        recipe = yaml.safe_load(RECIPE.read_text())
-        recipe["data"]["train"] = [str(work / "data" / "train.jsonl")]
-        recipe["stages"] = [{**recipe["stages"][1], "epochs": 100, "max_steps": NUM_STEPS}]
-        recipe["scaling"] = {
-            "num_workers": 2,
-            "threads_per_worker": 1,
-            "placement": "STRICT_SPREAD",
-            "max_failures": 3,
-        }
-        recipe["checkpoints"] = {"every_steps": EVERY_STEPS}
-        recipe["output"] = str(work / "out")
-        del recipe["evaluation"]
-        (work / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         self.model = work / "out" / "model"
         self._checkpoints = work / "out" / "checkpoints" / "mars"
         self._log = work / "printed.txt"
@@ -124,7 +108,7 @@ class Run:
 
     @property
     def newest_step(self) -> int:
-        """Of its checkpoints; 0 without any."""
+        """Step of the newest checkpoint; 0 if there is none."""
         return max((int(path.name[5:]) for path in self._checkpoints.glob("step-*")), default=0)
 
     def wait_for(self, holds: Callable[[], object]) -> None:
@@ -140,10 +124,20 @@ def trainers_on(*hosts: Host) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that has lost a host on its way to the end."""
+def run(
+    cluster: Cluster, write_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """A finished run that lost a host on its way."""
     first, second = cluster.workers
-    run = Run(cluster, tmp_path_factory.mktemp("run"))
+    work = tmp_path_factory.mktemp("run")
+    write_recipe(
+        work,
+        every_steps=EVERY_STEPS,
+        scaling={"num_workers": 2, "placement": "STRICT_SPREAD", "max_failures": 3},
+        num_train=1000,
+        max_steps=NUM_STEPS,
+    )
+    run = Run(cluster, work)
     try:
         run.wait_for(lambda: run.newest_step >= 2 * EVERY_STEPS)
         run.spread = trainers_on(first, second)
@@ -159,8 +153,8 @@ def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_a_run_that_loses_a_host_goes_on_with_another(run):
-    """Its workers reach each other through their hosts' own networks alone."""
+def test_a_run_that_loses_a_host_continues_with_another(run):
+    """The workers reach each other through their hosts' networks only."""
     assert run.status == 0, run.printed
     assert run.spread == run.spread_again == [1, 1]
     resumed = re.search(r"resumed from .*/step-(\d+)", run.printed)
@@ -174,13 +168,13 @@ def test_a_run_that_loses_a_host_goes_on_with_another(run):
 
 @pytest.fixture(scope="module")
 def outage(cluster: Cluster, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Outage:
-    """Of a service with the model of the run."""
+    """The outage of a service behind HAProxy that serves the run's model."""
     return outage_of(cluster, run.model, tmp_path_factory.mktemp("haproxy"))
 
 
 @pytest.fixture(scope="module")
 def outage_of_python(net: Network, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Outage:
-    """Of the same behind Serve's own proxy, on a cluster of its own, after the other one's end."""
+    """The same outage behind Serve's own proxy; its cluster replaces the other one."""
     for host in net.hosts:
         host.cut_power()
     cluster = cluster_of(net, behind_python)
@@ -188,7 +182,7 @@ def outage_of_python(net: Network, run: Run, tmp_path_factory: pytest.TempPathFa
 
 
 def assert_streams_are_right(outage: Outage) -> None:
-    """What came is what comes alone, as far as it came."""
+    """Every stream is a beginning of its prompt's output alone, and a whole one if it ended so."""
     for stream in outage.streams:
         expected = outage.alone[stream.prompt]
         assert stream.text == expected[: len(stream.text)]
@@ -196,7 +190,7 @@ def assert_streams_are_right(outage: Outage) -> None:
 
 
 def assert_requests_were_served(outage: Outage) -> None:
-    """All the time, and through both proxies again once there were two hosts."""
+    """Requests were served all the time, and finally through both proxies."""
     assert {status for status, _ in outage.asked} == {httpx.codes.OK}
     assert max(seconds for _, seconds in outage.asked) < READ_S
     assert len(outage.after) == 2 * len(PROMPTS)
@@ -205,30 +199,30 @@ def assert_requests_were_served(outage: Outage) -> None:
         assert outage.alone[prompt].startswith(text)
 
 
-def test_streams_end_whole_where_they_can_and_with_an_error_else(outage):
-    """Where proxy, ingress and replica survive, or only the replica is lost."""
+def test_streams_of_surviving_replicas_end_whole_and_others_with_an_error(outage):
+    """The proxy and the ingress of these streams survived; half of the replicas did not."""
     quarter = NUM_STREAMS // 4
     ends = outage.ends(outage.kept, has_ingress=True)
     assert ends == ["error not_ready"] * quarter + ["whole"] * quarter
     assert_streams_are_right(outage)
 
 
-def test_streams_of_a_lost_ingress_break_off(outage):
+def test_streams_of_a_lost_ingress_are_broken(outage):
     ends = outage.ends(outage.kept, has_ingress=False)
     assert ends == ["broken"] * (NUM_STREAMS // 2)
 
 
-def test_clients_of_a_lost_proxy_hear_nothing(outage):
+def test_clients_of_a_lost_proxy_receive_nothing(outage):
     streams = [stream for stream in outage.streams if stream.proxy is outage.lost]
     assert [stream.end for stream in streams] == ["silent"] * NUM_STREAMS
 
 
-def test_the_service_goes_on(outage):
+def test_the_service_continues_without_the_host(outage):
     assert_requests_were_served(outage)
 
 
-def test_the_same_behind_serves_own_proxy(outage_of_python):
-    """Which takes the ingress of its own host, so that none is lost."""
+def test_streams_behind_serves_own_proxy_lose_replicas_only(outage_of_python):
+    """This proxy uses the ingress of its own host, so no stream loses its ingress."""
     half = NUM_STREAMS // 2
     ends = outage_of_python.ends(outage_of_python.kept, has_ingress=True)
     assert ends == ["error not_ready"] * half + ["whole"] * half

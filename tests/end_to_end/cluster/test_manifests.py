@@ -1,7 +1,7 @@
-"""What the manifests say, done by real commands on a Ray cluster that asks for a token.
+"""Runs the manifests' commands, jobs and Serve configurations on a Ray cluster with a token.
 
-There is no Kubernetes here: one head stands for all nodes, and a directory for the pods' volumes.
-Beyond that, only sizes are not the manifests' own: replicas, CPUs, GPUs, what calibration measures.
+One head stands for all nodes of Kubernetes, and a directory for the pods' volumes. Only sizes
+differ from the manifests: replicas, CPUs, GPUs, and the amount that calibration measures.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def at_once(*calls: Callable[[], Done]) -> list[Done]:
 
 @pytest.fixture(scope="module")
 def pods() -> Iterator[Pods]:
-    """The head has the environment and the HAProxy of the pods of the service."""
-    root = Path(tempfile.mkdtemp(prefix="k-", dir="/tmp"))  # short: it holds sockets' paths
+    """The pods, on a head with the environment and the HAProxy of the service's pods."""
+    root = Path(tempfile.mkdtemp(prefix="k-", dir="/tmp"))  # short, for sockets
     group = rendered(OVERLAYS[0]).cluster["headGroupSpec"]
     (container,) = group["template"]["spec"]["containers"]
     try:
@@ -58,7 +58,7 @@ def pods() -> Iterator[Pods]:
         environment = {
             **WITH_TOKEN,
             **found.environment(container),
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),  # a pod's ports are its own
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),  # each pod has its own ports
         }
         with ray_head(environment, num_cpus=8, agent_port=found.agent_port) as found.address:
             yield found
@@ -95,20 +95,20 @@ def test_the_probes_of_heads_need_no_token(pods, manifests):
     head = rendered(manifests).cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     for name in ("readinessProbe", "livenessProbe"):
         probe = head[name]["httpGet"]
-        assert probe["port"] == 52365  # of the agent, where nothing else is said
+        assert probe["port"] == 52365  # the agent's port by default
         url = f"http://127.0.0.1:{pods.agent_port}{probe['path']}"
         wait_until(partial(answers, url), WAIT_S, partial(str, url))
 
 
 def answers(url: str) -> bool:
-    with suppress(httpx.TransportError):  # it starts later than the dashboard
+    with suppress(httpx.TransportError):  # the agent starts after the dashboard
         return get(url, None).is_success
     return False
 
 
 @pytest.fixture(scope="module")
 def promoted(pods):
-    """A first candidate's model after all jobs, and what the one that scores it printed."""
+    """The first candidate's model after all jobs, and the output of the job that scores it."""
     write_demo_data(pods.root / "data", num_train=3200, num_eval=24, seed=1)
     (pods.root / "data" / "eval.jsonl").rename(pods.root / "data" / "held-out.jsonl")
     names = ("overlays/cpu-dev-train", "jobs/calibrate", "jobs/evaluate", "jobs/promote")
@@ -134,7 +134,7 @@ def test_the_jobs_train_measure_and_promote_a_candidate(pods, promoted):
 
 @pytest.fixture(scope="module")
 def worse(pods, promoted):
-    """A model that somebody has already, and stores as the README says; its last layer is off."""
+    """A user's own model, stored as the README says; its last norm is negated."""
     incoming = pods.root / "models" / "incoming" / "mine"
     shutil.copytree(promoted.model, incoming)
     for name in ("calibration.json", "frontier.json"):
@@ -151,7 +151,7 @@ def worse(pods, promoted):
     return "mine"
 
 
-def test_a_worse_candidate_is_refused_and_the_other_one_stays(pods, promoted, worse):
+def test_a_worse_candidate_is_refused_and_the_current_one_stays(pods, promoted, worse):
     measured = pods.job("jobs/calibrate", worse)
     assert measured.returncode == 0, measured.stdout
     refused = pods.job("jobs/promote", worse)
@@ -170,7 +170,7 @@ def key(pods):
 
 @pytest.fixture(scope="module", params=OVERLAYS)
 def service(request, pods, promoted, key):
-    """An overlay's application, in the place of the one before."""
+    """An overlay's application, which replaces the one before."""
     config = pods.serve_config(request.param)
     file = pods.root / "serve-config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -200,7 +200,7 @@ def service(request, pods, promoted, key):
     return SimpleNamespace(model=model["name"], url=url, probe=probe)
 
 
-def test_each_overlay_serves_what_was_promoted(pods, service, key):
+def test_each_overlay_serves_the_promoted_model(pods, service, key):
     shown = run("serve", "status", "--address", pods.address, environment=WITH_TOKEN)
     application = yaml.safe_load(shown.stdout)["applications"]["marsray"]
     assert application["status"] == "RUNNING"

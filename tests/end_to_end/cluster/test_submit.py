@@ -1,4 +1,4 @@
-"""`marsray submit` as a user runs it, against a cluster that asks for a token."""
+"""Runs `marsray submit` against a cluster that asks for a token, as a user does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from clusters.ray_heads import BIN, SHELL, new_token, ray_head
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_train.data.demo import write_demo_data
 from waiting import wait_until
 
-RECIPE = Path(__file__).parents[2] / "recipe.yaml"
-pytestmark = pytest.mark.timeout(600)  # of which an idle machine needs a tenth
+pytestmark = pytest.mark.timeout(900)  # an idle machine needs a tenth of it
 WITH_TOKEN = {**SHELL, **new_token()}
 TOKEN = WITH_TOKEN["RAY_AUTH_TOKEN"]
 _WAIT_S = 240
@@ -30,25 +27,25 @@ _WAIT_S = 240
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The dashboard of a head of its own."""
+    """The dashboard's address of a Ray cluster of this module."""
     with ray_head(WITH_TOKEN, num_cpus=4) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    """A directory as a user's: a recipe, and data that git is told to ignore."""
+def work(write_recipe, tmp_path_factory) -> Path:
+    """A user's directory with a recipe, and with data that git ignores."""
     directory = tmp_path_factory.mktemp("work")
-    write_demo_data(directory / "data", num_train=1000, num_eval=10, seed=1)
+    write_recipe(
+        directory,
+        stage=0,
+        every_steps=10,
+        scaling={"num_workers": 1},
+        num_train=1000,
+        train="data/train.jsonl",
+        max_steps=100,
+    )
     (directory / ".gitignore").write_text("data/\n")
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe["data"]["train"] = ["data/train.jsonl"]
-    recipe["stages"] = [{**recipe["stages"][0], "epochs": 100, "max_steps": 100}]
-    recipe["scaling"] = {"num_workers": 1}
-    recipe["checkpoints"] = {"every_steps": 10}
-    recipe["output"] = str(directory / "runs" / "unnamed")
-    del recipe["evaluation"]
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return directory
 
 
@@ -58,7 +55,7 @@ def start(work, *arguments, environment=WITH_TOKEN, **streams):
 
 
 def submit(work, *arguments, environment=WITH_TOKEN):
-    """Status, stdout and stderr of one command."""
+    """Run one command; returns its status, stdout and stderr."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = start(work, *arguments, environment=environment, **streams)
     out, error = process.communicate(timeout=_WAIT_S)
@@ -81,7 +78,7 @@ def test_without_the_token_nothing_is_answered(address, work, environment):
 
 
 def test_a_job_that_fails_is_status_1(address, work):
-    """The packages are brought along, and what the recipe names is not on the cluster."""
+    """The job has the shipped packages, but the recipe's data is not on the cluster."""
     nowhere = ["--set", "data.train=[/no/such/file.jsonl]", "--name", "failing", "--ship-code"]
     status, out, error = submit(work, "recipe.yaml", "--follow", "--address", address, *nowhere)
     assert "taken from the cluster: data.train: /no/such/file.jsonl" in out
@@ -93,7 +90,7 @@ def test_a_job_that_fails_is_status_1(address, work):
 
 @pytest.fixture(scope="module")
 def stopped(address, work):
-    """A run that was stopped in the middle: its job, and what was seen of it before and after."""
+    """The job of a run that was stopped, and the results of commands before and after."""
     run = ["recipe.yaml", "--name", "mine", "--json"]
     status, out, error = submit(work, *run, environment={**WITH_TOKEN, "RAY_ADDRESS": address})
     assert status == 0, error
@@ -134,7 +131,7 @@ def test_ctrl_c_leaves_the_job_running(stopped, address):
 
 
 @pytest.mark.full
-def test_a_run_that_is_at_work_is_not_started_again(stopped):
+def test_a_running_run_is_not_started_again(stopped):
     status, out, error = stopped.again
     assert (status, out) == (2, "")
     assert f"output: job {stopped.job['id']} works in {stopped.job['output']} now" in error
@@ -150,7 +147,7 @@ def test_a_stopped_job_saves_a_checkpoint_first(stopped):
 
 @pytest.fixture(scope="module")
 def followed(address, work, stopped):
-    """The same run, resumed, and followed over a connection that breaks."""
+    """The same run, resumed and followed over a connection that breaks."""
     printed = work / "printed"
     with port_forward(int(address.rsplit(":", 1)[1])) as forward, printed.open("w") as stdout:
         arguments = ["recipe.yaml", "--name", "mine", "--follow"]
@@ -169,11 +166,11 @@ def test_a_run_of_the_same_name_is_resumed(followed, work):
     assert f"resuming the run in {work / 'runs' / 'mine'}" in printed
     assert "stage ar: 100/100 loss" in printed
     assert read_checkpoint(work / "runs" / "mine" / "model").metadata is None
-    assert not (work / "runs" / "unnamed").exists()
+    assert not (work / "out").exists()
 
 
 @pytest.mark.full
-def test_nothing_is_lost_or_repeated_where_the_connection_breaks(followed, address, work):
+def test_no_output_is_lost_or_repeated_when_the_connection_breaks(followed, address, work):
     _, printed, error = followed
     job = re.search(r"job (mine-\d{8}-\d{6}) succeeded", error)[1]
     status, log, _ = submit(work, "logs", job, "--address", address)
@@ -200,7 +197,7 @@ def test_a_job_that_does_not_exist_is_an_error(address, work):
 
 
 class PortForward:
-    """What `kubectl port-forward` is: a local port, whose connections can break."""
+    """A local port whose connections can be broken, like `kubectl port-forward`."""
 
     def __init__(self, target: int) -> None:
         self._target = target

@@ -212,7 +212,7 @@ async def test_a_burst_lowers_the_threshold_and_brings_a_replica(client):
 
 
 async def state_of(actor, names):
-    """What a governor would hand to its successor."""
+    """Return the state that a governor hands to its successor."""
     state, _, _ = await actor.tick.remote("mars", names, 2, {}, None)
     return state
 

@@ -1,5 +1,6 @@
-"""New weights and settings rolled out by `serve deploy` while requests run: none fails, and each is
-answered by one version alone.
+"""Rolls out new weights and settings by `serve deploy` while requests run.
+
+No request fails, and each is answered by one version only.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from waiting import wait_until
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NUM_PROMPTS, NUM_TOKENS, NUM_LONG = 4, 24, 500
 NUM_EARLY = 12
-"""Characters within which the versions' answers differ."""
+"""Number of characters within which the versions' answers differ."""
 OLD, NEW = 0, 1
-"""Versions."""
+"""Numbers of the versions."""
 LONG = Ask(COMPLETIONS, "Totals 7", NUM_LONG, min_tokens=NUM_LONG)
 THRESHOLD = 0.93
 KEY = "mars-of-this-test"
@@ -42,7 +43,7 @@ _WAIT_S = 240
 
 
 class Service:
-    """A Ray cluster and the application that config files give it, as users do."""
+    """A Ray cluster's application, which configuration files deploy and update."""
 
     def __init__(self, dashboard: str, work: Path) -> None:
         self._dashboard, self._port = dashboard, free_port()
@@ -51,7 +52,7 @@ class Service:
         self._keys.write_text(yaml.safe_dump({"keys": [entry]}))
         self.address = f"http://127.0.0.1:{self._port}"
         self.running = set[int]()
-        """Numbers of replicas that a deployment has been seen to have running."""
+        """All numbers of running replicas that a deployment was seen with."""
 
     def deploy(self, model: Path, *, num_replicas: int, num_ingresses: int, **limits: int) -> None:
         engine = {"adaptive_windows": False, "max_num_seqs": 8}
@@ -78,7 +79,7 @@ class Service:
         self.run("deploy", self._file)
 
     def run(self, *arguments):
-        """What a command of Ray Serve's prints."""
+        """Run a command of Ray Serve and return its output."""
         command = [BIN / "serve", *arguments, "--address", self._dashboard]
         streams = {"capture_output": True, "text": True}
         done = subprocess.run(command, env=WITH_TOKEN, timeout=_WAIT_S, check=False, **streams)
@@ -86,13 +87,13 @@ class Service:
         return done.stdout
 
     def application(self):
-        """What `serve status` shows, and more."""
+        """Return the state of the application, with more detail than `serve status` shows."""
         token = {"Authorization": f"Bearer {WITH_TOKEN['RAY_AUTH_TOKEN']}"}
         url = f"{self._dashboard}/api/serve/applications/"
         return httpx.get(url, headers=token, timeout=_WAIT_S).json()["applications"]["marsray"]
 
     def wait_until_running(self):
-        """Until nothing starts, stops or drains any more."""
+        """Wait until no replica starts, stops or drains any more."""
         self._wait_until(lambda shown: shown["status"] == "RUNNING")
 
     def wait_until_said(self, reason):
@@ -117,7 +118,7 @@ class Service:
         return text_of(made.json()["choices"][0])
 
     def threshold(self):
-        """The live τ that was set last, and those of the replicas."""
+        """Return the live τ that was set last, and the replicas' live values."""
         state = self.call("GET", "/admin/threshold").raise_for_status().json()["models"]["mine"]
         replicas = [each["confidence_threshold"] for each in state["replicas"].values()]
         return state["confidence_threshold"], replicas
@@ -125,7 +126,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def versions(trained) -> SimpleNamespace:
-    """Two checkpoints, and what each answers to prompts on which they soon differ."""
+    """Two checkpoints, and their answers to prompts on which they soon differ."""
     old, new = trained.model, trained.ar_model
     texts = {}
     for number, path in itertools.product(range(10, 99), (COMPLETIONS, CHAT)):
@@ -141,7 +142,7 @@ def versions(trained) -> SimpleNamespace:
 
 @contextmanager
 def serving(kind: str, model: Path, work: Path, **sizes: int) -> Iterator[Service]:
-    """The service behind one of Ray Serve's proxies, with a live τ that was set by hand."""
+    """Run the service behind one of Ray Serve's proxies, with a live τ that was set by hand."""
     described = {"models": [{"name": "mine", "path": str(model)}], "proxy": {"kind": kind}}
     with (
         proxy_environment(ServeSettings.model_validate(described)) as environment,
@@ -157,7 +158,7 @@ def serving(kind: str, model: Path, work: Path, **sizes: int) -> Iterator[Servic
 
 
 class Story:
-    """Changes of a service, each with requests from before it until after it."""
+    """Changes of a service, with the requests before, during and after each change."""
 
     def __init__(self, service: Service, versions: SimpleNamespace) -> None:
         self._service = service
@@ -166,7 +167,7 @@ class Story:
 
     @contextmanager
     def phase(self, name: str, num_streams: int = 0) -> Iterator[None]:
-        """Requests around a change, which the block makes and waits for."""
+        """Send requests before, during and after the change that the block makes."""
         asks = [ask for ask in self._texts if ask != LONG]
         traffic = Traffic(self._service.address, WITH_KEY, asks, [LONG] * num_streams)
         with running(traffic):
@@ -183,16 +184,16 @@ class Story:
         )
 
     def learn(self) -> None:
-        """Take down how the new version, which now has nothing else to do, ends the long text."""
+        """Record the new version's answer to the long prompt while nothing else runs."""
         self._texts[LONG].append(self._service.answer(LONG))
 
     def version_of(self, answer):
-        """None where neither gives this answer."""
+        """Return the version with this answer; None if neither has it."""
         texts = self._texts[answer.ask]
         return texts.index(answer.text) if answer.text in texts else None
 
     def versions(self, name):
-        """Those that answered in a phase, and those that answered what was asked after it."""
+        """Return the versions that answered in a phase, and those after the change."""
         phase = self.phases[name]
         late = (each for each in phase.answers if each.begun_s > phase.settled_s)
         return self._versions_of(phase.answers), self._versions_of(late)
@@ -202,7 +203,7 @@ class Story:
 
 
 def wait_for_answers(traffic):
-    """Until nearly all clients have had an answer to what they ask from now on."""
+    """Wait until nearly all clients have an answer to a request that they send from now on."""
     needed = len(traffic.answers) + 3 * NUM_CLIENTS
     wait_until(lambda: len(traffic.answers) >= needed, _WAIT_S, lambda: "no more answers")
 
@@ -216,7 +217,7 @@ def assert_none_failed(story):
 
 @pytest.fixture(scope="module")
 def python(versions, tmp_path_factory) -> Story:
-    """Behind Ray Serve's own proxy: new weights in place of the one replica, and other settings."""
+    """An update of weights and settings of one replica, behind Ray Serve's own proxy."""
     one = {"num_replicas": 1, "num_ingresses": 1}
     with serving("python", versions.old, tmp_path_factory.mktemp("python"), **one) as service:
         story = Story(service, versions)
@@ -240,7 +241,7 @@ def test_weights_and_settings_change_together(python):
 
 
 def test_streams_that_the_old_version_began_are_ended_by_it(python):
-    """They run on when their replica, the only one, takes no more requests."""
+    """Streams continue when their replica, the only one, takes no more requests."""
     answers = python.phases["update"].answers
     old = [each for each in answers if python.version_of(each) == OLD]
     last_s = max(each.begun_s for each in old if each.ask != LONG)
@@ -249,7 +250,7 @@ def test_streams_that_the_old_version_began_are_ended_by_it(python):
 
 @pytest.fixture(scope="module")
 def haproxy(versions, tmp_path_factory) -> Story:
-    """Behind HAProxy: new weights, then what cannot be served, then the old weights again."""
+    """An update, three deployments that cannot be served, and a rollback, behind HAProxy."""
     work = tmp_path_factory.mktemp("haproxy")
     damaged = shutil.copytree(versions.new, work / "damaged")
     weights = damaged / "model.safetensors"
@@ -290,15 +291,15 @@ def test_after_an_update_only_the_new_version_answers(haproxy):
 
 
 @pytest.mark.parametrize("name", ["unknown", "missing", "damaged"])
-def test_what_cannot_be_served_changes_nothing(haproxy, name):
+def test_a_deployment_that_cannot_be_served_changes_nothing(haproxy, name):
     assert haproxy.versions(name) == ({NEW}, {NEW})
 
 
-def test_the_status_says_what_is_wrong(haproxy):
+def test_the_status_names_the_reason_of_a_failed_deployment(haproxy):
     assert re.search(r"UserError: model: weights of \S+/damaged cannot be loaded", haproxy.status)
 
 
-def test_a_rollback_heals_it(haproxy):
+def test_after_a_rollback_only_the_old_version_answers(haproxy):
     assert haproxy.versions("rollback") == ({OLD, NEW}, {OLD})
 
 

@@ -128,7 +128,7 @@ def flip_bit(path):
 
 @dataclass
 class Story:
-    """What happened to a run in one output directory."""
+    """Everything that happened to a run in one output directory."""
 
     output: Path
     printed_before_kill: str
@@ -190,7 +190,7 @@ def step_of(checkpoint):
     return int(checkpoint.name[5:])
 
 
-def test_the_end_is_that_of_an_uninterrupted_run(story, uninterrupted):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(story, uninterrupted):
     ours, theirs = (
         read_history(out / "model" / "history.json") for out in (story.output, uninterrupted)
     )
@@ -226,13 +226,13 @@ def test_a_truncated_file_is_refused_and_the_checkpoint_before_is_used(story):
     )
 
 
-def test_sigterm_stops_after_a_checkpoint_with_the_status_of_one(story):
+def test_sigterm_saves_a_checkpoint_and_exits_with_its_status(story):
     assert story.status == 143
     stopped = re.search(r"error: stage mars is stopped after step (\d+)", story.printed_until_stop)
     assert int(stopped[1]) == step_of(story.truncated)
 
 
-def test_an_unfinished_run_of_another_recipe_is_refused_by_setting(story):
+def test_another_recipe_is_refused_and_its_difference_named(story):
     assert "unfinished run of another recipe, which differs in seed" in story.other_recipe
 
 
@@ -247,7 +247,7 @@ def test_a_finished_run_is_not_entered_again(story, recipe_file):
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_twenty_kills_change_nothing(tmp_path):
+def test_twenty_interruptions_change_no_result(tmp_path):
     command = [sys.executable, "-m", "bench.training.kill_resume", "--kills", "20"]
     command += ["--json", str(tmp_path / "result.json")]
     subprocess.run(command, cwd=ROOT, check=True, timeout=3500)

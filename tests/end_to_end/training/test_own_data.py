@@ -1,4 +1,4 @@
-"""A user's way: an existing model, data with flaws in it, one worker, mixed precision."""
+"""Trains as a user does: an existing model, flawed data, one worker, mixed precision."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from mars_train.data.token_store import TokenStore
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 
+pytestmark = pytest.mark.timeout(900)  # a busy machine trains slowly
+
 
 @pytest.fixture(scope="module")
 def recipe(trained, tmp_path_factory):
-    """A recipe file over a JSONL file with two bad rows and a Parquet file."""
+    """A recipe whose data is a JSONL file with two bad rows, and a Parquet file."""
     work = tmp_path_factory.mktemp("own")
     rows = (trained.data / "train.jsonl").read_text().splitlines()[:64]
     lines = [*rows[:10], '{"messages": []}', *rows[10:32], "not JSON"]
@@ -62,7 +64,7 @@ def test_bad_rows_are_reported_by_file_and_line(output, recipe):
     ]
 
 
-def test_ctrl_c_is_what_it_was_before_the_run(output):
+def test_the_run_restores_the_handler_of_ctrl_c(output):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -75,4 +77,4 @@ def test_more_bad_rows_than_allowed_stop_the_run(output, recipe):
     ):
         run_recipe(settings, Console(quiet=True))
     left = {item.name for item in settings.output.iterdir()}
-    assert left == {"report.jsonl", ".lock"}  # the corrected run may have its directory
+    assert left == {"report.jsonl", ".lock"}  # a corrected run may use the directory

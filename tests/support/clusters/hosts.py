@@ -1,8 +1,8 @@
-"""Hosts on this machine: network namespaces on a bridge, and a Ray cluster on them.
+"""Simulates hosts with network namespaces on a bridge, and runs a Ray cluster on them.
 
-Files, process ids and the machine's name are common to all hosts. The network is each one's own:
-ports may be the same everywhere, and loopback reaches nobody else. The machine itself is on the
-bridge, too, as the place where users are.
+All hosts share files, process ids and the machine's name. Each host has its own network: ports may
+be the same on all hosts, and loopback stays on the host. The machine itself is also on the bridge,
+as the place of the users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OBJECT_STORE_BYTES = 100_000_000
 
 
 def why_no_hosts() -> str | None:
-    """Why hosts cannot be made here; None where they can."""
+    """Return why this machine cannot make hosts; None if it can."""
     if _IP is None:
         return "there is no command ip (iproute2)"
     try:
@@ -40,13 +40,13 @@ def why_no_hosts() -> str | None:
 
 
 class Network:
-    """A bridge, and the hosts on it."""
+    """A bridge with the hosts that are connected to it."""
 
     def __init__(self, ends: ExitStack) -> None:
-        """Make the first bridge whose name is free, so that several tests may run at once.
+        """Make the first bridge whose name is free, since several tests may run at once.
 
         Args:
-            ends: gets what takes the bridge and the hosts away.
+            ends: Stack that gets the callbacks that remove the bridge and its hosts.
         """
         self._ends = ends
         self.hosts: list[Host] = []
@@ -60,28 +60,28 @@ class Network:
 
     @property
     def name(self) -> str:
-        """Of the bridge; the names of hosts begin with it."""
+        """Name of the bridge; the hosts' names begin with it."""
         return _bridge(self._number)
 
     def add(self) -> Host:
-        """A new host, up and without any process."""
+        """Add a host that is up and runs no process."""
         host = Host(self, len(self.hosts) + 1, self._ends)
         self.hosts.append(host)
         return host
 
     def address(self, number: int) -> str:
-        """Of a host; the range is set apart for tests of networks (RFC 2544)."""
+        """Return a host's address, in the range that RFC 2544 reserves for tests of networks."""
         return f"198.18.{self._number}.{number}"
 
     def hardware(self, number: int) -> str:
-        """Address of a host's network card."""
+        """Return the hardware address of a host's network card."""
         return f"02:00:c6:12:{self._number:02x}:{number:02x}"
 
     def neighbours(self, device: str, number: int) -> list[str]:
-        """Lines for ``ip -batch`` that tell a host where all others are.
+        """Return lines for ``ip -batch`` that tell a host the addresses of all others.
 
-        Else what is sent to a host that is gone would come back as an error of this machine's own.
-        In a data centre it is lost, and nobody says so.
+        Without them, packets to a host that is gone come back as errors of this machine. In a data
+        centre they are lost without notice.
         """
         others = {*range(1, _MAX_HOSTS + 1), _USERS} - {number}
         return [
@@ -92,18 +92,20 @@ class Network:
 
 
 class Host:
-    """A host that runs; made by `Network.add`."""
+    """One running host, made by `Network.add`."""
 
     def __init__(self, network: Network, number: int, ends: ExitStack) -> None:
         self.address = network.address(number)
-        self.files = Path(tempfile.mkdtemp(prefix="mh-", dir="/tmp"))  # short: sockets lie there
+        self.files = Path(
+            tempfile.mkdtemp(prefix="mh-", dir="/tmp")
+        )  # short, for sockets
         ends.callback(shutil.rmtree, self.files, ignore_errors=True)
         self._name, self._link = f"{network.name}h{number}", f"{network.name}v{number}"
         self._started: list[subprocess.Popen[bytes]] = []
         _ip("netns", "add", self._name)
         ends.callback(_ip, "netns", "delete", self._name)
         _ip("link", "add", self._link, "type", "veth", "peer", "eth0", "netns", self._name)
-        ends.callback(_ip, "link", "delete", self._link)  # the kernel itself would take its time
+        ends.callback(_ip, "link", "delete", self._link)  # sooner than the kernel would
         ends.callback(self.cut_power)
         _ip("link", "set", self._link, "master", network.name, "up")
         up = [
@@ -114,25 +116,25 @@ class Host:
         _ip("-netns", self._name, batch=[*up, *network.neighbours("eth0", number)])
 
     def start(self, *command: str | Path, env: Mapping[str, str], log: str) -> None:
-        """Start a program on the host; it prints to the file ``log`` among the host's files."""
+        """Start a program on the host; its output goes to ``log`` among the host's files."""
         with (self.files / log).open("wb") as printed:
             inside = self._inside(command)
             started = subprocess.Popen(inside, env=dict(env), stdout=printed, stderr=printed)
         self._started.append(started)
 
     def run(self, *command: str | Path, env: Mapping[str, str]) -> str:
-        """What a program prints that is run on the host to its end."""
+        """Run a program on the host to its end and return its output."""
         inside = self._inside(command)
         done = subprocess.run(inside, env=dict(env), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def processes(self, name: str) -> list[int]:
-        """Ids of the host's processes that have ``name`` in their command line."""
+        """Return the ids of the host's processes with ``name`` in their command line."""
         return [pid for pid in self._pids() if name in _command_of(pid)]
 
     def cut_power(self) -> None:
-        """End everything on the host so that nobody hears of it: no packet leaves it any more."""
+        """Kill all processes of the host after its link is down, so that no packet leaves it."""
         _ip("link", "set", self._link, "down")
         while pids := self._pids():
             for pid in pids:
@@ -150,10 +152,10 @@ class Host:
 
 
 class Cluster:
-    """Ray on hosts of its own: a head, on which nothing runs that needs a CPU, and workers.
+    """A Ray cluster on hosts: a head without CPUs for work, and workers.
 
-    It asks for a token, which ``shell`` has, the environment of a user's commands, and ``headers``
-    for requests to ``dashboard``, its address.
+    The cluster asks for a token. ``shell``, the environment of a user's commands, contains it, and
+    so do ``headers``, for requests to the ``dashboard``.
     """
 
     def __init__(
@@ -162,9 +164,9 @@ class Cluster:
         """Start the head.
 
         Args:
-            network: gets the hosts.
-            environment: variables of a host's processes, beside those of ``shell``.
-            num_cpus: of each worker, for Ray.
+            network: Network that gets the hosts.
+            environment: Returns variables of a host's processes to add to those of ``shell``.
+            num_cpus: Number of each worker's CPUs for Ray.
         """
         self._network = network
         self._environment = environment
@@ -174,12 +176,12 @@ class Cluster:
         self.workers: list[Host] = []
         self.head = network.add()
         self.dashboard = f"http://{self.head.address}:8265"
-        everywhere = "0.0.0.0"  # noqa: S104 - of the head's own network
+        everywhere = "0.0.0.0"  # noqa: S104 - in the head's own network
         options = {"port": 6379, "num-cpus": 0, "dashboard-host": everywhere}
         self._start(self.head, "--head", options=options)
 
     def add_worker(self) -> Host:
-        """Start a worker on a new host, and wait until it has joined."""
+        """Start a worker on a new host and wait until it has joined."""
         worker = self._network.add()
         options = {"address": f"{self.head.address}:6379", "num-cpus": self._num_cpus}
         self._start(worker, options=options)
@@ -187,12 +189,12 @@ class Cluster:
         return worker
 
     def cut_power(self, worker: Host) -> None:
-        """End a worker's host; see `Host.cut_power`."""
+        """Cut the power of a worker; see `Host.cut_power`."""
         self.workers.remove(worker)
         worker.cut_power()
 
     def has(self, host: Host) -> bool:
-        """Whether Ray takes a host to be up."""
+        """Return whether Ray lists a host as alive."""
         with suppress(httpx.TransportError):
             url = f"{self.dashboard}/nodes?view=summary"
             answer = httpx.get(url, headers=self.headers, timeout=10)
@@ -210,7 +212,7 @@ class Cluster:
         }
         arguments = [*flags, *(f"--{name}={value}" for name, value in {**own, **options}.items())]
         command = [BIN / "ray", "start", "--block", "--disable-usage-stats", *arguments]
-        # The machine's name is the same everywhere, and gloo would look its address up.
+        # All hosts have the machine's name, and gloo would look up that name's address.
         variables = {**self.shell, "GLOO_SOCKET_IFNAME": "eth0", **self._environment(host)}
         host.start(*command, env=variables, log="ray.txt")
         wait_until(lambda: self.has(host), _START_TIMEOUT_S, (host.files / "ray.txt").read_text)
@@ -218,7 +220,7 @@ class Cluster:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A network for the length of a block; everything on its hosts ends with it."""
+    """Make a network for the length of the block; its hosts end with the block."""
     with ExitStack() as ends:
         yield Network(ends)
 
@@ -228,7 +230,7 @@ def _bridge(number: int) -> str:
 
 
 def _makes_bridge(number: int) -> bool:
-    """Make a bridge, unless there is one of that name."""
+    """Make a bridge; returns False if one with that name exists."""
     try:
         _ip("link", "add", _bridge(number), "type", "bridge")
     except RuntimeError as error:

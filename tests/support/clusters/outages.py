@@ -1,4 +1,4 @@
-"""A service on two hosts of which one loses its power, as its clients see it."""
+"""Runs a service on two hosts, cuts the power of one, and records what clients see."""
 
 from __future__ import annotations
 
@@ -19,50 +19,55 @@ from clusters.ray_heads import BIN
 from waiting import wait_until
 
 NUM_STREAMS = 8
-"""Through each proxy."""
+"""Number of streams through each proxy."""
 PROMPTS = ["0 Tot", "1 Tot"]
 READ_S = 35
-"""Seconds after which a client gives up what it hears nothing of."""
-_NUM_TOKENS = 1500  # of a stream: some seconds
+"""Seconds of silence after which a client gives a request up."""
+_NUM_TOKENS = 1500  # takes some seconds
 _WAIT_S = 120
 
 
 @dataclass
 class Stream:
-    """A stream of tokens that was running when the power went."""
+    """A stream that was running when the power was cut."""
 
     proxy: Host
     prompt: str
     id: str
     text: str = ""
     end: str = "none"
-    """``whole``, ``error`` with its code, ``broken``, or ``silent`` until the client gave it up."""
+    """``whole``, ``error`` with its code, ``broken``, or ``silent`` if the client gave it up."""
 
 
 @dataclass
 class Outage:
-    """What happened while a host was gone and until another one had taken its place."""
+    """Everything that clients saw until another host had taken the lost one's place."""
 
     alone: dict[str, str]
-    """What each prompt gives while nothing else runs."""
+    """Output of each prompt while nothing else runs."""
     streams: list[Stream]
     kept: Host
     lost: Host
     ids_of_kept: set[str] = field(default_factory=set)
-    """Of the requests that the surviving host's ingress had."""
+    """Ids of the requests that the surviving host's ingress handled."""
     asked: list[tuple[int, float]] = field(default_factory=list)
-    """Status and seconds of requests that came to the surviving host's proxy meanwhile."""
+    """Status and seconds of requests to the surviving host's proxy meanwhile."""
     after: list[tuple[str, tuple[int, str]]] = field(default_factory=list)
-    """Prompts, and their status and text through both proxies, with two hosts again."""
+    """Prompts with status and text through both proxies, once there were two hosts again."""
 
     def ends(self, proxy: Host, *, has_ingress: bool) -> list[str]:
-        """Of streams, by their proxy and by whether the surviving host's ingress had them."""
+        """Return the sorted ends of a proxy's streams.
+
+        Args:
+            proxy: Host of the proxy.
+            has_ingress: Whether the surviving host's ingress handled the streams.
+        """
         mine = [each for each in self.streams if each.proxy is proxy]
         return sorted(each.end for each in mine if (each.id in self.ids_of_kept) == has_ingress)
 
 
 def outage_of(cluster: Cluster, model: Path, directory: Path) -> Outage:
-    """Serve a model on the cluster's two workers, and cut the second one's power."""
+    """Serve a model on the cluster's two workers and cut the power of the second one."""
     file = directory / "serve.yaml"
     file.write_text(yaml.safe_dump(_config_of(model)))
     command = [BIN / "serve", "deploy", "--address", cluster.dashboard, file]
@@ -85,7 +90,7 @@ async def _observed(cluster: Cluster) -> Outage:
         ]
         outage = Outage(alone, streams, kept, lost)
         reading = await _begin(client, streams)
-        # so that the proxy has idle connections to the host that goes
+        # These leave the proxy with idle connections to the host that will be lost.
         await asyncio.gather(*(_answer(client, kept, prompt) for prompt in 4 * PROMPTS))
         cluster.cut_power(lost)
         ended = asyncio.Event()
@@ -104,7 +109,7 @@ async def _observed(cluster: Cluster) -> Outage:
 
 
 def _config_of(model: Path) -> dict[str, Any]:
-    """A config file of Ray Serve's: one ingress and one replica on each worker."""
+    """Return a configuration of Ray Serve with one ingress and one replica on each worker."""
     engine = {"adaptive_windows": False, "max_num_seqs": 16}
     sizes = {"num_replicas": 2, "num_cpus": 1, "num_threads": 1}
     one_a_host = {"max_replicas_per_node": 1}
@@ -132,9 +137,7 @@ def _config_of(model: Path) -> dict[str, Any]:
 
 
 def _wait_until_spread(cluster: Cluster, *hosts: Host) -> None:
-    """Wait until each host has a replica of each deployment, no other host has any, and the hosts'
-    proxies are ready by the manifests' probe.
-    """
+    """Wait until each host, and no other, has a replica of each deployment and a ready proxy."""
 
     def is_spread() -> bool:
         expected = sorted(host.address for host in hosts)
@@ -152,7 +155,7 @@ def _application_of(cluster: Cluster) -> dict[str, Any]:
 
 
 def _places_of(cluster: Cluster) -> dict[str, list[str]]:
-    """Addresses of the hosts on which each deployment has replicas that run."""
+    """Return the addresses of the hosts with running replicas, by deployment."""
     return {
         name: sorted(each["node_ip"] for each in found["replicas"] if each["state"] == "RUNNING")
         for name, found in _application_of(cluster)["deployments"].items()
@@ -166,7 +169,7 @@ def _is_ready(proxy: Host) -> bool:
 
 
 def _logged_on(host: Host) -> set[str]:
-    """Ids of the requests that the host's ingress has written down."""
+    """Return the ids of the requests in the log of the host's ingress."""
     lines = (
         line
         for file in host.files.glob("session_2*/logs/worker-*.err")
@@ -188,7 +191,7 @@ def _url_of(proxy: Host, path: str = "/v1/completions") -> str:
 
 
 async def _answer(client: httpx.AsyncClient, proxy: Host, prompt: str) -> tuple[int, str]:
-    """Status and text of a short request."""
+    """Send a short request; returns its status and text."""
     response = await client.post(_url_of(proxy), json=_body_of(prompt, 8))
     is_served = response.status_code == httpx.codes.OK
     text = response.json()["choices"][0]["text"] if is_served else response.text
@@ -196,7 +199,7 @@ async def _answer(client: httpx.AsyncClient, proxy: Host, prompt: str) -> tuple[
 
 
 async def _ask_on(client: httpx.AsyncClient, outage: Outage, ended: asyncio.Event) -> None:
-    """Ask something twice a second, whether or not the answers before have come."""
+    """Send a request every half second without waiting for earlier answers."""
 
     async def ask(prompt: str) -> None:
         began_s = time.monotonic()
@@ -210,7 +213,7 @@ async def _ask_on(client: httpx.AsyncClient, outage: Outage, ended: asyncio.Even
 
 
 async def _begin(client: httpx.AsyncClient, streams: list[Stream]) -> list[asyncio.Task[None]]:
-    """Begin the streams one after the other, so that they are shared out evenly."""
+    """Begin the streams one after another, which spreads them evenly."""
     reading = []
     for stream in streams:
         begun = asyncio.Event()

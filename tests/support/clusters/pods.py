@@ -1,4 +1,4 @@
-"""The manifests' pods on this machine: their volumes, their commands, their cluster."""
+"""Runs the commands of the manifests' pods on this machine, with directories for volumes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Done = subprocess.CompletedProcess[str]
 WAIT_S = 240
 WITH_TOKEN = {**SHELL, **new_token()}
 _PATH = re.compile(r"(?<![\w/.-])/(?:etc/|run/|tmp/)?(models|data|marsray|haproxy|cache)(?![\w-])")
-"""A path of a container's that is a volume, or in one."""
+"""Matches a container's path that is a volume or lies in one."""
 _SMALLER = {"calibrate": " --quick --max-tokens 40"}
-"""Options by which a command's job takes seconds."""
+"""Options that shorten a command's job to seconds."""
 
 
 class Pods:
-    """Every pod at once: a directory for their volumes, and one cluster for their containers."""
+    """All pods at once: one directory for their volumes and one cluster for their containers."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.address = root, ""
@@ -45,20 +45,20 @@ class Pods:
             (self.root / "marsray" / directory / file).write_text(self.here(text))
 
     def here(self, text: str) -> str:
-        """A text with the paths of containers where they are on this machine."""
+        """Replace the containers' paths in a text by paths on this machine."""
         return _PATH.sub(rf"{self.root}/\1", text)
 
     def environment(self, container: dict[str, Any]) -> dict[str, str]:
         return {each["name"]: self.here(each["value"]) for each in container["env"]}
 
     def init(self, group: dict[str, Any], name: str) -> Done:
-        """Run an init container of a group of pods."""
+        """Run one init container of a group of pods."""
         containers = group["template"]["spec"]["initContainers"]
         (found,) = (each for each in containers if each["name"] == name)
         return run(*map(self.here, found["command"]))
 
     def job(self, manifests: str, candidate: str) -> Done:
-        """A RayJob as KubeRay's submitter runs it: by a shell that has the ConfigMap's variable."""
+        """Run a RayJob as KubeRay's submitter does: in a shell with the ConfigMap's variable."""
         spec = rendered(manifests).ray["spec"]
         cpus = spec.get("entrypointNumCpus", 0)
         reserved = f"--entrypoint-num-cpus {cpus:f} " if cpus else ""
@@ -69,7 +69,7 @@ class Pods:
         return run("/bin/bash", "-ce", line, environment=environment)
 
     def serve_config(self, manifests: str) -> dict[str, Any]:
-        """Serve's configuration, with numbers that fit on this machine."""
+        """Return Serve's configuration with numbers that fit on this machine."""
         config = yaml.safe_load(self.here(rendered(manifests).ray["spec"]["serveConfigV2"]))
         config["http_options"] = {"host": "127.0.0.1", "port": self.port}
         arguments = config["applications"][0]["args"]
@@ -81,7 +81,7 @@ class Pods:
         return config
 
     def get(self, path: str) -> Any:
-        """What the dashboard answers to somebody with the token."""
+        """Return the dashboard's answer to a request with the token."""
         answer = get(f"{self.address}{path}", WITH_TOKEN["RAY_AUTH_TOKEN"])
         return answer.raise_for_status().json()
 

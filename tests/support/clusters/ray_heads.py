@@ -1,4 +1,4 @@
-"""A head of a Ray cluster of its own, which asks for a token, and the shell to reach it from."""
+"""Starts a Ray cluster's head that asks for a token, as `ray start` does it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SHELL = {
     "COLUMNS": "200",
     **{name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ},
 }
-"""Environment of a command that knows of no token."""
+"""Environment of a user's command that has no token."""
 _START_TIMEOUT_S = 60
 
 
 def new_token() -> dict[str, str]:
-    """The variables that give a process a token of Ray's, drawn for this call."""
+    """Return the variables that give a process a new token of Ray's."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
 
 
@@ -37,17 +37,17 @@ def new_token() -> dict[str, str]:
 def ray_head(
     environment: Mapping[str, str], *, num_cpus: int, agent_port: int | None = None
 ) -> Iterator[str]:
-    """A head on free ports, for the length of a block.
+    """Run a head on free ports for the length of the block.
 
     Args:
-        environment: of its processes, with what `new_token` made.
-        num_cpus: CPUs that it claims to have.
-        agent_port: the port of its node's agent, which answers probes; a free one by default.
+        environment: Variables of the head's processes, with those of `new_token`.
+        num_cpus: Number of CPUs that Ray counts.
+        agent_port: Port of the node's agent, which answers probes; a free one by default.
 
     Yields:
-        The URL of its dashboard.
+        The URL of the dashboard.
     """
-    port, files = free_port(), tempfile.mkdtemp(prefix="ray-")  # short: it holds sockets' paths
+    port, files = free_port(), tempfile.mkdtemp(prefix="ray-")  # a short path: it holds sockets
     options = {
         "port": free_port(),
         "dashboard-host": "127.0.0.1",
@@ -82,7 +82,7 @@ def _is_up(address: str, token: str) -> bool:
 
 
 def _end(head: subprocess.Popen[bytes]) -> None:
-    """End the head and every process that it has started, and no other."""
+    """End the head and every process that it has started."""
     started = psutil.Process(head.pid).children(recursive=True)
     head.kill()
     head.wait()

@@ -1,4 +1,4 @@
-"""Clients that ask a service without an end, each on a connection that it keeps."""
+"""Clients that send requests without pause, each on one connection that it keeps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rest_requests import CHAT, text_of
 
 NUM_CLIENTS = 8
 _THINK_S, _IDLE_S = 0.2, (3.0, 7.0)
-"""Seconds between two requests of a client, and of those whose connections lie idle for long."""
+"""Seconds between two requests of a client, and of the clients with long idle connections."""
 _WAIT_S = 240
 
 
 class _Failed(Exception):
-    """A request got something else than a whole answer."""
+    """A request did not get a whole answer."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for, greedily and token for token."""
+    """A greedy request in mode ar, whose answer depends on the model alone."""
 
     path: str
     prompt: str
@@ -48,7 +48,7 @@ class Ask:
         return {"model": "mine", "mode": "ar", "temperature": 0, **sizes, **prompt}
 
     def of(self, model: Path) -> str:
-        """The answer of a model that is asked nothing else."""
+        """Return the answer of a model that runs nothing else."""
         made = generate_once(
             str(model),
             self.prompt,
@@ -62,18 +62,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request."""
+    """Answer to a request, or its failure."""
 
     ask: Ask
     begun_s: float
-    """By ``time.monotonic``, as the next."""
+    """Value of ``time.monotonic`` when the request was sent."""
     ended_s: float
     text: str
     failure: str | None = None
 
 
 class Traffic:
-    """What clients ask for, and what has come of it so far."""
+    """Clients with their requests, and the answers so far."""
 
     def __init__(
         self,
@@ -82,18 +82,23 @@ class Traffic:
         asks: Sequence[Ask],
         streams: Sequence[Ask] = (),
     ) -> None:
-        """Besides those who ask for any of ``asks``, each of ``streams`` is asked for by somebody
-        who does not pause.
+        """Prepare the clients.
+
+        Args:
+            address: URL of the service.
+            headers: Headers of every request.
+            asks: Requests that all clients send in turn, streamed and unstreamed.
+            streams: Requests that one client each streams again and again, without pause.
         """
         self.answers = list[Answer]()
         self.statuses = Counter[tuple[str, int]]()
-        """Of the paths that tell about the service."""
+        """Numbers of answers by path and status, for paths that describe the service."""
         self._address, self._headers = address, headers
         self._asks, self._streams = asks, streams
         self._is_over = threading.Event()
 
     def end(self) -> None:
-        """Let the clients end once they have the answers that they wait for."""
+        """Let each client end after its current answer."""
         self._is_over.set()
 
     async def run(self) -> None:
@@ -133,7 +138,7 @@ class Traffic:
 
 @contextmanager
 def running(traffic: Traffic) -> Iterator[None]:
-    """Let the clients ask for the length of a block."""
+    """Let the clients run for the length of the block."""
     with ThreadPoolExecutor(1) as executor:
         done = executor.submit(asyncio.run, traffic.run())
         try:
