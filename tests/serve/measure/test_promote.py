@@ -32,13 +32,13 @@ from mars_train.run.scratch import create_model
 Content = dict[str, Any]
 Make = Callable[..., Path]
 WEIGHTS = "model.safetensors"
-ANYTHING = None
-"""For a gate: it compares nothing."""
+FORCED = None
+"""A gate that compares nothing."""
 
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MARS checkpoint, of which all others are copies with other weights."""
+    """A MARS checkpoint; all others are copies of it with other weights."""
     plain, mars = (tmp_path_factory.mktemp("models") / name for name in ("plain", "mars"))
     config = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 8}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -52,13 +52,13 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(complete: Path) -> Make:
-    """Makes directories with weights of their own, a manifest, and a frontier that came later."""
+    """Make checkpoints with weights of their own, a manifest, and a frontier measured later."""
 
     def make(path: Path, quality: float = 80.0, tokens: float = 1.5, **more: Any) -> Path:
         shutil.copytree(complete, path)
         own = torch.tensor([[quality, tokens, float(len(path.name))], [1.0, 2.0, 3.0]])
         save_file({"weight": own}, path / WEIGHTS)
-        (path / FRONTIER_FILE).write_text("{}")  # an earlier one, in the manifest
+        (path / FRONTIER_FILE).write_text("{}")  # an earlier frontier, which the manifest lists
         (path / MANIFEST).write_text(describe_all(path).text)
         frontier = frontier_of(
             point("ar", 1.0, quality, 1.0, 1.0),
@@ -75,30 +75,27 @@ def checkpoint(complete: Path) -> Make:
 
 @pytest.fixture
 def link(checkpoint: Make, tmp_path: Path) -> Path:
-    """What stands for ``a``, which is in service."""
+    """A link to checkpoint ``a``, which is in service."""
     place = tmp_path / "current"
     promote(checkpoint(tmp_path / "a"), place, Gate())
     return place
 
 
-def test_the_first_one_is_put_in_service(checkpoint: Make, tmp_path: Path) -> None:
+def test_the_first_checkpoint_is_put_in_service(checkpoint: Make, tmp_path: Path) -> None:
     link = tmp_path / "current"
     assert promote(checkpoint(tmp_path / "a"), link, Gate()) == []
     assert link.is_symlink()
     assert link.resolve() == tmp_path / "a"
 
 
-def test_one_that_is_not_worse_takes_its_place(
+def test_a_checkpoint_that_is_not_worse_is_put_in_service(
     checkpoint: Make, link: Path, tmp_path: Path
 ) -> None:
     compared = promote(checkpoint(tmp_path / "b", 79.2, 1.44), link, Gate())
     assert link.resolve() == tmp_path / "b"
     assert [each.current.threshold for each in compared] == [1.0, 0.9]
-    promote(tmp_path / "a", link, Gate())  # and back
+    promote(tmp_path / "a", link, Gate())  # back again
     assert link.resolve() == tmp_path / "a"
-
-
-# --- the comparison -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_one_that_is_not_worse_takes_its_place(
         (80.0, 1.4, r"τ 0.9: 1.40 tokens a pass are 7% fewer than 1.50; train"),
     ],
 )
-def test_a_worse_one_is_refused(
+def test_a_worse_checkpoint_is_refused(
     checkpoint: Make, link: Path, tmp_path: Path, quality: float, tokens: float, message: str
 ) -> None:
     worse = checkpoint(tmp_path / "b", quality, tokens)
@@ -133,7 +130,7 @@ def test_a_worse_one_is_refused(
         ({"measure": "agreement"}, {}, r'of the one in service is agreement .* "answer" .*--force'),
     ],
 )
-def test_what_was_not_measured_alike_is_not_compared(
+def test_frontiers_that_were_measured_differently_are_not_compared(
     checkpoint: Make, tmp_path: Path, current: Content, candidate: Content, message: str
 ) -> None:
     link = tmp_path / "current"
@@ -142,27 +139,24 @@ def test_what_was_not_measured_alike_is_not_compared(
     with pytest.raises(UserError, match=message):
         promote(other, link, Gate(max_loss=100, max_slower=0.99))
     assert link.resolve() == tmp_path / "a"
-    assert promote(other, link, ANYTHING) == []
+    assert promote(other, link, FORCED) == []
     assert link.resolve() == tmp_path / "b"
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("{")])
-def test_the_one_in_service_need_not_be_readable_to_be_replaced(
+def test_an_unreadable_checkpoint_in_service_is_replaced_only_by_force(
     checkpoint: Make, link: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(tmp_path / "a" / FRONTIER_FILE)
     worse = checkpoint(tmp_path / "b", 10.0)
     with pytest.raises(UserError, match=r"current/frontier\.json: .* again, or promote with --for"):
         promote(worse, link, Gate())
-    assert promote(worse, link, ANYTHING) == []
+    assert promote(worse, link, FORCED) == []
     assert link.resolve() == tmp_path / "b"
 
 
-# --- the candidate itself -------------------------------------------------------------------------
-
-
 def damage_later_row(path: Path) -> None:
-    """As by a bad disk: where no fingerprint looks, and of the same size."""
+    """Damage a tensor where no fingerprint looks, keeping the size, as a bad disk might."""
     weights = load_file(path / WEIGHTS)
     weights["weight"][1, 2] = 4.0
     save_file(weights, path / WEIGHTS)
@@ -174,7 +168,7 @@ def calibrate_another(path: Path) -> None:
     write_calibration(path, calibration)
 
 
-@pytest.mark.parametrize("gate", [Gate(), ANYTHING], ids=["compared", "forced"])
+@pytest.mark.parametrize("gate", [Gate(), FORCED], ids=["compared", "forced"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -190,7 +184,7 @@ def calibrate_another(path: Path) -> None:
         ),
     ],
 )
-def test_one_that_no_server_could_use_is_refused(
+def test_a_checkpoint_that_no_server_could_use_is_refused(
     checkpoint: Make,
     link: Path,
     tmp_path: Path,
@@ -205,7 +199,7 @@ def test_one_that_no_server_could_use_is_refused(
     assert link.resolve() == tmp_path / "a"
 
 
-def test_one_that_was_calibrated_again_is_what_its_manifest_says(
+def test_a_checkpoint_that_was_calibrated_again_matches_its_manifest(
     checkpoint: Make, link: Path, tmp_path: Path
 ) -> None:
     listed = json.loads((tmp_path / "a" / MANIFEST).read_text())["files"]
@@ -213,7 +207,9 @@ def test_one_that_was_calibrated_again_is_what_its_manifest_says(
     promote(tmp_path / "a", link, Gate())
 
 
-def test_one_without_a_manifest_gets_it(checkpoint: Make, link: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_gets_one(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
     bare = checkpoint(tmp_path / "b")
     (bare / MANIFEST).unlink()
     promote(bare, link, Gate())
@@ -225,7 +221,7 @@ def test_one_without_a_manifest_gets_it(checkpoint: Make, link: Path, tmp_path: 
         promote(bare, link, Gate())
 
 
-def test_no_manifest_is_written_for_one_that_is_incomplete(
+def test_an_incomplete_checkpoint_gets_no_manifest(
     checkpoint: Make, link: Path, tmp_path: Path
 ) -> None:
     bare = checkpoint(tmp_path / "b")
@@ -239,13 +235,10 @@ def test_no_manifest_is_written_for_one_that_is_incomplete(
 def test_a_directory_is_not_replaced(checkpoint: Make, tmp_path: Path) -> None:
     (tmp_path / "current").mkdir()
     with pytest.raises(UserError, match="no symbolic link"):
-        promote(checkpoint(tmp_path / "a"), tmp_path / "current", ANYTHING)
+        promote(checkpoint(tmp_path / "a"), tmp_path / "current", FORCED)
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_says_what_was_there(
+def test_the_command_names_the_old_and_the_new_checkpoint(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = tmp_path / "current"

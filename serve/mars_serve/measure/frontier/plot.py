@@ -55,7 +55,7 @@ def draw_gains(axes: Axes, measured: MeasuredFrontier) -> None:
             axes.plot([even], [capacity.gain(rung, even)], "o", mfc="none", color=line.get_color())
     axes.axvline(measured.max_num_seqs, color="grey", linewidth=0.5)
     axes.set_xscale("log", base=2)
-    axes.xaxes.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:g}")
     finish_axes(
         axes,
         title="speed over mode ar; rings mark break-even",

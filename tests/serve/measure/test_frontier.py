@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from conversations import read
+from frontiers import Corners, frontier_of, point
 from mars_autoscale.model.capacity import StepTime, linear_step_time
-from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, read_frontier, write_frontier
+from mars_autoscale.model.frontier import read_frontier, write_frontier
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
-from mars_platform.cli import main as cli
-from mars_platform.config import build_settings
+from mars_platform.cli.report import jsonable
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import proportion, ratio_of_totals
@@ -25,7 +24,6 @@ from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.execution.warm_up import measure_prefill, measure_steps
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
-from mars_serve.measure.calibration.run import CalibrateOptions
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
     DecodedItem,
@@ -33,7 +31,7 @@ from mars_serve.measure.evaluation.decoding import (
     evaluation_engine,
     run_setting,
 )
-from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.evaluation.scoring import score
 from mars_serve.measure.frontier.likelihood import log_likelihoods
 from mars_serve.measure.frontier.measure import (
@@ -42,11 +40,16 @@ from mars_serve.measure.frontier.measure import (
     measure_frontier,
     phases_left,
 )
-from mars_serve.measure.frontier.points import point_of, stored_tokens
+from mars_serve.measure.frontier.points import mean_cached_tokens, point_of
 from mars_serve.measure.frontier.progress import WholeProgress
 from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, useful_rungs
 from mars_serve.measure.frontier.step_fit import fit_steps
-from mars_serve.measure.frontier.working_file import WORKING_FILE, Found, WorkingFile, run_key
+from mars_serve.measure.frontier.working_file import (
+    WORKING_FILE,
+    KeptMeasurements,
+    WorkingFile,
+    run_key,
+)
 
 BLOCK_SIZE, MAX_TOKENS = 4, 10
 OPTIONS = FrontierOptions(
@@ -62,40 +65,18 @@ OPTIONS = FrontierOptions(
 NAMES = ["mode ar", "τ 0.5", "τ 0.05", "mode exact"]
 
 
-@pytest.fixture(name="data")
-def _data(tmp_path: Path) -> Path:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is {n} plus {n * n}?"},
-                {"role": "assistant", "content": "7"},
-            ]
-        }
-        for n in range(8)
-    ]
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
-@pytest.fixture(name="model_dir")
-def _model_dir(mars_dir: Path, tmp_path: Path) -> Path:
-    """A checkpoint of its own, for its files."""
-    return shutil.copytree(mars_dir, tmp_path / "model")
-
-
 @pytest.fixture(name="checkpoint")
 def _checkpoint(model_dir: Path) -> Checkpoint:
     return read_checkpoint(model_dir)
 
 
 @pytest.fixture(name="items")
-def _items(checkpoint: Checkpoint, data: Path) -> list[EvalItem]:
-    return read_items([data], checkpoint.tokenizer, max_length=checkpoint.max_length)
+def _items(model_dir: Path, sums: Path) -> list[EvalItem]:
+    return read(sums, model=model_dir, max_items=8)
 
 
 class Seen:
-    """Progress as it was told."""
+    """A record of the reported phases."""
 
     def __init__(self, stop_at: str | None = None) -> None:
         self.titles: list[str] = []
@@ -109,17 +90,16 @@ class Seen:
             self.titles.append(title)
 
 
-# A whole run
-
-
-def test_a_run_writes_a_file_that_is_taken(checkpoint: Checkpoint, items: list[EvalItem]) -> None:
+def test_a_measured_frontier_is_written_and_read_again(
+    checkpoint: Checkpoint, items: list[EvalItem]
+) -> None:
     working, seen = WorkingFile(checkpoint.path, "key"), Seen()
     measured = measure_frontier(checkpoint, items, OPTIONS, working, seen)
     write_frontier(checkpoint.path, measured.frontier)
     frontier = read_frontier(checkpoint.path)
     assert frontier == measured.frontier
     assert seen.titles == ["step times", *NAMES, "log-likelihoods"]
-    assert seen.titles == list(phases_left(OPTIONS, Found(key=""), len(items)))
+    assert seen.titles == list(phases_left(OPTIONS, KeptMeasurements(key=""), len(items)))
     assert (frontier.hardware, frontier.dtype) == ("a machine", "float32")
     assert (frontier.measure, frontier.num_items) == ("agreement", len(items))
     assert frontier.window == BLOCK_SIZE
@@ -134,28 +114,28 @@ def test_a_run_writes_a_file_that_is_taken(checkpoint: Checkpoint, items: list[E
     assert low.tokens_per_forward > 1.1
 
 
-def test_points_are_what_decoding_by_itself_gives(
-    checkpoint: Checkpoint, items: list[EvalItem]
-) -> None:
+def test_points_equal_the_scores_of_decoding(checkpoint: Checkpoint, items: list[EvalItem]) -> None:
     measured = measure_frontier(
         checkpoint, items, OPTIONS, WorkingFile(checkpoint.path, "key"), Seen()
     )
     engine = evaluation_engine(checkpoint, items, max_tokens=MAX_TOKENS, max_num_seqs=8, exact=True)
-    for setting, point in zip(OPTIONS.settings, measured.frontier.points, strict=True):
+    for setting, found in zip(OPTIONS.settings, measured.frontier.points, strict=True):
         outcomes = run_setting(engine, items, setting, max_tokens=MAX_TOKENS)
         result = score(outcomes)
-        assert (point.mode, point.threshold) == (setting.mode, setting.threshold)
-        assert point.tokens_per_forward == result.tokens_per_forward.value
-        assert point.positions_per_row == result.positions_per_forward.value
+        assert (found.mode, found.threshold) == (setting.mode, setting.threshold)
+        assert found.tokens_per_forward == result.tokens_per_forward.value
+        assert found.positions_per_row == result.positions_per_forward.value
         expected = ratio_of_totals(
-            directly(
+            direct_log_likelihoods(
                 checkpoint, [(item.prompt, out.tokens) for item, out in pairs(items, outcomes)]
             ),
             [out.num_tokens for out in outcomes],
         )
-        assert point.log_likelihood is not None
-        found = point.log_likelihood
-        assert (found.mean, found.low, found.high) == pytest.approx(expected, abs=1e-4)
+        likelihood = found.log_likelihood
+        assert likelihood is not None
+        assert (likelihood.mean, likelihood.low, likelihood.high) == pytest.approx(
+            expected, abs=1e-4
+        )
 
 
 def pairs(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> list[tuple[Any, Any]]:
@@ -163,8 +143,8 @@ def pairs(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> list[tu
 
 
 @torch.inference_mode()
-def directly(checkpoint: Checkpoint, texts: Sequence[Any]) -> list[float]:
-    """Log-likelihoods from transformers' own logits."""
+def direct_log_likelihoods(checkpoint: Checkpoint, texts: Sequence[Any]) -> list[float]:
+    """Return log-likelihoods from transformers' own logits."""
     model, found = load_model(checkpoint.path), []
     for prompt, output in texts:
         lines = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0].log_softmax(-1)
@@ -173,7 +153,7 @@ def directly(checkpoint: Checkpoint, texts: Sequence[Any]) -> list[float]:
     return found
 
 
-def test_log_likelihoods_of_texts_that_begin_alike(
+def test_log_likelihoods_are_right_for_texts_with_a_common_start(
     checkpoint: Checkpoint, items: list[EvalItem]
 ) -> None:
     long = items[0].prompt * 4
@@ -181,22 +161,19 @@ def test_log_likelihoods_of_texts_that_begin_alike(
     engine = evaluation_engine(checkpoint, items, max_tokens=90, max_num_seqs=2)
     counts: list[int] = []
     found = log_likelihoods(engine, texts, counts.append)
-    assert found == pytest.approx(directly(checkpoint, texts), abs=1e-4)
+    assert found == pytest.approx(direct_log_likelihoods(checkpoint, texts), abs=1e-4)
     assert counts[-1] == len(texts)
     assert log_likelihoods(engine, [], counts.append) == []
 
 
-# Taking up what was left
-
-
-def test_a_stopped_run_is_taken_up(checkpoint: Checkpoint, items: list[EvalItem]) -> None:
+def test_a_stopped_run_is_continued(checkpoint: Checkpoint, items: list[EvalItem]) -> None:
     with pytest.raises(KeyboardInterrupt):
         measure_frontier(
             checkpoint, items, OPTIONS, WorkingFile(checkpoint.path, "key"), Seen("τ 0.05")
         )
     working, seen = WorkingFile(checkpoint.path, "key"), Seen()
-    assert working.found.parts == ["step times", "mode ar", "τ 0.5"]
-    before = working.found
+    assert working.kept.parts == ["step times", "mode ar", "τ 0.5"]
+    before = working.kept
     assert list(phases_left(OPTIONS, before, 8)) == ["τ 0.05", "mode exact", "log-likelihoods"]
     measured = measure_frontier(checkpoint, items, OPTIONS, working, seen)
     assert seen.titles == ["τ 0.05", "mode exact", "log-likelihoods"]
@@ -216,15 +193,15 @@ def test_a_stopped_run_is_taken_up(checkpoint: Checkpoint, items: list[EvalItem]
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"key": "key", "speed": 3}', '{"key": "other", "outcomes": {}}']
 )
-def test_what_cannot_be_taken_up_counts_for_nothing(tmp_path: Path, content: str) -> None:
+def test_a_working_file_that_cannot_be_used_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / WORKING_FILE).write_text(content)
     working = WorkingFile(tmp_path, "key")
-    assert working.found == Found(key="key")
+    assert working.kept == KeptMeasurements(key="key")
     working.keep(log_likelihoods={"mode ar": (-1.5,)})
-    assert WorkingFile(tmp_path, "key").found.log_likelihoods == {"mode ar": (-1.5,)}
+    assert WorkingFile(tmp_path, "key").kept.log_likelihoods == {"mode ar": (-1.5,)}
 
 
-def test_a_run_is_known_by_all_that_its_figures_depend_on() -> None:
+def test_the_key_of_a_run_depends_on_everything_that_changes_its_figures() -> None:
     items = [EvalItem("a:1", (1, 2), None, False), EvalItem("a:2", (3,), "4", True)]
     keys = {
         run_key("weights", items, {"batch": 2}),
@@ -239,15 +216,12 @@ def test_a_run_is_known_by_all_that_its_figures_depend_on() -> None:
     assert run_key("weights", moved, {"batch": 2}) in keys
 
 
-# Points
-
-
 def outcome(tokens: Sequence[int], correct: bool | None, passes: int = 1) -> DecodedItem:
     return DecodedItem("", tuple(tokens), passes, 2 * passes, FinishReason.STOP, correct)
 
 
-def found_of(ar: Sequence[DecodedItem], low: Sequence[DecodedItem]) -> Found:
-    return Found(
+def found_of(ar: Sequence[DecodedItem], low: Sequence[DecodedItem]) -> KeptMeasurements:
+    return KeptMeasurements(
         key="",
         outcomes={"mode ar": tuple(ar), "τ 0.5": tuple(low)},
         log_likelihoods={
@@ -278,22 +252,19 @@ def test_without_answers_agreement_is_over_all_items() -> None:
     assert same["quality_low"] < 100
 
 
-def test_stored_tokens_are_a_mean_over_passes() -> None:
+def test_mean_cached_tokens_are_a_mean_over_passes() -> None:
     items = [EvalItem("a", (0,) * 10, None, False), EvalItem("b", (0,) * 20, None, False)]
     outs = [outcome([1] * 4, None), outcome([1] * 12, None)]
-    assert stored_tokens(items, outs) == (4 * 12 + 12 * 26) / 16
+    assert mean_cached_tokens(items, outs) == (4 * 12 + 12 * 26) / 16
 
 
-# Contradictions
-
-
-def test_a_contradiction_is_told_and_the_figures_are_kept(
+def test_a_contradiction_is_reported_and_the_figures_are_kept(
     checkpoint: Checkpoint, items: list[EvalItem]
 ) -> None:
     working = WorkingFile(checkpoint.path, "key")
     measure_frontier(checkpoint, items, OPTIONS, working, Seen())
-    outcomes = dict(working.found.outcomes)
-    # mode threshold at .5 is said to have taken half as many passes as at .05
+    outcomes = dict(working.kept.outcomes)
+    # τ 0.5 seems to have taken fewer passes than τ 0.05
     outcomes["τ 0.5"] = tuple(
         replace(out, num_passes=max(1, out.num_tokens // 4)) for out in outcomes["τ 0.5"]
     )
@@ -307,14 +278,11 @@ def test_a_contradiction_is_told_and_the_figures_are_kept(
     assert "measure more conversations (--data, --max-items)" in message
     assert message.endswith(f"what is kept in {checkpoint.path / WORKING_FILE}")
     kept, seen = WorkingFile(checkpoint.path, "key"), Seen()
-    assert kept.found == working.found
+    assert kept.kept == working.kept
     without = replace(OPTIONS, thresholds=(0.05,))
     measured = measure_frontier(checkpoint, items, without, kept, seen)
     assert [point.threshold for point in measured.frontier.points] == [1, 0.05, 1]
     assert seen.titles == []
-
-
-# Times of steps
 
 
 def pool_and_run() -> tuple[
@@ -338,7 +306,7 @@ def test_prefill_steps_are_full_of_prompts(max_length: int, num_rows: int) -> No
     assert pool.num_free == pool.num_pages
 
 
-def test_a_small_pool_holds_what_prefill_feeds() -> None:
+def test_prefill_steps_fit_a_small_pool() -> None:
     _, steps, run = pool_and_run()
     pool = PagePool(3, 4)
     measure_prefill(run, pool, num_tokens=128, max_length=1000, repeats=1)
@@ -358,60 +326,43 @@ def test_steps_are_timed_up_to_the_widest_row() -> None:
         repeats=2,
     )
     assert times.positions[-1] == 100
-    assert times.positions[-2] == 64  # not 96: the last piece is no mere noise
+    assert times.positions[-2] == 64  # not 96, which is too close to 100 to be told apart
     assert {len(works) for works in steps} == {1, 2, 3, 4}
     assert max(sum(work.num_positions for work in works) for works in steps) == 100
     assert len(steps) == 3 * (4 + len(times.positions))
     assert pool.num_free == pool.num_pages
 
 
-# What is shown
-
-
-def made_up() -> MeasuredFrontier:
-    """Steps take a millisecond and twice that with 40 positions more."""
-    rows = [("ar", 1.0, 90.0, 1.0, 1.0), ("threshold", 0.9, 89.0, 2.0, 4.0)]
-    rows += [("threshold", 0.5, 70.0, 2.1, 4.0), ("exact", 1.0, 90.0, 1.5, 9.0)]
-    keys = ("mode", "threshold", "quality", "tokens_per_forward", "positions_per_row")
-    points = [dict(zip(keys, row, strict=True)) for row in rows]
-    content = {
-        "weights": "w",
-        "hardware": "h",
-        "dtype": "float32",
-        "measure": "accuracy",
-        "num_items": 100,
-        "window": 4,
-        "step_seconds": {
-            "positions": [0, 40],
-            "stored": [0, 100],
-            "seconds": [[1e-3, 1e-3], [2e-3, 2e-3]],
-        },
-        "prefill_tokens_per_s": 1000,
-        "points": [
-            point | {"quality_low": point["quality"] - 5, "quality_high": point["quality"] + 5}
-            for point in points
-        ],
-    }
-    return MeasuredFrontier(build_settings(content, Frontier, source="made up"), 4, 20.0)
+def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier:
+    """Return a frontier whose steps take twice as long with 100 positions as with none."""
+    frontier = frontier_of(
+        point("ar", 1.0, 90.0, 1.0, 1.0),
+        point("threshold", 0.9, 89.0, 2.0, 4.0),
+        point("threshold", 0.5, 70.0, 2.1, 4.0),
+        point("exact", 1.0, 90.0, 1.5, 9.0),
+        weights="w",
+        seconds=seconds,
+    )
+    return MeasuredFrontier(frontier, 4, 20.0)
 
 
 def test_figures_hold_hull_and_break_even() -> None:
     measured = made_up()
     figures = frontier_figures(measured, Path("frontier.json"))
     ar, high, low, exact = figures["rungs"]
-    time = StepTime((0, 40), (1e-3, 2e-3))
+    time = StepTime((0, 100), (1e-3, 2e-3))
     assert ar["tokens_per_s"] == pytest.approx(4 / time.at(4))
     assert high["tokens_per_s"] == pytest.approx(8 / time.at(16))
     assert high["gain"] == pytest.approx(8 / time.at(16) * time.at(4) / 4)
-    # 2 / (1 + 4b / 40) > 1 / (1 + b / 40) up to b = 20, where both are equal
-    assert (ar["break_even_batch"], high["break_even_batch"]) == (None, 19)
-    assert exact["break_even_batch"] == 2  # 1.5 (1 + b / 40) > 1 + 9b / 40 up to b = 2.67
+    # 2 / (1 + 4b / 100) > 1 / (1 + b / 100) up to b = 50, where both are equal
+    assert (ar["break_even_batch"], high["break_even_batch"]) == (None, 49)
+    assert exact["break_even_batch"] == 6  # 1.5 (1 + b / 100) > 1 + 9b / 100 up to b = 6.67
     assert [each["useful"] for each in (ar, high, low, exact)] == [True, True, True, False]
     assert [rung.threshold for rung in useful_rungs(measured)] == [1.0, 0.9, 0.5]
     assert figures["points"][1]["quality"] == 89.0
 
 
-def test_steps_come_down_to_two_numbers() -> None:
+def test_linear_step_times_are_fitted_exactly() -> None:
     exact = linear_step_time(0.032, 128)
     grid = (1.0, 4.0, 16.0, 64.0, 256.0)
     found = fit_steps(StepTime(grid, tuple(map(exact.at, grid))))
@@ -420,19 +371,19 @@ def test_steps_come_down_to_two_numbers() -> None:
     assert found.error_max == pytest.approx(0, abs=1e-9)
 
 
-def test_the_line_is_as_close_to_short_steps_as_to_long_ones() -> None:
-    # by hand: 1 and 1.1 ms at 10 positions, 10 and 11 ms at 1000; halfway, in shares of each
+def test_the_fit_weighs_short_steps_like_long_ones() -> None:
+    # The best line passes between 1 and 1.1 ms at 10 positions and 10 and 11 ms at 1000.
     steps = StepTime((10.0, 10.0001, 1000.0, 1000.0001), (1e-3, 1.1e-3, 1e-2, 1.1e-2))
     found = fit_steps(steps)
     assert found is not None
-    share = (1 + 1 / 1.1) / (1 + 1 / 1.1**2)  # that minimises (1 - x)^2 + (1 - x / 1.1)^2
+    share = (1 + 1 / 1.1) / (1 + 1 / 1.1**2)  # minimises (1 - x)^2 + (1 - x / 1.1)^2
     assert found.t0_s + 10 * found.t0_s / found.positions_to_double == pytest.approx(1e-3 * share)
     errors = share - 1, 1 - share / 1.1
     assert found.error_max == pytest.approx(max(errors), rel=1e-3)
     assert found.error_mean == pytest.approx(sum(errors) / 2, rel=1e-3)
 
 
-def test_steps_that_do_not_grow_and_steps_that_grow_too_fast() -> None:
+def test_constant_steps_have_no_slope_and_superlinear_steps_no_fit() -> None:
     flat = fit_steps(StepTime((1.0, 9.0, 99.0), (2e-3, 2.1e-3, 1.9e-3)))
     assert flat is not None
     assert flat.t0_s == pytest.approx(2e-3, rel=0.02)
@@ -445,26 +396,23 @@ def test_steps_that_do_not_grow_and_steps_that_grow_too_fast() -> None:
     [
         (
             ((1e-3, 1e-3), (2e-3, 2e-3)),
-            "t0 1 ms, K 40; measured steps are off by 0% on average, 0% at the most.",
-            (pytest.approx(1e-3), pytest.approx(40)),
+            "t0 1 ms, K 100; measured steps are off by 0% on average, 0% at the most.",
+            (pytest.approx(1e-3), pytest.approx(100)),
         ),
         (((1e-3, 1e-3), (1e-3, 1e-3)), "K none, steps do not grow", (pytest.approx(1e-3), None)),
     ],
 )
-def test_t0_and_k_stand_under_the_table(
-    seconds: tuple[tuple[float, ...], ...], said: str, told: tuple[Any, Any]
+def test_notes_and_figures_have_t0_and_k(
+    seconds: Corners, said: str, told: tuple[Any, Any]
 ) -> None:
-    measured = made_up()
-    table = measured.frontier.step_seconds.model_copy(update={"seconds": seconds})
-    frontier = measured.frontier.model_copy(update={"step_seconds": table})
-    measured = replace(measured, frontier=frontier)
+    measured = made_up(seconds)
     (line,) = [each for each in frontier_notes(measured, Path("f")) if "t0 * (1 +" in each]
     assert said in line
-    found = frontier_figures(measured, Path("f"))["step_time"]
+    found = jsonable(frontier_figures(measured, Path("f")))["step_time"]
     assert (found["t0_s"], found["positions_to_double"]) == told
 
 
-def test_time_left_is_for_the_whole() -> None:
+def test_the_time_left_is_that_of_all_phases() -> None:
     told: list[tuple[str, int, int, str]] = []
     now = [100.0]
     progress = WholeProgress(
@@ -481,76 +429,3 @@ def test_time_left_is_for_the_whole() -> None:
         "about 4 h left in all",
         "",
     ]
-
-
-def test_quick_gives_way_to_what_is_asked_for() -> None:
-    quick = CalibrateOptions("m", [], quick=True)
-    assert (quick.num_rows, quick.below_one) == (100, (0.95, 0.9, 0.8, 0.7))
-    full = CalibrateOptions("m", [])
-    assert (full.num_rows, full.below_one) == (None, (0.95, 0.9, 0.8, 0.7, 0.6, 0.5))
-    assert quick.repeats < full.repeats
-    asked = replace(quick, max_items=7, thresholds=(0.8, 1.0, 0.8))
-    assert (asked.num_rows, asked.below_one) == (7, (0.8,))
-
-
-# The command
-
-
-def run(*arguments: Any) -> int:
-    return cli.run(["calibrate", *map(str, arguments)])
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # the command sets it where it is not set
-
-
-def test_the_command_from_end_to_end(
-    model_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--data", data, "--max-tokens", MAX_TOKENS, "--batch", 2, "--quick"]
-    options += ["--threshold", 0.5, "--threshold", 0.05, "--threshold", 1]
-    (model_dir / FRONTIER_FILE).mkdir()
-    assert run(model_dir, *options) == 2
-    output = capsys.readouterr()
-    assert output.err.splitlines()[-1].startswith("error: model: frontier.json cannot be written")
-    assert (model_dir / WORKING_FILE).exists()
-
-    (model_dir / FRONTIER_FILE).rmdir()
-    (model_dir / FRONTIER_FILE).write_text("{")  # what is replaced need not be readable
-    plot = tmp_path / "plot.svg"
-    assert run(model_dir, *options, "--json", "--plot", plot) == 0
-    output = capsys.readouterr()
-    parts = "calibration, step times, mode ar, τ 0.5, τ 0.05, mode exact"
-    assert output.err == f"{model_dir / WORKING_FILE}: not measured again: {parts}\n"
-    printed = json.loads(output.out)["frontier"]
-    frontier = read_frontier(model_dir)
-    assert printed.items() >= frontier.model_dump(mode="json").items()
-    assert [point.threshold for point in frontier.points] == [1, 0.5, 0.05, 1]
-    assert printed["num_slots"] == 2
-    assert "step_time" in printed
-    assert "step_time" not in json.loads((model_dir / FRONTIER_FILE).read_text())
-    assert not (model_dir / WORKING_FILE).exists()
-    assert "<svg" in plot.read_text()
-
-
-def test_the_command_prints_a_table(
-    model_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(model_dir, "--data", data, "--max-tokens", 4, "--threshold", 0.1, "--quick") == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for title in ("agreement, %", "log p / token", "tok/fwd", "pos/row", "break-even", "hull"):
-        assert title in printed
-    assert "│ τ 0.1 │ " in printed
-    assert "No row has an answer" in printed
-    assert printed.endswith(f"Written to {model_dir / FRONTIER_FILE}")
-
-
-@pytest.mark.parametrize("threshold", ["0", "1.1", "-1", "nan"])
-def test_a_threshold_out_of_range_is_refused(
-    model_dir: Path, data: Path, threshold: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(model_dir, "--data", data, "--threshold", threshold) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: --threshold: ")
-    assert "is not in (0, 1]" in message
