@@ -52,13 +52,13 @@ def refusal(path, overrides=(), content=None):
     return message
 
 
-def test_values_and_defaults(file):
+def test_a_file_and_the_defaults_give_the_settings(file):
     job = load_settings(file, Job)
     assert job == Job(name="first", limits=Limits(lowest=2), sizes=[4, 5])
     assert job.limits.highest == 9
 
 
-def test_settings_do_not_change(file):
+def test_settings_are_immutable(file):
     job = load_settings(file, Job)
     with pytest.raises(ValidationError, match="frozen"):
         job.name = "second"
@@ -67,59 +67,56 @@ def test_settings_do_not_change(file):
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_missing_file(tmp_path):
-    path = tmp_path / "nothing.yaml"
-    assert refusal(path).startswith(f"{path}: cannot be read (No such file or directory)")
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nothing.yaml", "No such file or directory"), ("", "Is a directory")]
+)
+def test_a_path_that_is_no_file_is_refused(tmp_path, name, reason):
+    path = tmp_path / name
+    assert refusal(path).startswith(f"{path}: cannot be read ({reason})")
 
 
-def test_directory_in_place_of_a_file(tmp_path):
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
-
-
-@pytest.mark.parametrize("content", ["name: [1\n", "a: b: c\n", "\tname: x\n", "name: &a *b\n"])
-def test_malformed_yaml(file, content):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "name: [1\n",
+        "a: b: c\n",
+        "\tname: x\n",
+        "name: &a *b\n",
+        "name: !!python/object/apply:os.getcwd []\n",
+        b"name: \xff\xfe\n",
+    ],
+)
+def test_malformed_yaml_is_refused(file, content):
     assert refusal(file, content=content).startswith(f"{file}: not valid YAML (")
-
-
-def test_file_that_is_not_text(file):
-    assert refusal(file, content=b"name: \xff\xfe\n").startswith(f"{file}: ")
 
 
 @pytest.mark.parametrize("content", ["- name: x\n", "text\n", "3\n", ""])
-def test_top_level_must_be_a_mapping(file, content):
+def test_the_top_level_must_be_a_mapping(file, content):
     assert refusal(file, content=content) == f"{file}: the top level must be a mapping of settings"
-
-
-def test_yaml_tags_build_no_objects(file):
-    content = "name: !!python/object/apply:os.getcwd []\n"
-    assert refusal(file, content=content).startswith(f"{file}: not valid YAML (")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
-def test_unknown_key(file):
-    message = refusal(file, content="name: x\nlimit: 3\n")
-    known = "name, limits, sizes, paints, output, spare"
-    assert message == f"{file}: limit: unknown key; known keys: {known}"
+@pytest.mark.parametrize(
+    ("content", "key", "known"),
+    [
+        ("limit: 3", "limit", "name, limits, sizes, paints, output, spare"),
+        ("limits: {most: 3}", "limits.most", "lowest, highest"),
+        ("spare: {most: 3}", "spare.most", "lowest, highest"),
+        ("paints: [{colour: blue, depth: 3}]", "paints.0.depth", "colour, height"),
+    ],
+)
+def test_an_unknown_key_is_named_beside_the_known_ones(file, content, key, known):
+    message = refusal(file, content=f"name: x\n{content}\n")
+    assert message == f"{file}: {key}: unknown key; known keys: {known}"
 
 
-@pytest.mark.parametrize("key", ["limits", "spare"])
-def test_unknown_nested_key(file, key):
-    message = refusal(file, content=f"name: x\n{key}: {{most: 3}}\n")
-    assert message == f"{file}: {key}.most: unknown key; known keys: lowest, highest"
-
-
-def test_unknown_key_of_one_of_several_models(file):
-    message = refusal(file, content="name: x\npaints: [{colour: blue, depth: 3}]\n")
-    assert message == f"{file}: paints.0.depth: unknown key; known keys: colour, height"
-
-
-def test_key_that_is_no_text(file):
+def test_a_key_that_is_no_text_is_refused(file):
     assert "5" in refusal(file, content="name: x\n5: 6\n")
 
 
-def test_missing_key(file):
+def test_a_missing_key_is_named(file):
     assert refusal(file, content="sizes: []\n") == f"{file}: name: required, but not given"
 
 
@@ -134,19 +131,19 @@ def test_missing_key(file):
         ("name: x\npaints: [{colour: green}]\n", "paints.0: "),
     ],
 )
-def test_wrong_value(file, content, named):
+def test_a_wrong_value_is_named_and_shown(file, content, named):
     message = refusal(file, content=content)
     assert message.startswith(f"{file}: {named}")
     assert "(got " in message
 
 
-def test_every_problem_is_named(file):
+def test_every_problem_is_named_on_one_line(file):
     message = refusal(file, content="limits: {lowest: a, highest: b}\n")
     for field in ("name: ", "limits.lowest: ", "limits.highest: "):
         assert field in message
 
 
-def test_value_of_many_lines_stays_on_one(file):
+def test_a_value_of_several_lines_is_shown_on_one(file):
     assert "sizes: " in refusal(file, content="name: x\nsizes: |\n  one\n  two\n")
 
 
@@ -168,41 +165,37 @@ def test_value_of_many_lines_stays_on_one(file):
         ),
     ],
 )
-def test_override(file, override, expected):
+def test_an_override_replaces_a_value(file, override, expected):
     assert load_settings(file, Job, [override]) == expected
 
 
-def test_override_inside_a_list_of_mappings(file):
+def test_an_override_reaches_into_a_list_of_mappings(file):
     file.write_text("name: x\npaints: [{colour: red}, {colour: blue}]\n")
     job = load_settings(file, Job, ["paints.1.height=5"])
     assert job.paints == [Red(colour="red"), Blue(colour="blue", height=5)]
 
 
-def test_last_override_wins(file):
-    assert load_settings(file, Job, ["name=b", "name=c"]).name == "c"
-
-
-def test_override_leaves_the_file_alone(file):
+def test_the_last_override_wins_and_the_file_is_left_alone(file):
     before = file.read_text()
-    load_settings(file, Job, ["name=other"])
+    assert load_settings(file, Job, ["name=b", "name=c"]).name == "c"
     assert file.read_text() == before
 
 
 @pytest.mark.parametrize("override", ["name", "=3", "", "limits.highest"])
-def test_malformed_override(file, override):
+def test_a_malformed_override_is_refused(file, override):
     assert refusal(file, [override]) == f"--set {override!r}: write it as key.sub=value"
 
 
-def test_override_value_that_is_not_yaml(file):
+def test_an_override_whose_value_is_not_yaml_is_refused(file):
     assert refusal(file, ["sizes=[1"]).startswith("--set sizes: not a valid YAML value (")
 
 
 @pytest.mark.parametrize(
     "key", ["sizes.2", "sizes.first", "name.first", "sizes.0.low", "sizes.9.a"]
 )
-def test_override_to_nowhere(file, key):
+def test_an_override_that_leads_nowhere_is_refused(file, key):
     assert refusal(file, [f"{key}=1"]) == f"--set {key}: there is no such place in the config"
 
 
-def test_override_of_an_unknown_key(file):
+def test_an_override_of_an_unknown_key_is_refused(file):
     assert "limits.most: unknown key" in refusal(file, ["limits.most=1"])

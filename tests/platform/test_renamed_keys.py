@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from mars_platform.config import build_settings
+from mars_platform.config import _warn_renamed, build_settings
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.engine.settings import EngineSettings
@@ -24,6 +24,7 @@ def settings(**engine):
     ],
 )
 def test_an_old_name_means_the_new_one_and_is_warned_about_once(caplog, old, new, value):
+    _warn_renamed.cache_clear()  # another test may have had the warning
     with caplog.at_level(logging.WARNING):
         found = [settings(**{old: value}) for _ in range(2)]
     assert found == [EngineSettings(**{new: value})] * 2

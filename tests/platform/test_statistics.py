@@ -11,7 +11,7 @@ from mars_platform.statistics import paired_difference, proportion, ratio_of_tot
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
 
-def test_known_value():
+def test_a_paired_difference_equals_the_value_computed_by_hand():
     # 10 items, 3 won and 1 lost. Adjusted: p = 4/12 and q = 2/12, p - q = 1/6,
     # variance (1/2 - 1/36) / 12 = 17/432, half width 1.959964 * sqrt(17/432) = 0.388804
     ours = [True] * 3 + [False] + [True] * 4 + [False] * 2
@@ -21,21 +21,21 @@ def test_known_value():
 
 
 @pytest.mark.parametrize("outcome", [True, False])
-def test_equal_results_cover_zero(outcome):
+def test_the_interval_of_equal_results_covers_zero(outcome):
     # p = q = 1/102: half width 1.959964 * sqrt(2/102/102)
     estimate, low, high = paired_difference([outcome] * 100, [outcome] * 100)
     assert estimate == 0
     assert (low, high) == pytest.approx((-0.027174, 0.027174), abs=1e-6)
 
 
-def test_balanced_wins_and_losses_cover_zero_symmetrically():
+def test_the_interval_of_balanced_wins_and_losses_is_symmetric():
     estimate, low, high = paired_difference([True, False] * 20, [False, True] * 20)
     assert estimate == 0
     assert low == pytest.approx(-high)
     assert high > 0.2
 
 
-def test_clear_difference_excludes_zero():
+def test_the_interval_of_a_clear_difference_excludes_zero():
     estimate, low, high = paired_difference([True] * 30 + [False] * 10, [False] * 40)
     assert estimate == 0.75
     assert 0.5 < low < 0.75 < high < 0.9
@@ -58,7 +58,7 @@ def test_swapping_the_sides_mirrors_the_interval(outcomes):
 
 @given(OUTCOMES)
 @settings(deadline=None)
-def test_bounds_are_differences_of_rates(outcomes):
+def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
     ours, theirs = zip(*outcomes, strict=True)
     estimate, low, high = paired_difference(ours, theirs)
     assert -1.0 <= low < high <= 1.0
@@ -68,18 +68,18 @@ def test_bounds_are_differences_of_rates(outcomes):
 
 @given(OUTCOMES, st.randoms())
 @settings(deadline=None)
-def test_order_of_the_items_does_not_matter(outcomes, random):
+def test_a_difference_does_not_depend_on_the_order_of_items(outcomes, random):
     shuffled = random.sample(outcomes, len(outcomes))
     first, second = (paired_difference(*zip(*o, strict=True)) for o in (outcomes, shuffled))
     assert first == second
 
 
-def test_sides_of_different_length():
+def test_sides_of_different_length_are_refused():
     with pytest.raises(ValueError, match="shorter"):
         paired_difference([True, False], [True])
 
 
-# Proportions
+# --- proportions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_sides_of_different_length():
         (50, 100, 0.403832, 0.596168),
     ],
 )
-def test_known_proportions(num_successes, num_trials, low, high):
+def test_proportions_equal_published_values(num_successes, num_trials, low, high):
     found = proportion(num_successes, num_trials)
     assert found == pytest.approx((num_successes / num_trials, low, high), abs=1e-6)
 
@@ -108,32 +108,32 @@ def test_a_proportion_lies_in_its_interval_and_mirrors(counts):
     assert mirrored == pytest.approx((1 - rate, 1 - high, 1 - low))
 
 
-# Ratios of totals
+# --- ratios of totals -----------------------------------------------------------------------------
 
 
-def test_known_ratio():
+def test_a_ratio_equals_the_value_computed_by_hand():
     # ratio 12/6 = 2, residuals 4 - 2*1 = 2, 2 - 2*2 = -2, 6 - 2*3 = 0: squares sum to 8,
     # half width 1.959964 * sqrt(3/2 * 8) / 6
     expected = (2.0, 2.0 - 1.131586, 2.0 + 1.131586)
     assert ratio_of_totals([4, 2, 6], [1, 2, 3]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_ratio_over_ones_is_the_mean_with_its_normal_interval():
+def test_a_ratio_over_ones_is_the_mean_with_its_normal_interval():
     values = [1.0, 5.0, 2.0, 8.0]
     half = 1.959964 * statistics.stdev(values) / 2
     expected = (4.0, 4.0 - half, 4.0 + half)
     assert ratio_of_totals(values, [1] * 4) == pytest.approx(expected)
 
 
-def test_equal_ratios_leave_no_doubt():
+def test_equal_ratios_have_an_interval_of_no_width():
     assert ratio_of_totals([3, 6, 9], [1, 2, 3]) == (3.0, 3.0, 3.0)
 
 
-def test_one_item_tells_nothing_of_the_spread():
+def test_one_item_has_an_infinite_interval():
     assert ratio_of_totals([6], [4]) == (1.5, -math.inf, math.inf)
 
 
-def test_order_of_a_ratios_items_does_not_matter():
+def test_a_ratio_does_not_depend_on_the_order_of_items():
     source = random.Random(0)
     pairs = [(source.random(), 1 + source.random()) for _ in range(50)]
     shuffled = source.sample(pairs, 50)

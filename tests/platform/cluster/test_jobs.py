@@ -20,7 +20,7 @@ def _no_address(monkeypatch):
 
 @contextmanager
 def serving(answer):
-    """The address of a server that answers a GET by ``answer(path)``: a status and a text."""
+    """Yield the address of a server; ``answer(path)`` returns the status and text of a GET."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -46,12 +46,12 @@ def serving(answer):
 # --- the address ----------------------------------------------------------------------------------
 
 
-def test_no_address_names_what_may_give_one():
+def test_without_an_address_the_error_names_option_and_variables():
     with pytest.raises(UserError, match=r"--address: .* RAY_API_SERVER_ADDRESS or RAY_ADDRESS"):
         find_address(None)
 
 
-def test_the_given_address_goes_before_the_environments(monkeypatch):
+def test_a_given_address_has_precedence_over_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://c:1")
     assert find_address(None) == "http://c:1"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://b:1")
@@ -63,7 +63,7 @@ def test_the_given_address_goes_before_the_environments(monkeypatch):
     assert os.environ["RAY_ADDRESS"] == "http://c:1"
 
 
-def test_an_address_is_a_url():
+def test_an_address_that_is_no_url_is_refused():
     with pytest.raises(UserError, match="head:8265 is no URL; write http://head:8265"):
         find_address("head:8265")
 
@@ -96,7 +96,7 @@ def job_list(status):
 
 
 def dashboard(lists, logs):
-    """What a head's dashboard answers; of each list one after the other, the last one for good."""
+    """Answers of a head's dashboard: those of each list in turn, the last one repeatedly."""
     left = {"/api/jobs/": list(lists), f"/api/jobs/{JOB}/logs": list(logs)}
 
     def answer(path):
@@ -109,7 +109,7 @@ def dashboard(lists, logs):
 
 
 def followed(lists, logs=(LOG,)):
-    """How the job ended for one who follows it, and what was handed on."""
+    """Follow the job; its last status, and the text that was passed on."""
     written = []
     with serving(dashboard(lists, logs)) as address:
         job = Jobs(address).follow(JOB, written.append)
@@ -117,23 +117,23 @@ def followed(lists, logs=(LOG,)):
 
 
 @pytest.mark.parametrize(("status", "text"), [(502, PROXYS), (503, "no upstream"), (500, RAYS)])
-def test_a_server_error_does_not_end_following(status, text):
+def test_passing_server_errors_do_not_end_following(status, text):
     lists = [(status, text), job_list("RUNNING"), (status, text), job_list("SUCCEEDED")]
     assert followed(lists, [(status, text), LOG]) == ("SUCCEEDED", "all of it\n")
 
 
-def test_server_errors_without_end_do(monkeypatch):
+def test_lasting_server_errors_end_following(monkeypatch):
     monkeypatch.setattr("mars_platform.cluster.jobs._LOST_S", 1.0)
     with pytest.raises(Unreachable, match=r"has not answered for 1 s; the job goes on: .*--follow"):
         followed([job_list("RUNNING"), (502, PROXYS)])
 
 
-def test_a_log_that_is_gone_is_given_up(monkeypatch):
+def test_following_ends_although_the_log_is_lost(monkeypatch):
     monkeypatch.setattr("mars_platform.cluster.jobs._POLL_S", 0.01)
     assert followed([job_list("FAILED")], [(500, RAYS)]) == ("FAILED", "")
 
 
 @pytest.mark.parametrize("status", [400, 404])
-def test_another_error_ends_following(status):
+def test_an_error_of_the_client_ends_following(status):
     with pytest.raises(RuntimeError, match=f"status code {status}: what is that"):
         followed([job_list("RUNNING"), (status, "what is that"), job_list("SUCCEEDED")])
