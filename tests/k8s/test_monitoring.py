@@ -9,7 +9,8 @@ import pytest
 
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_serve.config.settings import AutoscalingSettings
-from mars_serve.observability import telemetry
+from mars_serve.observability import ingress_telemetry, replica_telemetry
+from mars_serve.observability.metric_families import HistogramDefinition, MetricDefinition
 
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")
 RECORDED = re.compile(r"\bmarsray:[\w:]+")
@@ -33,13 +34,16 @@ def panels(render: Any) -> list[dict[str, Any]]:
 def metric_names() -> set[str]:
     """Every metric that the code has, as Ray's exporter calls it, without the prefix."""
     definitions = [
-        each for each in vars(telemetry).values() if isinstance(each, telemetry._Definition)
+        each
+        for module in (ingress_telemetry, replica_telemetry)
+        for each in vars(module).values()
+        if isinstance(each, MetricDefinition)
     ]
     names = {each.name for each in definitions}
     names |= {
         f"{each.name}{part}"
         for each in definitions
-        if isinstance(each, telemetry._HistogramDefinition)
+        if isinstance(each, HistogramDefinition)
         for part in HISTOGRAM_PARTS
     }
     for family in AutoscalerMetrics({}).collect():
@@ -92,11 +96,11 @@ def test_the_objective_is_that_of_the_service(rules: list[dict[str, Any]]) -> No
     bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
     assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}
     # a bound that the histogram does not have would match nothing
-    assert set(bounds) <= set(telemetry._TIME_TO_FIRST_TOKEN.buckets)
+    assert set(bounds) <= set(replica_telemetry._TIME_TO_FIRST_TOKEN.buckets)
 
 
 def test_labels_that_are_grouped_by_are_the_metrics(rules: list[dict[str, Any]]) -> None:
-    collector = telemetry.IngressTelemetry(["a"])
+    collector = ingress_telemetry.IngressTelemetry(["a"])
     collector.count_rejection("a", 503, "queue_full")
     labels = {
         key for family in collector.collect() for sample in family.samples for key in sample.labels

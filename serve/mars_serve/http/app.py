@@ -17,7 +17,7 @@ from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import Recorder, RecordMiddleware
 from mars_serve.http.middleware.security import add_security
-from mars_serve.observability.telemetry import IngressTelemetry
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 
 def create_app(

@@ -1,1 +1,1 @@
-"""Metrics of replicas and of the ingress."""
+"""Metrics of replicas and of the ingress, and their way to Prometheus and Ray."""

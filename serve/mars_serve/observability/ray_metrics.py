@@ -1,9 +1,9 @@
-"""Copies metrics to Ray's own exporter, once a second. Knows none of them.
+"""Copies any collector's metrics to Ray's exporter once a second.
 
-Ray's instruments cost 2 µs a record, so nothing is recorded there as it happens. What Ray exports
-has its prefix ``ray_``, its names otherwise the same; histograms are written as the gauges
-``..._bucket``, ``..._sum`` and ``..._count`` that make one up, which is exact (Ray's own histograms
-guess the sum) and is queried as any histogram. The label ``replica`` is Serve's.
+An observation costs 2 µs with Ray's instruments, which is too slow to record events one by one.
+Ray's exporter adds the prefix ``ray_`` to every name. A histogram is copied as the gauges
+``..._bucket``, ``..._sum`` and ``..._count``: they are exact, while Ray's histograms guess the sum,
+and are queried as any histogram. Ray Serve sets the label ``replica``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from prometheus_client.samples import Sample
 from ray.serve import metrics
 
 PERIOD_S = 1.0
-_SERVES_OWN = "replica"  # a label that Ray Serve sets and does not let anybody else set
+"""Seconds between two copies."""
+_SERVE_LABEL = "replica"
+"""Label that Ray Serve sets, and that no metric may set itself."""
 
 _log = logging.getLogger(__name__)
 
 
 class RayMirror:
-    """Ray's instruments with the values of a collector; made in a replica of Ray Serve."""
+    """A collector's metrics as instruments of Ray; create it in an actor or a Serve replica."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -33,15 +35,15 @@ class RayMirror:
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def update(self) -> None:
-        """Write the values of now."""
+        """Copy the present values."""
         for family in self._collector.collect():
             write = self._count if family.type == "counter" else self._set
             for sample in family.samples:
-                labels = {key: value for key, value in sample.labels.items() if key != _SERVES_OWN}
+                labels = {key: value for key, value in sample.labels.items() if key != _SERVE_LABEL}
                 write(family, sample, labels)
 
     def start(self) -> Callable[[], None]:
-        """Write them every second, from a thread; returns what ends it."""
+        """Copy every second in a thread; returns a function that ends the thread."""
         ended = threading.Event()
 
         def run() -> None:
@@ -69,7 +71,7 @@ class RayMirror:
             self._counters[sample.name] = counter
         key = (sample.name, tuple(labels.items()))
         counted = self._counted.get(key, 0)
-        # one that has fallen counts from its start again
+        # a counter that has fallen was restarted from 0
         added = sample.value - (counted if counted <= sample.value else 0)
         if added > 0:  # Ray refuses 0
             counter.inc(added, labels)

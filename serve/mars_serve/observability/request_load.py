@@ -1,19 +1,20 @@
-"""Counts a replica's requests as its autoscaling needs them. Belongs to one event loop; other
-threads may read.
+"""Counts a replica's requests for its autoscaling.
+
+The counts belong to one event loop; other threads may read them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from mars_autoscale.policy.control import Totals
+from mars_autoscale.policy.reports import Totals
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.request import Request
 
 
 def live_tier(request: Request) -> Tier | None:
-    """The tier whose live τ decodes a request; None where its own mode or τ pins it."""
+    """Return the tier whose live τ decodes a request; None if its own mode or τ does."""
     options = request.options
     is_pinned = options.mode is not Mode.THRESHOLD or options.threshold is not None
     if is_pinned:
@@ -22,57 +23,59 @@ def live_tier(request: Request) -> Tier | None:
 
 
 class RequestLoad:
-    """What has come, what waits and what is there."""
+    """Requests that have arrived, that wait and that run."""
 
     def __init__(self) -> None:
         self._arrived = self._prompt_tokens = self._ended = self._output_tokens = 0
         self._live_tiers = Counter[Tier | None]()
+        """Present requests by `live_tier`."""
         self._waiting = Counter[Tier]()
+        """Present requests without an output, by tier."""
 
     @property
     def totals(self) -> Totals:
-        """Since the replica's start."""
+        """Counts since the replica's start."""
         return Totals(self._arrived, self._prompt_tokens, self._ended, self._output_tokens)
 
     def share(self, tier: Tier | None) -> float:
-        """The share of the present requests, 0 to 1, whose `live_tier` this is."""
+        """Return the share, 0 to 1, of the present requests that have this `live_tier`."""
         counts = {each: self._live_tiers[each] for each in (None, Tier.DEFAULT, Tier.FLEX)}
         return counts[tier] / max(sum(counts.values()), 1)
 
     def num_ahead(self, tier: Tier) -> int:
-        """Requests without an output so far that a new one of this tier comes behind."""
+        """Return the number of waiting requests that are served before a new one of a tier."""
         waiting = list(self._waiting.items())
         return sum(count for each, count in waiting if each.rank >= tier.rank)
 
     def refused(self, request: Request) -> None:
-        """A request has arrived, and was sent away."""
+        """Count a request that has arrived and was refused."""
         self._arrived += 1
         self._prompt_tokens += request.num_prompt
 
     def come(self, request: Request) -> None:
-        """A request is there."""
+        """Count a request that has arrived and stays."""
         self._arrived += 1
         self._prompt_tokens += request.num_prompt
         self._live_tiers[live_tier(request)] += 1
         self._waiting[request.options.tier] += 1
 
     def begun(self, request: Request, num_prefix_hit_tokens: int) -> None:
-        """It has its first output.
+        """Count the first output of a request.
 
         Args:
-            request: which.
-            num_prefix_hit_tokens: tokens of its prompt that were found stored.
+            request: the request.
+            num_prefix_hit_tokens: tokens of its prompt that were found in the prefix cache.
         """
         self._prompt_tokens -= num_prefix_hit_tokens
         self._waiting[request.options.tier] -= 1
 
     def gone(self, request: Request, *, has_begun: bool, num_tokens: int) -> None:
-        """It is not there any more: it got what it wanted, or was cancelled.
+        """Count a request that has finished, failed or was cancelled.
 
         Args:
-            request: which.
+            request: the request.
             has_begun: whether it had an output.
-            num_tokens: of its output.
+            num_tokens: number of its output tokens.
         """
         self._live_tiers[live_tier(request)] -= 1
         if has_begun:

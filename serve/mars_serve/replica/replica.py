@@ -15,7 +15,7 @@ from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.ray_metrics import RayMirror
-from mars_serve.observability.telemetry import ReplicaTelemetry
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.follower import Follower
 from mars_serve.replica.steering import Steering

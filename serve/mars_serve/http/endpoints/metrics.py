@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from mars_serve.api.schema import errors_described
 from mars_serve.config.served import ServedModel
-from mars_serve.observability.telemetry import IngressTelemetry
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 _CONTENT = {"schema": {"type": "string"}}
 _RESPONSES: dict[int | str, dict[str, Any]] = {

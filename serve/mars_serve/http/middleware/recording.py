@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
-from mars_serve.observability.telemetry import IngressTelemetry
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
     from opentelemetry.trace import Span

@@ -1,0 +1,67 @@
+"""Counts how the requests at an ingress ended.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mars_serve.observability.metric_families import LABELS, MetricDefinition
+
+_REQUESTS = MetricDefinition(
+    "marsray_requests_total",
+    "Requests to generate, by how they ended: stop, length, tool_calls, cancelled (the client "
+    "left), error, or rejected with a status.",
+)
+_REJECTIONS = MetricDefinition(
+    "marsray_rejections_total", "Requests to generate that were refused, by status and error code."
+)
+
+
+class IngressTelemetry(Collector):
+    """Metrics of one ingress replica: how requests ended.
+
+    Args:
+        models: names that may become label values; requests for any other count as model "".
+        replica: name, unique among the replicas that one server is scraped for.
+    """
+
+    def __init__(self, models: Collection[str], replica: str = "ingress") -> None:
+        self.models = frozenset(models)
+        self._replica = replica
+        self._requests = Counter[tuple[str, str]]()
+        self._rejections = Counter[tuple[str, str, str]]()
+
+    def count(self, model: str | None, outcome: str) -> None:
+        """Count a request that has ended."""
+        self._requests[self._known(model), outcome] += 1
+
+    def count_rejection(self, model: str | None, status: int, code: str | None) -> None:
+        """Count a request that was refused with an HTTP status and one of the server's codes."""
+        self._rejections[self._known(model), str(status), code or ""] += 1
+
+    def exposition(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        requests = CounterMetricFamily(_REQUESTS.name, _REQUESTS.help, labels=(*LABELS, "outcome"))
+        for (model, outcome), count in list(self._requests.items()):
+            requests.add_metric((model, self._replica, outcome), count)
+        yield requests
+        rejections = CounterMetricFamily(
+            _REJECTIONS.name, _REJECTIONS.help, labels=(*LABELS, "status", "code")
+        )
+        for (model, status, code), count in list(self._rejections.items()):
+            rejections.add_metric((model, self._replica, status, code), count)
+        yield rejections
+
+    def _known(self, model: str | None) -> str:
+        return model if model in self.models else ""
