@@ -46,10 +46,10 @@ def step_load(rows: Sequence[ScheduledRow], window: int) -> StepLoad:
 
     Args:
         rows: the step.
-        window: most masks of a row in mode threshold. A row with more uncached tokens than one
-            step can leave is in prefill; masks behind the last prompt token count as decoding.
+        window: most masks of a row in mode threshold; see `Request.in_prefill`. Masks of a row in
+            prefill, behind its last prompt token, count as decoding.
     """
-    decoding = [row for row in rows if row.request.num_uncached <= window + 1]
+    decoding = [row for row in rows if not row.request.in_prefill(window)]
     num_fed = sum(row.num_positions for row in rows)
     prompt_tokens = sum(row.num_tokens for row in rows)
     prompt_tokens -= sum(row.num_tokens for row in decoding)

@@ -36,7 +36,7 @@ class Ready:
     """Most requests that may wait or run at the same time."""
     live: LiveDecoding
     status: EngineStatus
-    plan: AutoscalingBasis | None
+    basis: AutoscalingBasis | None
     """Figures by which the model is autoscaled; None if it is not."""
 
 

@@ -32,7 +32,7 @@ class EngineWorker:
         engine: Engine,
         channel: Channel,
         on_closed: Callable[[], None] | None = None,
-        plan: AutoscalingBasis | None = None,
+        basis: AutoscalingBasis | None = None,
     ) -> None:
         """Prepare the worker; `run` does the work.
 
@@ -40,12 +40,12 @@ class EngineWorker:
             engine: a warmed-up engine; only the worker may use it from now on.
             channel: the source of orders and the target of reports.
             on_closed: called in a thread of its own when the other end is closed.
-            plan: sent to the other end.
+            basis: sent to the other end.
         """
         self._engine = engine
         self._channel = channel
         self._on_closed = on_closed
-        self._plan = plan
+        self._basis = basis
         self._changed = threading.Condition()
         self._inbox: deque[Request | Cancel] = deque()
         self._compiling: set[str] = set()
@@ -60,7 +60,7 @@ class EngineWorker:
         try:
             engine = self._engine
             self._channel.send(
-                Ready(engine.settings.max_requests, engine.live, self._reported, self._plan)
+                Ready(engine.settings.max_requests, engine.live, self._reported, self._basis)
             )
             self._step()
         except ChannelClosed:

@@ -29,7 +29,7 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.observability.telemetry import ReplicaTelemetry
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import start_engine, wait_out
 from mars_serve.replica.loading import load_engine
 

@@ -20,7 +20,7 @@ def ends() -> Iterator[Ends]:
         channel.close()
 
 
-def test_messages_come_whole_and_in_order(ends: Ends) -> None:
+def test_messages_arrive_whole_and_in_order(ends: Ends) -> None:
     ours, theirs = ends
     messages = [0, "text", {"a": [1, 2]}, b"x" * 70_000]
     for message in messages:
@@ -32,19 +32,19 @@ def test_messages_come_whole_and_in_order(ends: Ends) -> None:
     assert theirs.receive_available() == []
 
 
-def test_a_message_larger_than_the_buffers(ends: Ends) -> None:
+def test_a_message_larger_than_the_buffers_arrives_whole(ends: Ends) -> None:
     ours, theirs = ends
     message = bytes(8 * 2**20)
     sender = threading.Thread(target=ours.send, args=[message])
     sender.start()
     parts = list[object]()
     while not parts:
-        parts += theirs.receive_available()  # gives nothing before the message is whole
+        parts += theirs.receive_available()  # empty until the message is complete
     sender.join()
     assert parts == [message]
 
 
-def test_both_ends_hear_of_a_close(ends: Ends) -> None:
+def test_closing_one_end_closes_both(ends: Ends) -> None:
     ours, theirs = ends
     ours.send("last")
     ours.close()
@@ -58,7 +58,7 @@ def test_both_ends_hear_of_a_close(ends: Ends) -> None:
     assert ours.fileno() == -1
 
 
-def test_closing_wakes_whoever_waits(ends: Ends) -> None:
+def test_closing_wakes_a_waiting_thread(ends: Ends) -> None:
     ours, _ = ends
     ended = threading.Event()
 

@@ -1,38 +1,37 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine_requests import make_request
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.mode import Mode
+from mars_platform.method.live import LiveDecoding
+from mars_serve.engine.decoding_options import (
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+)
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.failures import Step
+from mars_serve.engine.execution.fault_isolation import Step
 from mars_serve.engine.ipc.loop import (
     EngineDied,
     QueueFull,
     QueueTimeout,
     RequestFailed,
 )
-from mars_serve.engine.request import (
-    DecodingOptions,
-    FinishReason,
-    GrammarKind,
-    GrammarSpec,
-    LiveDecoding,
-    Request,
-    StepOutput,
-)
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
@@ -40,7 +39,7 @@ Loops = Callable[..., LocalLoop]
 
 
 class SlowEngine(Engine):
-    """Its requests do not end within a test unless they are cancelled."""
+    """An engine whose long requests do not end within a test unless they are cancelled."""
 
     def begin_step(self) -> Step | None:
         time.sleep(0.05)
@@ -48,7 +47,7 @@ class SlowEngine(Engine):
 
 
 class FailingEngine(Engine):
-    """Fails at its third step."""
+    """An engine that fails at its third step."""
 
     num_steps = 0
 
@@ -60,7 +59,7 @@ class FailingEngine(Engine):
 
 
 class OverlappingEngine(Engine):
-    """Has its loop deliver a step's outputs while the next one runs, as a GPU does."""
+    """An engine whose outputs are delivered while the next step runs, as on a GPU."""
 
     overlaps = True
 
@@ -71,8 +70,11 @@ def make_loop(
 ) -> Iterator[Loops]:
     loops = []
 
-    def make(engine_class: type[Engine] = Engine, **sizes: int) -> LocalLoop:
-        engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
+    def make(
+        engine_class: type[Engine] = Engine, model: PreTrainedModel | None = None, **sizes: int
+    ) -> LocalLoop:
+        model = model or tiny_model("qwen2")
+        engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
         loops.append(LocalLoop(engine))
         return loops[-1]
 
@@ -81,9 +83,9 @@ def make_loop(
         loop.stop()
 
 
-def make_request(name: str, *, max_tokens: int = 200, threshold: float = 1.0) -> Request:
-    prompt = [4 + (7 * len(name) + 3 * ord(name[-1]) + i * i) % 60 for i in range(5)]
-    return Request(name, prompt, DecodingOptions(max_tokens, Mode.THRESHOLD, threshold))
+def long_request(name: str, max_tokens: int = 200, **options: Any) -> Request:
+    """Build a request with a prompt of 5 tokens, by default of plain AR decoding."""
+    return make_request(name, 5, max_tokens, **{"threshold": 1.0, **options})
 
 
 async def collect(loop: LocalLoop, request: Request) -> list[StepOutput]:
@@ -108,11 +110,11 @@ def has_all_pages(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("engine_class", [Engine, OverlappingEngine])
-async def test_outputs_come_in_order_to_their_own_listener(
+async def test_each_stream_yields_its_requests_outputs_in_order(
     make_loop: Loops, tiny_model: Callable[[str], PreTrainedModel], engine_class: type[Engine]
 ) -> None:
     loop = make_loop(engine_class)
-    requests = [make_request(f"r{i}", max_tokens=4 + 2 * i, threshold=0.1) for i in range(8)]
+    requests = [long_request(f"r{i}", max_tokens=4 + 2 * i, threshold=0.1) for i in range(8)]
     prompts = {request.id: list(request.tokens) for request in requests}
     results = await asyncio.gather(*(collect(loop, request) for request in requests))
     for request, outputs in zip(requests, results, strict=True):
@@ -134,7 +136,7 @@ async def test_outputs_come_in_order_to_their_own_listener(
 
 async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
-    stream = await started(loop, make_request("closed"))
+    stream = await started(loop, long_request("closed"))
     status = loop.status()
     assert (status.num_requests, status.num_pages) == (1, 120)
     assert 120 - 52 <= status.num_free_pages <= 120 - 2  # 5 to 205 tokens, 4 a page
@@ -145,7 +147,7 @@ async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
 
 async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
-    task = asyncio.create_task(collect(loop, make_request("cancelled")))
+    task = asyncio.create_task(collect(loop, long_request("cancelled")))
     await until(lambda: loop.status().num_generated_tokens > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -156,7 +158,7 @@ async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
 
 async def test_an_error_in_the_consumer_frees_pages(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
-    stream = loop.stream(make_request("consumer"))
+    stream = loop.stream(long_request("consumer"))
     with pytest.raises(ZeroDivisionError):
         await _fail_at_first(stream)
     await stream.aclose()
@@ -170,9 +172,9 @@ async def _fail_at_first(stream: AsyncIterator[StepOutput]) -> None:
 
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
-    running = await started(loop, make_request("running", max_tokens=6))
-    waiting = asyncio.create_task(collect(loop, make_request("waiting")))
-    await until(lambda: "waiting" in loop.engine._requests)
+    running = await started(loop, long_request("running", max_tokens=6))
+    waiting = asyncio.create_task(collect(loop, long_request("waiting")))
+    await until(lambda: loop.engine.status().num_requests == 2)
     waiting.cancel()
     rest = [output async for output in running]
     assert len(rest) == 5
@@ -182,32 +184,35 @@ async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Lo
         await waiting
 
 
-async def test_queue_full(make_loop: Loops) -> None:
+async def test_a_request_beyond_the_limit_is_refused(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_requests=2)
-    streams = [await started(loop, make_request(name)) for name in "ab"]
+    streams = [await started(loop, long_request(name)) for name in "ab"]
     with pytest.raises(QueueFull):
-        await collect(loop, make_request("c"))
+        await collect(loop, long_request("c"))
     await streams[0].aclose()
-    streams[0] = await started(loop, make_request("d"))
+    streams[0] = await started(loop, long_request("d"))
     for stream in streams:
         await stream.aclose()
     await until(lambda: has_all_pages(loop.engine))
 
 
-async def test_a_refused_request_leaves_the_engine_as_it_is(make_loop: Loops) -> None:
+async def test_refusing_a_request_does_not_affect_the_engine(make_loop: Loops) -> None:
     loop = make_loop()
     with pytest.raises(UserError, match=r"^max_tokens: "):
-        await collect(loop, make_request("long", max_tokens=1000))
+        await collect(loop, long_request("long", max_tokens=1000))
     assert has_all_pages(loop.engine)
-    assert len(await collect(loop, make_request("short", max_tokens=3))) == 3
+    assert len(await collect(loop, long_request("short", max_tokens=3))) == 3
 
 
-async def test_a_failed_request_is_told_and_the_others_go_on(make_loop: Loops) -> None:
-    loop = make_loop()
+async def test_a_failing_request_raises_and_the_others_go_on(
+    make_loop: Loops, tiny_model: Callable[[str], PreTrainedModel]
+) -> None:
+    model = copy.deepcopy(tiny_model("qwen2"))
     with torch.no_grad():
-        loop.engine._runner.model.get_input_embeddings().weight[63] = torch.nan
-    broken, sound = make_request("broken", max_tokens=8), make_request("sound", max_tokens=8)
-    broken.tokens[1] = 63
+        model.get_input_embeddings().weight[63] = torch.nan
+    loop = make_loop(model=model)
+    broken = make_request("broken", [39, 63, 43, 48, 55], 8, threshold=1.0)
+    sound = make_request("sound", [39, 40, 43, 48, 55], 8, threshold=1.0)
     results = await asyncio.gather(
         collect(loop, broken), collect(loop, sound), return_exceptions=True
     )
@@ -217,27 +222,27 @@ async def test_a_failed_request_is_told_and_the_others_go_on(make_loop: Loops) -
     assert has_all_pages(loop.engine)
 
 
-async def test_a_failing_engine_ends_every_listener(make_loop: Loops) -> None:
+async def test_a_failing_engine_ends_every_stream(make_loop: Loops) -> None:
     loop = make_loop(FailingEngine)
-    tasks = [asyncio.create_task(collect(loop, make_request(name))) for name in "abc"]
+    tasks = [asyncio.create_task(collect(loop, long_request(name))) for name in "abc"]
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=5)
     assert [type(result) for result in results] == [EngineDied] * 3
     await until(lambda: not loop.is_alive)
     with pytest.raises(EngineDied):
-        await collect(loop, make_request("d"))
+        await collect(loop, long_request("d"))
     with pytest.raises(EngineDied):
         loop.status()
 
 
-async def test_stop_ends_listeners_and_refuses_later_ones(make_loop: Loops) -> None:
+async def test_stopping_ends_streams_and_refuses_later_requests(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
-    stream = await started(loop, make_request("running"))
+    stream = await started(loop, long_request("running"))
     loop.stop()
     assert not loop.is_alive
     with pytest.raises(EngineDied):
         _ = [output async for output in stream]
     with pytest.raises(EngineDied):
-        await collect(loop, make_request("later"))
+        await collect(loop, long_request("later"))
     loop.stop()
 
 
@@ -245,60 +250,52 @@ async def test_stop_ends_listeners_and_refuses_later_ones(make_loop: Loops) -> N
 
 
 def patient(name: str, max_queue_s: float, *, max_tokens: int = 200) -> Request:
-    request = make_request(name, max_tokens=max_tokens)
-    request.options = replace(request.options, max_queue_s=max_queue_s)
-    return request
+    return long_request(name, max_tokens, max_queue_s=max_queue_s)
 
 
-async def test_a_request_that_waits_too_long_is_told(make_loop: Loops) -> None:
+async def test_a_request_that_waits_too_long_raises(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, patient("running", 0.15, max_tokens=8))
-    waiting = make_request("waiting", max_tokens=2)
+    waiting = long_request("waiting", max_tokens=2)
     rest = asyncio.create_task(collect(loop, waiting))
     with pytest.raises(QueueTimeout, match=r"did not begin within 0\.1 s"):
         await collect(loop, patient("late", 0.1))
-    assert len([output async for output in running]) == 7, "what has begun has no deadline"
+    assert len([output async for output in running]) == 7, "a begun request has no deadline"
     first, _ = await rest
     assert first.queue_s > 0.1
     await until(lambda: has_all_pages(loop.engine))
     assert loop.engine.status().num_requests == 0
 
 
-async def test_a_deadline_that_has_passed_ends_an_idle_engines_request(make_loop: Loops) -> None:
+async def test_an_expired_request_ends_even_if_the_engine_is_idle(make_loop: Loops) -> None:
     loop = make_loop()
     with pytest.raises(QueueTimeout):
         await collect(loop, patient("never", -1.0))
     assert len(await collect(loop, patient("soon", 60.0, max_tokens=3))) == 3
 
 
-async def test_the_first_output_says_what_was_found_and_how_long_it_waited(
+async def test_the_first_output_reports_prefix_hits_and_waiting_time(
     make_loop: Loops,
 ) -> None:
     loop = make_loop()
-    await collect(loop, make_request("one", max_tokens=4))
-    outputs = await collect(loop, make_request("one", max_tokens=4))
-    assert [output.num_prefix_hit_tokens for output in outputs] == [
-        4,
-        0,
-        0,
-        0,
-    ]  # a page of 5 tokens
+    await collect(loop, long_request("one", max_tokens=4))
+    outputs = await collect(loop, long_request("one", max_tokens=4))
+    hits = [output.num_prefix_hit_tokens for output in outputs]
+    assert hits == [4, 0, 0, 0], "a page of the 5 tokens"
     assert [output.queue_s > 0 for output in outputs] == [True, False, False, False]
     status = loop.status()
     assert (status.num_prompt_tokens, status.num_generated_tokens) == (10, 8)
     assert (status.num_forward_passes, status.num_row_passes) == (8, 8)
 
 
-# A threshold that moves
+# Live decoding
 
 
-async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -> None:
+async def test_a_new_threshold_applies_to_running_requests(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
     assert loop.live.threshold == 0.95
     loop.set_live(LiveDecoding(1.0))
-    request = make_request("live", max_tokens=40)
-    request.options = replace(request.options, threshold=None)
-    stream = loop.stream(request)
+    stream = loop.stream(long_request("live", max_tokens=40, threshold=None))
     first = await anext(stream)
     loop.set_live(LiveDecoding(0.5))
     rest = [output.threshold async for output in stream]
@@ -311,11 +308,11 @@ async def test_the_threshold_changes_under_a_running_request(make_loop: Loops) -
     assert loop.live.threshold == 0.5
 
 
-# Grammars, which take a while
+# Compiling grammars
 
 
 class CompilingEngine(Engine):
-    """Its grammars are ready when a test says so."""
+    """An engine whose grammars take until the test sets `may_compile`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -329,23 +326,20 @@ class CompilingEngine(Engine):
 
 
 def structured(name: str) -> Request:
-    request = make_request(name, max_tokens=3)
-    grammar = GrammarSpec(GrammarKind.REGEX, "a")
-    request.options = replace(request.options, grammar=grammar)
-    return request
+    return long_request(name, max_tokens=3, grammar=GrammarSpec(GrammarKind.REGEX, "a"))
 
 
 async def test_requests_go_on_while_a_grammar_compiles(make_loop: Loops) -> None:
     loop = make_loop(CompilingEngine)
     task = asyncio.create_task(collect(loop, structured("slow")))
-    assert len(await collect(loop, make_request("fast", max_tokens=3))) == 3
+    assert len(await collect(loop, long_request("fast", max_tokens=3))) == 3
     assert not task.done()
     loop.engine.may_compile.set()
     with pytest.raises(UserError, match=r"^grammar: "):
         await task
 
 
-async def test_a_request_that_gets_nothing_shows_that_it_is_there(make_loop: Loops) -> None:
+async def test_a_stream_without_output_yields_none_at_every_beat(make_loop: Loops) -> None:
     loop = make_loop(CompilingEngine)
     stream = loop.stream(structured("slow"), beat_s=0.01)
     assert [await anext(stream) for _ in range(3)] == [None] * 3
@@ -354,16 +348,16 @@ async def test_a_request_that_gets_nothing_shows_that_it_is_there(make_loop: Loo
         _ = [item async for item in stream]
 
 
-async def test_a_request_that_is_left_while_its_grammar_compiles_does_not_run(
+async def test_a_request_cancelled_while_its_grammar_compiles_does_not_run(
     make_loop: Loops,
 ) -> None:
     loop = make_loop(CompilingEngine)
     task = asyncio.create_task(collect(loop, structured("left")))
-    assert len(await collect(loop, make_request("one", max_tokens=3))) == 3
+    assert len(await collect(loop, long_request("one", max_tokens=3))) == 3
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(await collect(loop, make_request("two", max_tokens=3))) == 3
+    assert len(await collect(loop, long_request("two", max_tokens=3))) == 3
     loop.engine.may_compile.set()
-    assert len(await collect(loop, make_request("three", max_tokens=3))) == 3
+    assert len(await collect(loop, long_request("three", max_tokens=3))) == 3
     assert loop.status().num_prompt_tokens == 15, "only the three have run"
