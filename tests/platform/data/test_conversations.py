@@ -27,24 +27,19 @@ def conversation(*messages):
 def refusal(call, *arguments):
     with pytest.raises(UserError) as caught:
         call(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def test_conversation_and_its_other_columns():
-    parsed = parse_conversation(json.dumps({"messages": [USER, ANSWER], "answer": "1"}))
-    assert [message.model_dump() for message in parsed.messages] == [USER, ANSWER]
-    assert parsed.model_extra == {"answer": "1"}
-
-
-def test_every_role_is_accepted():
+def test_turns_of_every_role_and_other_columns_are_kept():
     roles = ["system", "developer", "user", "tool", "assistant"]
-    text = json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
-    assert [message.role for message in parse_conversation(text).messages] == roles
+    turns = [{"role": role, "content": "x"} for role in roles]
+    parsed = parse_conversation(json.dumps({"messages": turns, "answer": "1"}))
+    assert [turn.model_dump() for turn in parsed.messages] == turns
+    assert parsed.model_extra == {"answer": "1"}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_every_role_is_accepted():
         ('{"messages": [{"role": "user"}]}', "messages.0.content: required, but not given"),
     ],
 )
-def test_unusable_line(text, named):
+def test_an_unusable_line_is_refused(text, named):
     assert named in refusal(parse_conversation, text)
 
 
@@ -83,7 +78,7 @@ def test_unusable_line(text, named):
         ([{**USER, "role": "human"}, ANSWER], "messages.0.role: "),
     ],
 )
-def test_unusable_messages(messages, named):
+def test_unusable_messages_are_refused(messages, named):
     assert named in refusal(parse_conversation, json.dumps({"messages": messages}))
 
 
@@ -105,57 +100,55 @@ def supervised(tokenizer, loss_on):
     return [text[begin:end] for begin, end in spans]
 
 
-def test_prompt_asks_for_the_next_turn(tokenizer):
+def test_a_prompt_asks_for_the_next_assistant_turn(tokenizer):
     expected = "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\n"
     assert render_prompt(tokenizer, [USER]) == expected
 
 
-def test_text_is_the_whole_conversation(tokenizer):
+def test_the_rendered_text_is_the_whole_conversation(tokenizer):
     text, _ = render_turns(tokenizer, LONG, "last")
     messages = [message.model_dump() for message in LONG.messages]
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def test_last_turn_is_supervised(tokenizer):
-    assert supervised(tokenizer, "last") == [f" three {TURN_END}"]
+@pytest.mark.parametrize(
+    ("loss_on", "contents"),
+    [("last", [" three "]), ("all", ["one", "two\n\nlines", " three "])],
+)
+def test_the_last_assistant_turn_or_all_are_supervised(tokenizer, loss_on, contents):
+    assert supervised(tokenizer, loss_on) == [content + TURN_END for content in contents]
 
 
-def test_all_assistant_turns_are_supervised(tokenizer):
-    contents = ["one", "two\n\nlines", " three "]
-    assert supervised(tokenizer, "all") == [content + TURN_END for content in contents]
-
-
-def test_span_begins_where_the_prompt_ends(tokenizer):
+def test_a_supervised_span_begins_where_the_prompt_ends(tokenizer):
     text, spans = render_turns(tokenizer, conversation(USER, ANSWER), "last")
     prompt = render_prompt(tokenizer, [USER])
     assert spans == [(len(prompt), len(prompt) + len("one" + TURN_END))]
     assert text.startswith(prompt)
 
 
-def test_opening_assistant_turn_is_not_supervised(tokenizer):
+def test_an_assistant_turn_that_opens_the_conversation_is_not_supervised(tokenizer):
     messages = conversation({"role": "assistant", "content": "Hello"}, USER, ANSWER)
     text, spans = render_turns(tokenizer, messages, "all")
     assert [text[begin:end] for begin, end in spans] == ["one" + TURN_END]
 
 
-def test_template_that_raises(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('no system turn, please') }}"
-    assert "no system turn, please" in refusal(render_prompt, tokenizer, [USER])
-    assert "no system turn, please" in refusal(render_turns, tokenizer, LONG, "last")
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{{ raise_exception('no system turn, please') }}", "no system turn, please"),
+        ("{% for message in messages %}", "chat template"),
+        ("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", "cannot render"),
+        (None, "has no chat template"),
+    ],
+    ids=["raises", "malformed", "leaves the sandbox", "missing"],
+)
+def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, named):
+    tokenizer.chat_template = template
+    assert named in refusal(render_prompt, tokenizer, [USER])
+    assert named in refusal(render_turns, tokenizer, LONG, "all")
 
 
-def test_template_that_is_malformed(tokenizer):
-    tokenizer.chat_template = "{% for message in messages %}"
-    assert "chat template" in refusal(render_prompt, tokenizer, [USER])
-
-
-def test_tokenizer_without_a_template(tokenizer):
-    tokenizer.chat_template = None
-    assert "has no chat template" in refusal(render_prompt, tokenizer, [USER])
-    assert "has no chat template" in refusal(render_turns, tokenizer, LONG, "all")
-
-
-def test_template_that_drops_earlier_answers(tokenizer):
+def test_a_template_that_drops_earlier_answers_supervises_the_last_turn_only(tokenizer):
     tokenizer.chat_template = (
         "{% for message in messages %}{% if message.role != 'assistant' or loop.last %}"
         "{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
@@ -166,7 +159,7 @@ def test_template_that_drops_earlier_answers(tokenizer):
     assert [text[begin:end].strip() for begin, end in spans] == ["three"]
 
 
-def test_template_whose_generation_prompt_differs(tokenizer):
+def test_a_template_whose_generation_prompt_differs_is_refused(tokenizer):
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
     )
@@ -194,11 +187,11 @@ def test_tools_and_variables_reach_the_template(tokenizer):
     assert without + prompt == plain
 
 
-def test_template_that_knows_no_tools(tokenizer):
+def test_tools_are_refused_by_a_template_without_them(tokenizer):
     assert "tools: this model's" in refusal(render_prompt, tokenizer, [USER], [TOOL])
 
 
-def test_one_of_several_templates_is_for_tools(tokenizer):
+def test_of_several_templates_one_is_used_for_tools(tokenizer):
     tokenizer.chat_template = {"default": CHAT_TEMPLATE, "tool_use": WITH_TOOLS}
     assert "add" in render_prompt(tokenizer, [USER], [TOOL])
     assert render_prompt(tokenizer, [USER]).startswith("<|im_start|>user")
@@ -209,24 +202,19 @@ def test_one_of_several_templates_is_for_tools(tokenizer):
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "add_generation_prompt", "chat_template", "eos_token", "tokenize"]
 )
-def test_variables_that_the_server_sets(tokenizer, name):
+def test_variables_that_only_the_server_sets_are_refused(tokenizer, name):
     with pytest.raises(UserError, match=f"chat_template_kwargs: '{name}' is set by the server"):
         render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
 
 
 @pytest.mark.parametrize("name", ["self", "conversations", "raise_exception", "namespace"])
-def test_other_names_do_no_harm(tokenizer, name):
+def test_names_of_jinja_as_variables_do_no_harm(tokenizer, name):
     tokenizer.chat_template = "{% set space = namespace(a=1) %}{{ raise_exception('no') }}"
     with pytest.raises(UserError):
         render_prompt(tokenizer, [USER], template_kwargs={name: "x"})
 
 
-def test_templates_run_in_a_sandbox(tokenizer):
-    tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
-    assert "cannot render" in refusal(render_prompt, tokenizer, [USER])
-
-
-def test_developer_is_system_where_the_template_does_not_know_it(tokenizer):
+def test_the_role_developer_becomes_system_in_a_template_without_it(tokenizer):
     developer = {"role": "developer", "content": "Be brief."}
     assert "<|im_start|>system\nBe brief." in render_prompt(tokenizer, [developer, USER])
     text, _ = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
@@ -235,7 +223,7 @@ def test_developer_is_system_where_the_template_does_not_know_it(tokenizer):
     assert "<|im_start|>developer\nBe brief." in render_prompt(tokenizer, [developer, USER])
 
 
-def test_mistral_templates_get_short_ids(tokenizer):
+def test_mistral_templates_get_ids_of_nine_characters(tokenizer):
     call = {"id": "call_0123456789", "function": {"name": "f", "arguments": {}}}
     turns = [
         {"role": "assistant", "content": "", "tool_calls": [call, {**call, "id": "abcdefghi"}]},

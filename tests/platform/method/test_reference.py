@@ -5,7 +5,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
-from mars_platform.method.reference import ReferenceOutput, decode
+from mars_platform.method.reference import decode
 from mars_platform.method.rules import confidence
 
 MASK, PAD = 60, 0
@@ -71,24 +71,21 @@ def generate(model, prompt, num_tokens, **options):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_threshold_one_is_greedy_generation(model, prompt):
+def test_threshold_one_equals_greedy_generation(model, prompt):
     decoded = windowed(model, prompt, threshold=1.0)
     assert decoded.tokens == generate(model, prompt, 24)
     assert [len(tokens) for tokens in decoded.passes] == [1] * 24
     assert len(set(decoded.tokens)) > 3  # the model does not merely repeat itself
 
 
-def test_threshold_one_needs_no_mask(model):
-    decoded = decode(model, PROMPTS[0], PLAIN, max_tokens=5)
-    assert decoded.tokens == generate(model, PROMPTS[0], 5)
-
-
-def test_threshold_one_feeds_no_mask(model, fed):
+def test_threshold_one_needs_and_feeds_no_mask(model, fed):
     decoded = windowed(model, PROMPTS[0], threshold=1.0, max_tokens=3)
     assert fed == [PROMPTS[0] + decoded.tokens[:num] for num in range(3)]
+    assert decode(model, PROMPTS[0], PLAIN, max_tokens=3) == decoded
+    assert windowed(model, PROMPTS[0], max_tokens=3, num_masks=0) == decoded
 
 
-def test_end_token_ends_greedy_generation(model):
+def test_an_end_token_ends_greedy_generation(model):
     free = windowed(model, PROMPTS[0], threshold=1.0).tokens
     end = next(token for token in free[3:] if token not in free[:3])
     special = SpecialTokens(frozenset({end}), PLAIN.never_emitted)
@@ -107,7 +104,7 @@ def test_every_pass_feeds_the_committed_tokens_and_the_masks(model, fed):
 
 
 def plain_pass(model, committed, num_masks, threshold):
-    """One pass written out: greedy token at every depth, the run while it is sure enough."""
+    """Tokens of one pass, by a plain loop over depths that ends at the first unsure one."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([committed + [MASK] * num_masks])).logits[0]
     run = []
@@ -122,7 +119,7 @@ def plain_pass(model, committed, num_masks, threshold):
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.4, 0.6])
-def test_passes_equal_plain_window_decoding(model, threshold):
+def test_passes_equal_those_of_a_plain_loop(model, threshold):
     lengths = set()
     for prompt in PROMPTS:
         decoded = windowed(model, prompt, threshold=threshold, max_tokens=40)
@@ -134,7 +131,7 @@ def test_passes_equal_plain_window_decoding(model, threshold):
     assert len(lengths) > 1  # runs of more than one length occurred
 
 
-def test_measure_decides_the_passes(model):
+def test_the_confidence_measure_decides_the_passes(model):
     passes = {
         measure: windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40, measure=measure).passes
         for measure in Confidence
@@ -157,36 +154,36 @@ def test_measure_decides_the_passes(model):
     assert len({str(decoded) for decoded in passes.values()}) == len(Confidence)
 
 
-def test_windows_of_each_pass_are_followed(model, fed):
+def test_each_pass_uses_its_own_window(model, fed):
     decoded = windowed(model, PROMPTS[0], max_tokens=12, num_masks=[0, 3, 1, 5])
     assert [len(tokens) for tokens in decoded.passes] == [1, 4, 2, 5]
     assert [ids.count(MASK) for ids in fed] == [0, 3, 1, 5]
 
 
-def test_one_window_for_all_passes_is_the_same_as_a_list_of_it(model):
+def test_one_window_for_all_passes_equals_a_list_of_it(model):
     free = windowed(model, PROMPTS[0], threshold=0.3)
     assert windowed(model, PROMPTS[0], threshold=0.3, num_masks=[3] * len(free.passes)) == free
 
 
-def test_too_few_windows_are_refused(model):
-    with pytest.raises(UserError, match="num_masks: those of 2 passes"):
-        windowed(model, PROMPTS[0], max_tokens=9, num_masks=[3, 3])
-
-
-def test_thresholds_of_each_pass_are_followed(model, fed):
+def test_each_pass_uses_its_own_threshold(model, fed):
     decoded = windowed(model, PROMPTS[0], max_tokens=10, threshold=[ALWAYS, 1.0, 1.0, ALWAYS])
     assert [len(tokens) for tokens in decoded.passes] == [4, 1, 1, 4]
     assert [ids.count(MASK) for ids in fed] == [3, 0, 0, 3]
-    with pytest.raises(UserError, match="threshold: those of 1 passes"):
-        windowed(model, PROMPTS[0], max_tokens=9, threshold=[1.0])
 
 
-def test_lowest_threshold_takes_the_whole_window(model):
-    decoded = windowed(model, PROMPTS[0], max_tokens=24, num_masks=3)
-    assert [len(tokens) for tokens in decoded.passes] == [4] * 6
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_masks": [3, 3]}, "num_masks: those of 2 passes"),
+        ({"threshold": [1.0]}, "threshold: those of 1 passes"),
+    ],
+)
+def test_too_short_a_sequence_of_values_is_refused(model, values, message):
+    with pytest.raises(UserError, match=message):
+        windowed(model, PROMPTS[0], max_tokens=9, **values)
 
 
-def test_first_token_of_every_pass_is_the_exact_prediction(model):
+def test_the_first_token_of_every_pass_is_the_exact_prediction(model):
     decoded = windowed(model, PROMPTS[1])
     committed = list(PROMPTS[1])
     for tokens in decoded.passes:
@@ -194,11 +191,7 @@ def test_first_token_of_every_pass_is_the_exact_prediction(model):
         committed += tokens
 
 
-def test_window_of_zero_masks_is_ar(model):
-    assert windowed(model, PROMPTS[0], num_masks=0) == windowed(model, PROMPTS[0], threshold=1.0)
-
-
-def test_end_token_inside_a_run_cuts_it(model):
+def test_an_end_token_inside_a_run_cuts_it(model):
     first = windowed(model, PROMPTS[0]).passes[0]
     end = next(token for token in first[1:-1] if token != first[0])
     special = SpecialTokens(frozenset({end}), PLAIN.never_emitted)
@@ -212,7 +205,7 @@ def test_max_tokens_cuts_the_last_pass(model, max_tokens):
     free = windowed(model, PROMPTS[2], max_tokens=40)
     decoded = windowed(model, PROMPTS[2], max_tokens=max_tokens)
     assert decoded.tokens == free.tokens[:max_tokens]
-    assert len(decoded.passes) == -(-max_tokens // 4)
+    assert len(decoded.passes) == -(-max_tokens // 4)  # four tokens a pass
 
 
 @pytest.mark.parametrize("threshold", [ALWAYS, 1.0])
@@ -222,7 +215,3 @@ def test_banned_tokens_are_never_emitted(model, threshold):
     decoded = windowed(model, PROMPTS[0], SpecialTokens(frozenset(), banned), threshold=threshold)
     assert len(decoded.tokens) == 24
     assert not banned & set(decoded.tokens)
-
-
-def test_decoded_joins_its_passes():
-    assert ReferenceOutput([[1, 2], [3]]).tokens == [1, 2, 3]

@@ -18,25 +18,19 @@ def accepted(confidences, threshold, num_proposed=None):
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-def test_leading_run_is_accepted():
-    assert accepted([0.9, 0.9, 0.9, 0.2, 0.9], 0.5) == [3]
-
-
-def test_first_proposal_is_always_accepted():
-    assert accepted([0.01, 0.01, 0.99], 0.5) == [1]
-
-
-def test_own_confidence_of_the_first_proposal_never_stops_the_run():
-    assert accepted([0.01, 0.9, 0.9, 0.1], 0.5) == [3]
-
-
-@pytest.mark.parametrize(("second", "expected"), [(0.5, 2), (0.4999, 1), (0.5001, 2)])
-def test_threshold_is_inclusive(second, expected):
-    assert accepted([1.0, second], 0.5) == [expected]
-
-
-def test_certainty_passes_threshold_one():
-    assert accepted([0.3, 1.0, 1.0, 0.9999], 1.0) == [3]
+@pytest.mark.parametrize(
+    ("confidences", "threshold", "expected"),
+    [
+        pytest.param([0.9, 0.9, 0.9, 0.2, 0.9], 0.5, 3, id="only the leading run counts"),
+        pytest.param([0.01, 0.01, 0.99], 0.5, 1, id="depth 0 is always accepted"),
+        pytest.param([0.01, 0.9, 0.9, 0.1], 0.5, 3, id="depth 0 never stops the run"),
+        pytest.param([1.0, 0.5], 0.5, 2, id="the threshold is inclusive"),
+        pytest.param([1.0, 0.4999], 0.5, 1, id="just under the threshold"),
+        pytest.param([0.3, 1.0, 1.0, 0.9999], 1.0, 3, id="certainty reaches threshold 1"),
+    ],
+)
+def test_the_leading_run_that_reaches_the_threshold_is_accepted(confidences, threshold, expected):
+    assert accepted(confidences, threshold) == [expected]
 
 
 @pytest.mark.parametrize("num_proposed", [1, 2, 4])
@@ -44,17 +38,17 @@ def test_entries_past_the_proposals_are_ignored(num_proposed):
     assert accepted([0.9] * 4, 0.5, num_proposed) == [num_proposed]
 
 
-def test_rows_are_independent():
+def test_rows_are_accepted_independently():
     confidences = torch.tensor([[0.1, 0.6, 0.6], [0.1, 0.6, 0.6], [0.9, 0.4, 0.9]])
     counts = num_accepted(confidences, torch.tensor([0.5, 0.7, 0.5]), torch.tensor([3, 3, 2]))
     assert counts.dtype == torch.int64
     assert counts.tolist() == [3, 1, 1]
 
 
-def test_inputs_are_left_alone():
+def test_accepting_leaves_its_inputs_alone():
     confidences = torch.tensor([[0.1, 0.2]])
     num_accepted(confidences, torch.tensor([0.5]), torch.tensor([2]))
-    assert confidences.tolist() == torch.tensor([[0.1, 0.2]]).tolist()
+    assert confidences.equal(torch.tensor([[0.1, 0.2]]))
 
 
 def plain_count(confidences, threshold, num_proposed):
@@ -75,7 +69,7 @@ def acceptance_cases(draw):
 
 @given(acceptance_cases())
 @settings(deadline=None, max_examples=200)
-def test_count_equals_plain_loop(case):
+def test_the_count_equals_that_of_a_plain_loop(case):
     confidences, thresholds, proposed = case
     counts = num_accepted(
         torch.tensor(confidences), torch.tensor(thresholds), torch.tensor(proposed)
@@ -85,27 +79,6 @@ def test_count_equals_plain_loop(case):
 
 
 # --- confidence -----------------------------------------------------------------------------------
-
-
-@given(
-    hnp.arrays(np.float32, (3, 4, 7), elements=st.floats(-30, 30, width=32)),
-    hnp.arrays(np.int64, (3, 4), elements=st.integers(0, 6)),
-)
-@settings(deadline=None, max_examples=100)
-def test_confidence_is_the_softmax_probability(logits, tokens):
-    logits, tokens = torch.from_numpy(logits), torch.from_numpy(tokens)
-    expected = torch.softmax(logits.double(), -1).gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(confidence(logits, tokens).double(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_confidence_known_value():
-    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]])) + 7.0  # a shift changes nothing
-    assert confidence(logits, torch.tensor([1])).tolist() == pytest.approx([0.5])
-
-
-def test_confidence_counts_tokens_that_are_never_emitted():
-    logits = torch.tensor([10.0, 10.0])  # token 0 banned, so token 1 is chosen: still a half
-    assert float(confidence(logits, torch.tensor(1))) == pytest.approx(0.5)
 
 
 def test_confidence_is_computed_in_float32():
@@ -134,15 +107,16 @@ def plain_confidence(logits, token, measure):
 
 @pytest.mark.parametrize("measure", Confidence)
 @given(
-    hnp.arrays(np.float32, (2, 7), elements=st.floats(-30, 30, width=32)),
-    hnp.arrays(np.int64, (2,), elements=st.integers(0, 6)),
+    hnp.arrays(np.float32, (3, 2, 7), elements=st.floats(-30, 30, width=32)),
+    hnp.arrays(np.int64, (3, 2), elements=st.integers(0, 6)),
 )
 @settings(deadline=None, max_examples=100)
 def test_measures_equal_their_definitions(measure, logits, tokens):
     found = confidence(torch.from_numpy(logits), torch.from_numpy(tokens), measure)
-    expected = [plain_confidence(*row, measure) for row in zip(logits, tokens, strict=True)]
+    rows = zip(logits.reshape(6, 7), tokens.reshape(6), strict=True)
+    expected = [plain_confidence(*row, measure) for row in rows]
     assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-4, abs=2e-6)
     assert ((found >= 0) & (found <= 1)).all()
 
 
@@ -154,19 +128,19 @@ def test_measures_equal_their_definitions(measure, logits, tokens):
         (Confidence.ENTROPY, [0.06277] * 3),  # H = 1.02965 of ln 3 = 1.09861
     ],
 )
-def test_measures_known_values(measure, expected):
-    logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1) - 4.0
+def test_measures_equal_values_computed_by_hand(measure, expected):
+    logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1) - 4.0  # a shift changes nothing
     found = confidence(logits, torch.tensor([1, 2, 0]), measure)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_measures_at_their_ends():
+@pytest.mark.parametrize("measure", Confidence)
+def test_measures_reach_both_ends_of_their_range(measure):
     flat, sharp = torch.zeros(1, 8), torch.tensor([[0.0, 1e4, 0.0, 0.0]])
-    for logits, expected in [(flat, {Confidence.PROBABILITY: 1 / 8}), (sharp, {})]:
-        for measure in Confidence:
-            value = expected.get(measure, 0.0 if logits is flat else 1.0)
-            found = confidence(logits, torch.tensor([1]), measure)
-            assert found.tolist() == pytest.approx([value], abs=1e-6)
+    lowest = 1 / 8 if measure is Confidence.PROBABILITY else 0.0
+    for logits, expected in [(flat, lowest), (sharp, 1.0)]:
+        found = confidence(logits, torch.tensor([1]), measure)
+        assert found.tolist() == pytest.approx([expected], abs=1e-6)
 
 
 def test_entropy_of_ten_thousand_equal_tokens_is_not_below_zero():
@@ -176,7 +150,7 @@ def test_entropy_of_ten_thousand_equal_tokens_is_not_below_zero():
 
 @pytest.mark.parametrize("measure", Confidence)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_impossible_tokens_count_for_nothing(measure, dtype):
+def test_tokens_of_probability_zero_do_not_count(measure, dtype):
     logits = torch.tensor([[1.0, -torch.inf, 3.0, 2.0]], dtype=dtype)
     finite = logits.float().clamp(min=-300)
     found = confidence(logits, torch.tensor([2]), measure)
@@ -187,7 +161,7 @@ def test_impossible_tokens_count_for_nothing(measure, dtype):
 
 @pytest.mark.parametrize("measure", Confidence)
 @pytest.mark.parametrize("place", [0, 2])
-def test_damaged_logits_have_no_confidence(measure, place):
+def test_logits_with_a_nan_have_no_confidence(measure, place):
     logits = torch.tensor([[1.0, 0.5, 3.0], [1.0, 0.5, 3.0]])
     logits[0, place] = torch.nan
     found = confidence(logits, torch.tensor([2, 2]), measure)
@@ -223,7 +197,7 @@ def sees(query, key):
 
 @given(rows_of_slots())
 @settings(deadline=None, max_examples=200)
-def test_visibility_equals_the_rule_slot_by_slot(columns):
+def test_visibility_equals_the_rule_for_each_pair_of_slots(columns):
     slots = list(zip(*(column[0].tolist() for column in columns), strict=True))
     expected = [[sees(query, key) for key in slots] for query in slots]
     assert visibility(*columns)[0].tolist() == expected
@@ -239,12 +213,12 @@ def test_every_slot_sees_itself_and_no_later_position(columns):
 
 @given(rows_of_slots())
 @settings(deadline=None, max_examples=100)
-def test_clean_stream_never_sees_the_noisy_one(columns):
+def test_the_clean_stream_never_sees_the_noisy_one(columns):
     visible, noisy = visibility(*columns)[0], columns[3][0]
     assert not visible[~noisy][:, noisy].any()
 
 
-def test_rows_do_not_mix():
+def test_rows_have_masks_of_their_own():
     document = torch.zeros(2, 3, dtype=torch.long)
     position = torch.tensor([[0, 1, 2], [2, 1, 0]])
     visible = visibility(document, position, position // 4, torch.zeros(2, 3, dtype=torch.bool))
