@@ -88,13 +88,15 @@ def table_of(
     return table
 
 
-def number(value: Any, spec: str, *, missing: str = "", infinite: str = "inf") -> str:
-    """Return a value as text, with words for None and for an infinite number."""
+def number(
+    value: float | str | None, spec: str, *, missing: str = "", infinite: str = "inf"
+) -> str:
+    """Return a number as text, with words for None and infinity; text stays as it is."""
     if value is None:
         return missing
-    if isinstance(value, float) and math.isinf(value):
-        return infinite
-    return format(value, spec)
+    if isinstance(value, str):
+        return value
+    return infinite if math.isinf(value) else format(value, spec)
 
 
 def interval(estimate: Estimate | None, spec: str, *, scale: float = 1.0, unit: str = "") -> str:

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import errno
 import hashlib
-import io
 import json
 import math
 import os
@@ -17,37 +15,21 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
-from rich.console import Console
 
 from local_loop import LocalLoop
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
-from mars_autoscale.simulation.report import policy_columns
 from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_platform.tier import Tier
-from mars_serve.bench.load.compared import compared_json, compared_table
-from mars_serve.bench.load.costs import Losses, quality_loss, replica_costs
-from mars_serve.bench.load.figures import LoadFigures, client_figures, figures_of, samples_of
-from mars_serve.bench.load.plan import (
-    LoadPlan,
-    PlannedRequest,
-    Question,
-    made_up_requests,
-    question_requests,
-    read_questions,
-)
-from mars_serve.bench.load.report import figures_json, lateness_warning, print_load
+from mars_serve.bench.load.report import figures_json
 from mars_serve.bench.load.run import LoadOptions, LoadTest, run_load
-from mars_serve.bench.load.send import LiveView, Replayed, SentRequest, replay
-from mars_serve.bench.load.target import checked_url, open_client
 from mars_serve.config.served import (
     Backend,
     Explanation,
@@ -64,14 +46,13 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 
-ENGINE = EngineSettings(page_size=8, num_pages=256, max_num_seqs=4, max_num_batched_tokens=65)
-CLASSES = list(Tier)
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
+ENGINE = EngineSettings(page_size=8, num_pages=256, max_num_seqs=4, max_num_batched_tokens=65)
 KEY = "a key of this test alone"
 
 
 class LoopBackend:
-    """Backend over an engine in this process; its one replica decodes with τ = 0.5."""
+    """A backend over an engine in this process; its only replica decodes with τ = 0.5."""
 
     def __init__(self, loop: LocalLoop) -> None:
         self.loop = loop
@@ -101,7 +82,7 @@ class LoopBackend:
 
 
 class SayingBackend(LoopBackend):
-    """Backend that says the same to all, in passes of three tokens."""
+    """A backend that gives every request the same answer, in passes of three tokens."""
 
     def __init__(self, loop: LocalLoop, tokens: list[int]) -> None:
         super().__init__(loop)
@@ -115,7 +96,7 @@ class SayingBackend(LoopBackend):
 
 
 class GovernedBackend(SayingBackend):
-    """Backend whose autoscaler goes by a ladder."""
+    """A backend whose autoscaler has a ladder."""
 
     async def autoscaler(self) -> Explanation | None:
         rungs = (Rung(1.0, 1.0, 0.0), Rung(0.9, 1.7, 2.0, 1), Rung(0.7, 2.2, 6.0, 1))
@@ -124,7 +105,7 @@ class GovernedBackend(SayingBackend):
 
 
 class CrowdedBackend(LoopBackend):
-    """Backend that answers once so many requests are there."""
+    """A backend that answers once a given number of requests has come."""
 
     def __init__(self, loop: LocalLoop, count: int) -> None:
         super().__init__(loop)
@@ -136,7 +117,7 @@ class CrowdedBackend(LoopBackend):
 
 
 class StuckBackend(LoopBackend):
-    """Backend that gives one token, and then fails or waits."""
+    """A backend that gives one token and then fails or waits."""
 
     def __init__(self, loop: LocalLoop, error: Exception | None = None) -> None:
         super().__init__(loop)
@@ -178,7 +159,7 @@ def loop(make_loop: Callable[..., LocalLoop]) -> LocalLoop:
 def serving(
     mars: Checkpoint, backend: Backend, *, is_governed: bool = False, **settings: Any
 ) -> Iterator[str]:
-    """A server over real HTTP; gives its address."""
+    """Serve over real HTTP and yield the address."""
     entry = ModelSettings(
         name="mars",
         path=str(mars.path),
@@ -206,7 +187,7 @@ def serving(
 def trace_file(tmp_path: Path, count: int = 20, every_s: float = 0.5, num_output: int = 6) -> Path:
     path = tmp_path / "trace.csv"
     requests = [
-        TraceRequest(every_s * index, 10 + index, num_output, CLASSES[index % 3])
+        TraceRequest(every_s * index, 10 + index, num_output, list(Tier)[index % 3])
         for index in range(count)
     ]
     write_trace(path, requests)
@@ -218,10 +199,9 @@ def load(url: str, trace: Path, **options: Any) -> LoadTest:
     return run_load(LoadOptions(**given), lambda *_: None)
 
 
-# Against a server
-
-
-def test_a_trace_against_an_engine(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) -> None:
+def test_a_trace_is_replayed_and_measured(
+    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+) -> None:
     trace = trace_file(tmp_path)
     files = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
     command = ["bench", "load", "--trace", str(trace), "--model", "mars", "--speedup", "20"]
@@ -253,7 +233,7 @@ def test_a_trace_against_an_engine(mars: Checkpoint, loop: LocalLoop, tmp_path: 
     assert files["svg"].stat().st_size > 1000
 
 
-def test_the_seed_draws_prompts_and_classes(
+def test_the_seed_draws_prompts_and_tiers(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path
 ) -> None:
     with serving(mars, LoopBackend(loop)) as url:
@@ -262,7 +242,7 @@ def test_the_seed_draws_prompts_and_classes(
             for seed in (1, 1, 2)
         ]
     plans = [test.replayed.plan for test in tests]
-    # of the 20, those of the trace's first 5 s
+    # the requests of the trace's first 5 s
     contents = [[plan.content(request) for request in plan.requests] for plan in plans]
     assert [len(each) for each in contents] == [11, 11, 11]
     assert contents[0] == contents[1] != contents[2]
@@ -289,7 +269,7 @@ def test_answers_are_checked(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) 
     assert lengths == {(100, False)}
 
 
-def test_a_full_queue_rejects(
+def test_requests_that_a_full_server_rejects_are_counted(
     mars: Checkpoint, make_loop: Callable[..., LocalLoop], tmp_path: Path
 ) -> None:
     loop = make_loop(max_requests=2)
@@ -312,7 +292,7 @@ def test_a_full_queue_rejects(
     assert found.failed == 0
 
 
-def test_what_a_key_may_not_do(
+def test_the_limits_of_a_key_are_reported(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.sha256(KEY.encode()).hexdigest()
@@ -337,7 +317,7 @@ def test_what_a_key_may_not_do(
     assert {sample.live_threshold for sample in test.figures.samples} == {None}
 
 
-def test_what_it_cost_as_the_simulator_tells_it(
+def test_the_json_has_the_fields_of_a_simulated_policy(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path
 ) -> None:
     backend = GovernedBackend(loop, [50] * 6)  # decoded with τ = 0.8
@@ -356,7 +336,7 @@ def test_what_it_cost_as_the_simulator_tells_it(
     assert flex["quality_loss_mean"] == pytest.approx(4.0)
 
 
-def test_the_senders_own_limit_of_files_is_raised(
+def test_the_sender_raises_its_own_limit_of_files(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path
 ) -> None:
     count = 60
@@ -371,14 +351,16 @@ def test_the_senders_own_limit_of_files_is_raised(
     assert (found.figures.all.num_served, found.figures.all.errors) == (count, {})
 
 
-def test_what_never_ends_is_given_up(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) -> None:
+def test_a_request_that_never_ends_fails_at_the_timeout(
+    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+) -> None:
     with serving(mars, StuckBackend(loop)) as url:
         found = load(url, trace_file(tmp_path, count=3), timeout_s=0.3).figures.all
     assert (found.num_ended, found.failed, found.errors) == (3, 3, {"timeout": 3})
     assert found.slo_attainment == 0.0
 
 
-def test_a_replica_that_dies_amid_a_stream(
+def test_a_replica_that_dies_during_a_stream_fails_the_request(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path
 ) -> None:
     with serving(mars, StuckBackend(loop, EngineDied("dead"))) as url:
@@ -387,7 +369,7 @@ def test_a_replica_that_dies_amid_a_stream(
     assert found.ttft_p50_s == math.inf
 
 
-def test_an_interrupt_ends_it_with_what_there_is(
+def test_an_interrupt_ends_the_test_early(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend, path = StuckBackend(loop), tmp_path / "out.json"
@@ -424,328 +406,16 @@ def test_an_interrupt_ends_it_with_what_there_is(
         ({"url": "http://127.0.0.1:1"}, "--url: GET http://127.0.0.1:1/v1/models fails"),
     ],
 )
-def test_refused(
+def test_a_bad_option_is_refused(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with serving(mars, LoopBackend(loop)) as url, pytest.raises(UserError, match=message):
         load(options.pop("url", url), trace_file(tmp_path), **options)
 
 
-def test_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "load", "--trace", str(trace_file(tmp_path)), "--model", "mars"]
     assert run([*command, "--speedup", "0", "--trace-format", "odd"]) == 2
     message = capsys.readouterr().err
     assert "speedup: Input should be greater than 0" in message
     assert "trace_format: Input should be 'azure', 'mooncake' or 'csv'" in message
-
-
-# Against answers that our server does not give
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "error"),
-    [
-        (200, 'data: {"choices": [{"text": "x"}], "mars": {"tokens": 1}}\n\n', "stream cut off"),
-        (200, "data: {\n\ndata: [DONE]\n\n", "malformed event"),
-        (502, "<html>", "502"),
-        (200, ": ping\n\ndata: [DONE]\n\n", None),
-    ],
-)
-async def test_odd_answers(status: int, text: str, error: str | None) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, text=text)
-
-    transport = httpx.MockTransport(answer)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        plan = LoadPlan("m", [planned()], [5, 6], 0)
-        replayed = await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
-    (outcome,) = replayed.sent
-    assert (outcome.status, outcome.error) == (status, error)
-    assert replayed.live == []  # these answers tell nothing of τ
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [(errno.EMFILE, "sender: too many open files"), (errno.ECONNREFUSED, "ConnectError")],
-)
-async def test_a_sender_without_files_is_not_the_server_s_failure(number: int, error: str) -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        try:  # as anyio does it, where a host has two addresses
-            attempts = [OSError(number, os.strerror(number)), OSError("no route")]
-            raise OSError("All connection attempts failed") from ExceptionGroup("two", attempts)
-        except OSError as failed:
-            raise httpx.ConnectError(str(failed)) from failed
-
-    transport = httpx.MockTransport(refuse)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        plan = LoadPlan("m", [planned()], [5, 6], 0)
-        replayed = await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
-    assert [outcome.error for outcome in replayed.sent] == [error]
-
-
-# Plans
-
-
-def planned(index: int = 0, at_s: float = 0.0, **fields: Any) -> PlannedRequest:
-    return PlannedRequest(index, at_s, fields.pop("tier", Tier.DEFAULT), 3, 4, **fields)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "output", "expected"),
-    [
-        (10, 20, (10, 20, False)),
-        (80, 20, (80, 20, False)),
-        (90, 20, (80, 20, True)),  # the output is short: the prompt gives way
-        (20, 500, (20, 80, True)),
-        (500, 500, (50, 50, True)),
-        (500, 1, (99, 1, True)),
-        (0, 5, (1, 5, False)),
-    ],
-)
-def test_lengths_are_cut_to_the_model_s(
-    prompt: int, output: int, expected: tuple[int, int, bool]
-) -> None:
-    (request,) = made_up_requests([TraceRequest(6.0, prompt, output)], 3.0, 100)
-    assert (request.prompt_tokens, request.max_tokens, request.is_capped) == expected
-    assert request.at_s == 2.0
-
-
-def test_a_made_up_prompt() -> None:
-    plan = LoadPlan("m", [planned(0), planned(1)], [5, 6, 7, 8], seed=3)
-    bodies = [json.loads(plan.content(request)[1]) for request in plan.requests]
-    assert [len(body["prompt"]) for body in bodies] == [3, 3]
-    assert {token for body in bodies for token in body["prompt"]} <= {5, 6, 7, 8}
-    assert bodies[0]["prompt"] != bodies[1]["prompt"]
-    assert {(body["max_tokens"], body["min_tokens"]) for body in bodies} == {(4, 4)}
-    assert bodies[0]["service_tier"] == "default"
-
-
-def test_questions_come_round_again() -> None:
-    trace = [TraceRequest(float(index), 1, 50) for index in range(3)]
-    first, second = (Question(name, QUESTION, None) for name in "ab")
-    requests = question_requests(trace, 1.0, 60, [(first, 20), (second, 5)], None)
-    assert [request.question for request in requests] == [first, second, first]
-    assert [(r.max_tokens, r.is_capped) for r in requests] == [(40, True), (50, False), (40, True)]
-    with pytest.raises(UserError, match="b: messages: the prompt has 60 tokens"):
-        question_requests(trace, 1.0, 60, [(first, 20), (second, 60)], None)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", ":2: not valid JSON"),
-        (json.dumps({"messages": QUESTION}), ":2: messages: the last turn"),
-        (
-            json.dumps(
-                {
-                    "messages": [*QUESTION, {"role": "assistant", "content": "x"}],
-                    "answer": True,
-                }
-            ),
-            ":2: answer: must be",
-        ),
-    ],
-)
-def test_bad_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
-    path = tmp_path / "data.jsonl"
-    good = {"messages": [*QUESTION, {"role": "assistant", "content": "x"}], "answer": 3}
-    path.write_text(json.dumps(good) + "\n" + row + "\n")
-    assert [question.answer for question in read_questions(path, 1)] == ["3"]
-    with pytest.raises(UserError, match=message):
-        read_questions(path, 5)
-
-
-@pytest.mark.parametrize(
-    "url", ["http://localhost:8000", "http://[::1]:8000/v1", "https://127.1.2.3"]
-)
-def test_this_machine_s_addresses(url: str) -> None:
-    assert checked_url(url, allow_remote=False) == url.removesuffix("/v1")
-
-
-@pytest.mark.parametrize(
-    "url", ["http://example.com", "https://10.0.0.1:8000", "http://127.0.0.1.x"]
-)
-def test_other_machines_have_to_be_meant(url: str) -> None:
-    with pytest.raises(UserError, match="--allow-remote"):
-        checked_url(url, allow_remote=False)
-    assert checked_url(url, allow_remote=True) == url
-
-
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://", "http://a:b"])
-def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(UserError, match="--url"):
-        checked_url(url, allow_remote=True)
-
-
-async def test_the_client_sends_the_key_and_goes_where_it_was_told() -> None:
-    async with open_client("http://127.0.0.1:8000", "secret") as client:
-        assert client.headers["authorization"] == "Bearer secret"
-        assert not client.follow_redirects
-        assert not client.trust_env
-
-
-# Figures
-
-
-def outcome(
-    sent_s: float, first_s: float | None, end_s: float | None, tier: str = "default", **fields: Any
-) -> SentRequest:
-    at_s = fields.pop("at_s", sent_s)
-    request = planned(at_s=at_s, tier=Tier(tier))
-    return SentRequest(request, sent_s, first_s, end_s, **fields)
-
-
-def served(sent_s: float, ttft_s: float, e2e_s: float, **fields: Any) -> SentRequest:
-    known = {"status": 200, "num_tokens": 4, "num_passes": 2, "threshold_mean": 0.9}
-    return outcome(sent_s, sent_s + ttft_s, sent_s + e2e_s, **{**known, **fields})
-
-
-OUTCOMES = [
-    served(0.0, 0.5, 1.5, threshold_min=0.8, correct=True),
-    served(0.5, 2.0, 3.0, threshold_min=0.9, correct=False, tier="flex"),
-    outcome(1.0, None, 1.1, status=503, error="503 queue_full"),
-    outcome(1.0, None, 1.1, status=429, error="429", tier="flex"),
-    outcome(1.5, 1.6, 1.9, status=200, error="stream cut off", num_tokens=2),
-    outcome(2.0, 2.1, None, status=200, num_tokens=2),  # cut off by an interrupt
-]
-
-
-def test_figures_of_a_class() -> None:
-    found = client_figures(OUTCOMES, objective_s=1.0, duration_s=5.0)
-    assert (found.num_sent, found.num_ended, found.num_served) == (6, 5, 2)
-    assert found.slo_attainment == 1 / 5
-    assert (found.ttft_p50_s, found.ttft_p99_s) == (math.inf, math.inf)
-    assert (found.rejected, found.rejected_429, found.rejected_503) == (2, 0.2, 0.2)
-    assert found.failed == 1
-    assert found.errors == {"503 queue_full": 1, "429": 1, "stream cut off": 1}
-    assert (found.threshold_mean, found.threshold_min) == (0.9, 0.8)
-    assert found.tokens_per_forward == 2.0
-    assert (found.num_tokens, found.tokens_per_s) == (12, 12 / 5)
-    assert found.num_checked == 2
-    assert found.accuracy is not None
-    assert found.accuracy.value == 0.5
-    of_two = client_figures(OUTCOMES[:2], objective_s=2.0, duration_s=5.0)
-    assert of_two.slo_attainment == 1.0
-    assert (of_two.ttft_p50_s, of_two.ttft_p99_s) == (2.0, 2.0)
-    assert (of_two.e2e_p50_s, of_two.e2e_p99_s) == (3.0, 3.0)
-
-
-def test_nothing_is_measured_of_nothing() -> None:
-    found = client_figures([], 1.0, 0.0)
-    assert (found.num_sent, found.rejected, found.failed, found.errors) == (0, 0, 0, {})
-    assert found.slo_attainment is found.ttft_p50_s is found.tokens_per_s is None
-    assert samples_of([], [], 0.0) == []
-
-
-def view(time_s: float, *thresholds: float) -> LiveView:
-    """Of the replicas r0, r1 and so on."""
-    named = {f"r{index}": threshold for index, threshold in enumerate(thresholds)}
-    return LiveView(time_s, 0.5, named)
-
-
-def test_samples() -> None:
-    live = [view(0.0, 0.95), view(1.0, 0.8, 1.0), view(1.99, 0.7, 0.8, 0.9)]
-    samples = samples_of(OUTCOMES, live, 3.5)
-    assert [sample.time_s for sample in samples] == [0, 1, 2, 3]
-    assert [sample.requests_per_s for sample in samples] == [2, 3, 1, 0]
-    assert [sample.in_flight for sample in samples] == [2, 1, 2, 1]
-    assert [sample.ttft_p95_s for sample in samples] == [2.0, math.inf, None, None]
-    assert [sample.threshold_mean for sample in samples] == [0.9, None, None, None]
-    assert [sample.live_threshold for sample in samples] == [0.95, pytest.approx(0.8), None, None]
-    assert [sample.num_replicas for sample in samples] == [1, 3, None, None]
-
-
-def test_the_live_threshold_without_a_replica_is_what_was_set() -> None:
-    assert (view(0.0).threshold, view(0.0).num_replicas) == (0.5, 0)
-    assert (view(0.0, 0.8, 1.0).threshold, view(0.0, 0.8, 1.0).num_replicas) == (0.9, 2)
-
-
-LOSSES = Losses({0.9: 2.0, 0.7: 6.0})
-
-
-def test_losses_lie_between_those_of_the_rungs() -> None:
-    assert [LOSSES.at(each) for each in (1.0, 0.95, 0.9, 0.8, 0.7, 0.69)] == [
-        pytest.approx(loss) for loss in (0.0, 1.0, 2.0, 4.0, 6.0)
-    ] + [None]
-    of_a_target = Losses({0.9: 2.0})
-    assert of_a_target.at(1.0) == 0.0, "which loses nothing, target or not"
-    nothing = Losses(refusal="/admin/autoscaler gave 403")
-    assert (nothing.at(1.0), nothing.at(0.99)) == (0.0, None)
-
-
-def test_a_loss_is_a_mean_over_tokens_and_a_quantile_over_answers() -> None:
-    short = served(0.0, 0.1, 0.2, num_tokens=1, threshold_mean=0.7)
-    long = served(0.0, 0.1, 0.2, num_tokens=3, threshold_mean=1.0)
-    refused = outcome(1.0, None, 1.1, status=503, error="503 queue_full")
-    loss = quality_loss([short, long, refused], LOSSES)
-    assert loss.mean == pytest.approx(6.0 / 4)
-    assert loss.p99 == pytest.approx(6.0 * 0.99)
-    plain = quality_loss([long], Losses())
-    assert (plain.mean, plain.p99) == (0.0, 0.0)
-    for unknown in ([], [refused], [long, served(0.0, 0.1, 0.2, threshold_mean=0.5)]):
-        assert quality_loss(unknown, LOSSES).mean is None
-    untold = served(0.0, 0.1, 0.2, threshold_mean=None)
-    assert quality_loss([long, untold], LOSSES).p99 is None
-
-
-def test_replicas_cost_from_the_start_to_the_last_request() -> None:
-    live = [view(0.2, 1.0), view(1.2, 0.9, 1.0), view(2.2, 0.9, 0.9), view(5.2, 0.9)]
-    plan = LoadPlan("mars", [planned()], [], 0)
-    sent = [served(0.0, 0.1, 9.0), served(4.2, 0.1, 9.0)]
-    costs = replica_costs(Replayed(plan, sent, live))
-    assert costs.replica_hours == pytest.approx((1.2 * 1 + 1.0 * 2 + 2.0 * 2) / 3600)
-    assert (costs.threshold_changes, costs.replica_changes) == (2, 2)
-    for untold in (Replayed(plan, sent), Replayed(plan, sent, live, live_refusal=401)):
-        assert replica_costs(untold) == type(costs)()
-
-
-def figures(outcomes: list[SentRequest]) -> LoadFigures:
-    plan = LoadPlan("mars", [each.request for each in outcomes], [], 0)
-    return figures_of(Replayed(plan, outcomes), 1.0)
-
-
-def test_figures_of_a_test() -> None:
-    found = figures(OUTCOMES)
-    assert found.classes.keys() == {"default", "flex"}
-    assert found.classes[Tier.FLEX].num_sent == 2
-    assert found.classes[Tier.FLEX].slo_attainment == 0.0
-    assert found.classes[Tier.DEFAULT].slo_attainment == 1 / 3
-    assert found.duration_s == 3.5
-    assert found.lateness_p99_s == 0.0
-
-
-@pytest.mark.parametrize(("late_s", "warns"), [(0.049, False), (0.051, True)])
-def test_a_late_sender_is_told_of(late_s: float, warns: bool) -> None:
-    late = served(1.0 + late_s, 0.1, 0.2, at_s=1.0)
-    found = figures([served(0.0, 0.1, 0.2), late])
-    assert found.lateness_p99_s == pytest.approx(late_s)
-    assert (lateness_warning(found) is not None) == warns
-
-
-def test_json_knows_no_infinity() -> None:
-    plan = LoadPlan("mars", [each.request for each in OUTCOMES], [], 0)
-    options = LoadOptions(trace=Path("t.csv"), model="mars")
-    test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), Losses())
-    found = json.loads(json.dumps(figures_json(test), allow_nan=False))
-    assert found["all"]["ttft_p99_s"] is None
-    assert found["all"]["accuracy"].keys() == {"value", "low", "high"}
-    assert found["options"]["model"] == "mars"
-    assert [sample["ttft_p95_s"] for sample in found["samples"]] == [2.0, None, None, None]
-    assert found["policies"][0]["ttft_p99_s"] is None
-
-
-def test_what_cannot_be_known_is_a_dash() -> None:
-    plan = LoadPlan("mars", [each.request for each in OUTCOMES], [], 0)
-    options = LoadOptions(trace=Path("t.csv"), model="mars")
-    losses = Losses(refusal="/admin/autoscaler gave 403")
-    test = LoadTest(options, Replayed(plan, OUTCOMES), figures(OUTCOMES), losses)
-    table = compared_table(test)
-    assert [column.header for column in table.columns] == [
-        each.header for each in policy_columns(1.0)
-    ]
-    last = [list(column.cells)[-1] for column in table.columns]
-    assert last == ["mars", "20.0%", "never", "never", "-", "-", "-", "-", "-", "2"]
-    assert compared_json(test)["quality_loss_mean"] is None
-    console = Console(record=True, width=160, file=io.StringIO())
-    print_load(test, console)
-    assert "The loss of quality is not known: /admin/autoscaler gave 403." in console.export_text()
