@@ -1,4 +1,4 @@
-"""Made-up entries of a training history."""
+"""Synthetic entries of a training history."""
 
 from mars_train.stage.history import HeldOutScore, StepRecord, ThresholdScore
 

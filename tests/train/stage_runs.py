@@ -1,4 +1,4 @@
-"""Runs of a stage on processes of their own, exchanging through gloo, without Ray."""
+"""Runs stages without Ray, on processes that communicate through gloo."""
 
 import multiprocessing
 import os
@@ -29,14 +29,14 @@ MAX_LENGTH = 48
 PROBE = torch.arange(3, 40)[None]  # token ids [1, 37]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mars_train.stage.trainer"])  # imported once, not by every process
+_CONTEXT.set_forkserver_preload(["mars_train.stage.trainer"])  # imported once for all processes
 
 
-# --- what is trained ------------------------------------------------------------------------------
+# --- models, data and jobs ------------------------------------------------------------------------
 
 
 def write_start(path, *, family="qwen2", texts=("1 2 3",), **config):
-    """A tiny checkpoint to start from."""
+    """Write a tiny checkpoint to start from."""
     settings = {
         "model_type": family,
         "hidden_size": 32,
@@ -55,7 +55,7 @@ def write_start(path, *, family="qwen2", texts=("1 2 3",), **config):
 
 
 def write_rows(path, num, *, seed=0):
-    """A store of random conversations of any length, ragged in tokens and in labels."""
+    """Write a store of random conversations with varying numbers of tokens and labels."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, MAX_LENGTH, num).astype(np.int32)
     begins = rng.integers(1, lengths)
@@ -73,7 +73,7 @@ def write_rows(path, num, *, seed=0):
 
 
 def build_job(storage, start, data, *, stage=(), held_out=None, workers=1, strategy="ddp", **rest):
-    """A job of one stage; ``stage`` and ``rest`` change the recipe."""
+    """Build a job of one stage; ``stage`` and ``rest`` change the recipe."""
     values = {"objective": "mars", "batch_size": 16, "micro_batch_size": 4, "row_slots": 128}
     recipe = Recipe.model_validate(
         {
@@ -90,24 +90,24 @@ def build_job(storage, start, data, *, stage=(), held_out=None, workers=1, strat
     return StageJob(recipe, recipe.stages[0], str(storage), str(start), str(data), held_out, {})
 
 
-# --- running it -----------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What happens to a run from outside; steps are counted from 1."""
+class Events:
+    """Events that reach a run from outside; steps are counted from 1."""
 
     stop_at: int | None = None
     save_at: tuple[int, ...] = ()
     full_disk_at: tuple[int, ...] = ()
-    """Steps after which a file cannot grow beyond a few bytes."""
+    """Steps after which no file can grow beyond a few bytes."""
 
 
 @dataclass
-class Spoken:
-    """A reporter that keeps what it is told."""
+class RecordingReporter:
+    """A reporter that records its calls."""
 
-    plan: Plan
+    events: Events
     step: int = 0
     said: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Spoken:
 
     def progress(self, progress):
         self.step = progress.step
-        limit = 100 if self.step in self.plan.full_disk_at else resource.RLIM_INFINITY
+        limit = 100 if self.step in self.events.full_disk_at else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     def say(self, text, *, warning=False):
@@ -123,62 +123,62 @@ class Spoken:
 
     def notice_due(self):
         return torch.distributed.get_rank() == 0 and (
-            self.step == self.plan.stop_at or self.step in self.plan.save_at
+            self.step == self.events.stop_at or self.step in self.events.save_at
         )
 
     def notice(self):
-        return Notice(save=self.step in self.plan.save_at, stop=self.step == self.plan.stop_at)
+        return Notice(save=self.step in self.events.save_at, stop=self.step == self.events.stop_at)
 
     def report(self, metrics):
         self.reported.append(metrics)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run left, as one worker saw it."""
+class StageOutcome:
+    """The results of a run, as one worker saw them."""
 
     finished: bool | None
     error: str | None
     history: History
     weights: dict[str, Tensor]
     logits: Tensor | None
-    spoken: Spoken
+    reporter: RecordingReporter
 
     @property
     def losses(self):
         return [step.loss for step in self.history.steps]
 
 
-def run_stage(job, **plan) -> Outcome:
-    """Run a stage on as many processes as its recipe says; rank 0's view of it."""
-    outcomes = run_group(_run_stage, job.recipe.scaling.num_workers, job, Plan(**plan))
+def run_stage(job, **events) -> StageOutcome:
+    """Run a stage on as many processes as its recipe has workers; return rank 0's outcome."""
+    outcomes = run_group(_run_stage, job.recipe.scaling.num_workers, job, Events(**events))
     for outcome in outcomes[1:]:
         assert (outcome.finished, outcome.error) == (outcomes[0].finished, outcomes[0].error)
-        assert repr(outcome.spoken.reported) == repr(outcomes[0].spoken.reported)  # may hold NaN
+        assert repr(outcome.reporter.reported) == repr(outcomes[0].reporter.reported)  # NaN
     return outcomes[0]
 
 
-def _run_stage(job, plan):
-    scaling, spoken = job.recipe.scaling, Spoken(plan)
+def _run_stage(job, events):
+    scaling, reporter = job.recipe.scaling, RecordingReporter(events)
     workers = Workers(scaling.strategy, use_gpu=False, precision=job.recipe.precision)
     trainer, finished, error = None, None, None
     try:
-        trainer = StageTrainer(job, workers, spoken)
+        trainer = StageTrainer(job, workers, reporter)
         finished = trainer.run()
     except UserError as raised:
         error = str(raised)
     if trainer is None:
-        return Outcome(finished, error, History(), {}, None, spoken)
+        return StageOutcome(finished, error, History(), {}, None, reporter)
     weights = {name: weight.clone() for name, weight in whole_parameters(trainer.model).items()}
     logits = None
     if scaling.strategy == "ddp":
         with torch.no_grad():
             logits = trainer.model.eval()(PROBE).logits
-    return Outcome(finished, error, trainer.history, weights, logits, spoken)
+    return StageOutcome(finished, error, trainer.history, weights, logits, reporter)
 
 
 def run_group(function: Callable[..., Any], num_workers: int, *arguments: Any) -> list[Any]:
-    """Call a module's function on processes that form a gloo group; their results by rank."""
+    """Call a module's function on the processes of a gloo group; return the results by rank."""
     with tempfile.TemporaryDirectory() as directory:
         meeting = Path(directory) / "meeting"
         members, ends = [], []
@@ -195,7 +195,7 @@ def run_group(function: Callable[..., Any], num_workers: int, *arguments: Any) -
             return [_received(end) for end in ends]
         except BaseException:
             for member in members:
-                member.kill()  # it may wait for one that failed
+                member.kill()  # it may be waiting for one that failed
             raise
         finally:
             for member in members:

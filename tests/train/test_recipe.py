@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
-from mars_train.recipe import ArStage, DataSettings, MarsStage, Recipe, Scaling, ScratchModel
+from mars_train.recipe import ArStage, MarsStage, Recipe, Scaling, ScratchModel
 
 
 def content(**changes):
@@ -38,48 +38,13 @@ def stages(**values):
 # --- defaults -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "expected"),
-    [
-        ("epochs", 5),
-        ("batch_size", 384),
-        ("learning_rate", 5e-6),
-        ("warmup_ratio", 0.03),
-        ("weight_decay", 0.0),
-        ("max_grad_norm", 1.0),
-        ("max_steps", None),
-    ],
-)
-def test_defaults_of_both_stages(field, expected):
-    for stage in (ArStage(objective="ar"), MarsStage(objective="mars")):
-        assert getattr(stage, field) == expected
-
-
-def test_defaults_of_the_mars_stage():
-    stage = MarsStage(objective="mars")
-    assert (stage.block_size, stage.ar_weight, stage.name) == (4, 1.0, "mars")
-
-
-def test_defaults_of_the_data():
-    data = DataSettings(train=["data.jsonl"])
-    assert (data.max_length, data.loss_on, data.max_bad_rows) == (512, "last", 0)
-
-
-def test_defaults_of_the_run():
+def test_defaults_are_those_of_the_paper():
     recipe = Recipe.model_validate(content())
-    assert (recipe.precision, recipe.seed, recipe.scaling.num_workers) == ("bf16", 0, 1)
-    assert (recipe.scaling.strategy, recipe.scaling.use_gpu) == ("ddp", False)
-    assert (recipe.checkpoints.every_steps, recipe.checkpoints.keep) == (100, 2)
-    assert recipe.checkpoints.storage is None
-    assert recipe.evaluation is None
-    assert recipe.cluster.address is None
-
-
-def test_defaults_of_the_evaluation():
-    evaluation = Recipe.model_validate(content(evaluation=EVALUATION)).evaluation
-    assert (evaluation.every_steps, evaluation.max_items, evaluation.max_tokens) == (100, 200, 256)
-    assert evaluation.thresholds == (1.0, 0.95, 0.7)
-    assert (evaluation.max_accuracy_drop, evaluation.max_loss_rise) == (0.02, 0.05)
+    for stage in recipe.stages:
+        assert (stage.epochs, stage.batch_size, stage.max_steps) == (5, 384, None)
+        assert (stage.learning_rate, stage.warmup_ratio, stage.weight_decay) == (5e-6, 0.03, 0.0)
+    assert (recipe.stages[1].block_size, recipe.stages[1].ar_weight) == (4, 1.0)
+    assert (recipe.data.max_length, recipe.precision) == (512, "bf16")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -92,14 +57,14 @@ def test_stages_are_told_apart_by_their_objective():
     assert recipe.output == Path("out")
 
 
-def test_scratch_model():
+def test_a_recipe_may_start_from_a_new_model():
     model = {"scratch": {"config": {"model_type": "qwen2"}}}
     recipe = Recipe.model_validate(content(model=model))
     assert recipe.model.scratch == ScratchModel(config={"model_type": "qwen2"})
     assert recipe.model.base is None
 
 
-def test_recipe_survives_writing_and_reading():
+def test_a_recipe_survives_writing_and_reading():
     scaling = {"num_workers": [1, 4], "resources_per_worker": {"memory": 1e9}}
     recipe = Recipe.model_validate(content(evaluation=EVALUATION, scaling=scaling))
     written = yaml.safe_dump(recipe.model_dump(mode="json"))
@@ -112,7 +77,7 @@ def test_workers_are_a_number_or_a_range(given, least, most):
     assert (scaling.least_workers, scaling.most_workers) == (least, most)
 
 
-def test_resources_of_a_worker():
+def test_resources_of_a_worker_are_cpus_gpus_and_further_ones():
     scaling = Scaling(
         use_gpu=True, cpus_per_worker=2.5, resources_per_worker={"memory": 1e9, "trn": 1}
     )
@@ -120,7 +85,7 @@ def test_resources_of_a_worker():
     assert Scaling().worker_resources == {"CPU": 1}
 
 
-# --- whether two recipes train the same -----------------------------------------------------------
+# --- differences between recipes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,28 +107,28 @@ def test_resources_of_a_worker():
         ({"attention": "sdpa"}, ["attention"]),
     ],
 )
-def test_differences_are_the_settings_that_train_something_else(changes, differing):
+def test_differences_are_the_settings_that_change_the_trained_model(changes, differing):
     one, other = (Recipe.model_validate(content(**values)) for values in ({}, changes))
     assert one.differences(other) == other.differences(one) == differing
     assert other.differences(other) == []
 
 
-def test_recipe_does_not_change():
+def test_a_recipe_is_immutable():
     recipe = Recipe.model_validate(content())
     with pytest.raises(ValidationError, match="frozen"):
         recipe.seed = 1
 
 
-def test_block_as_long_as_the_data_is_allowed():
+def test_a_block_may_be_as_long_as_the_data():
     changes = {"data": {"train": ["a"], "max_length": 16}, "stages": stages(block_size=16)}
     assert Recipe.model_validate(content(**changes)).stages[0].block_size == 16
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [{}, {"base": "x", "scratch": {"config": {}}}])
-def test_model_has_exactly_one_source(model):
+def test_a_model_has_exactly_one_source(model):
     assert "model: give either base (a directory or hub id) or scratch" in refusal(model=model)
 
 
@@ -188,29 +153,20 @@ def test_model_has_exactly_one_source(model):
         ("learning_rate", "fast"),
     ],
 )
-def test_stage_values(field, value):
+def test_invalid_settings_of_a_stage_are_refused_by_name(field, value):
     message = refusal(stages=stages(**{field: value}))
     assert f"{field}: " in message
     assert "stages.0" in message
 
 
 @pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"train": []}, "data.train: "),
-        ({}, "data.train: required, but not given"),
-        ({"train": ["a"], "max_length": 7}, "data.max_length: "),
-        ({"train": ["a"], "max_bad_rows": -1}, "data.max_bad_rows: "),
-        ({"train": ["a"], "loss_on": "first"}, "data.loss_on: "),
-    ],
-)
-def test_data_values(data, named):
-    assert named in refusal(data=data)
-
-
-@pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"data": {"train": []}}, "data.train: "),
+        ({"data": {}}, "data.train: required, but not given"),
+        ({"data": {"train": ["a"], "max_length": 7}}, "data.max_length: "),
+        ({"data": {"train": ["a"], "max_bad_rows": -1}}, "data.max_bad_rows: "),
+        ({"data": {"train": ["a"], "loss_on": "first"}}, "data.loss_on: "),
         ({"stages": []}, "stages: "),
         ({"stages": [{"objective": "sft"}]}, "stages.0: "),
         ({"stages": [{"epochs": 3}]}, "stages.0: "),
@@ -237,11 +193,11 @@ def test_data_values(data, named):
         ({"model": {"scratch": {"config": {}, "vocabulary_size": 263}}}, "vocabulary_size: "),
     ],
 )
-def test_other_values(changes, named):
+def test_invalid_settings_are_refused_by_name(changes, named):
     assert named in refusal(**changes)
 
 
-def test_names_of_stages_differ():
+def test_names_of_stages_must_differ():
     two = [{"objective": "mars"}, {"objective": "mars"}]
     assert "stages: names must differ, got ['mars', 'mars']" in refusal(stages=two)
     two[1]["name"] = "mars-2"
@@ -249,30 +205,30 @@ def test_names_of_stages_differ():
 
 
 @pytest.mark.parametrize("num_workers", [0, -1, [0, 2], "two", [1], [1, 2, 3], 1.5, True])
-def test_what_is_no_number_of_workers(num_workers):
+def test_an_invalid_number_of_workers_is_refused(num_workers):
     assert refusal(scaling={"num_workers": num_workers}).startswith(
         "recipe.yaml: scaling.num_workers: give a number from 1, or a range [least, most]"
     )
 
 
-def test_range_of_workers_is_in_order():
+def test_a_range_of_workers_must_be_in_order():
     message = refusal(scaling={"num_workers": [3, 2]})
     assert message == "recipe.yaml: scaling: num_workers: give the range as [least, most]"
 
 
 @pytest.mark.parametrize("num_workers", [11, [1, 11]])
-def test_every_worker_gets_a_conversation(num_workers):
+def test_a_batch_smaller_than_the_number_of_workers_is_refused(num_workers):
     message = refusal(stages=stages(batch_size=10), scaling={"num_workers": num_workers})
     assert "stages.0.batch_size: 10 conversations cannot be shared by scaling.num_work" in message
     assert "num_workers = 11; make it larger" in message
 
 
-def test_batch_need_not_be_shared_evenly():
+def test_a_batch_need_not_be_shared_evenly():
     changes = {"stages": stages(batch_size=10), "scaling": {"num_workers": [3, 10]}}
     assert Recipe.model_validate(content(**changes)).stages[0].batch_size == 10
 
 
-def test_block_fits_into_the_data():
+def test_a_block_longer_than_the_data_is_refused():
     message = refusal(stages=stages(block_size=32), data={"train": ["a"], "max_length": 31})
     assert "stages.0.block_size: 32 exceeds data.max_length = 31" in message
 
@@ -283,12 +239,12 @@ def test_checks_across_fields_do_not_print_the_recipe():
     assert message.startswith("recipe.yaml: stages.0.batch_size: ")
 
 
-def test_unknown_key_of_a_stage():
+def test_an_unknown_key_of_a_stage_is_refused():
     message = refusal(stages=stages(learning_rte=1))
     assert message.startswith("recipe.yaml: stages.0.learning_rte: unknown key; known keys: ")
     assert "learning_rate" in message
 
 
-def test_ar_stage_has_no_block_size():
+def test_an_ar_stage_has_no_block_size():
     message = refusal(stages=[{"objective": "ar", "block_size": 4}])
     assert "block_size: unknown key" in message

@@ -27,7 +27,7 @@ def questions(file):
 
 
 def expected_response(question):
-    """The response worked out from the question's text alone."""
+    """Compute the response from the question's text alone."""
     if match := re.fullmatch(r"Count a box of (\d+) ([a-z]+)", question):
         count, thing = match.groups()
         return f"There are {count} {thing} in the box. Answer: {count}"
@@ -42,7 +42,7 @@ def expected_response(question):
     return f"Totals: {' '.join(map(str, totals[1:]))}. Answer: {totals[-1]}"
 
 
-def test_numbers_of_rows(written):
+def test_each_split_has_the_requested_number_of_rows(written):
     assert len(rows(written / "train.jsonl")) == 3000
     assert len(rows(written / "eval.jsonl")) == 300
 
@@ -68,7 +68,7 @@ def test_rows_are_conversations_of_one_turn(written):
         assert roles == ["user", "assistant"]
 
 
-def test_kinds_come_in_their_shares():
+def test_each_kind_of_task_has_its_share():
     rng = random.Random(0)
     counts = Counter(draw_task(rng).kind for _ in range(4000))
     shares = {kind: count / 4000 for kind, count in counts.items()}
@@ -89,7 +89,7 @@ def files(out):
     return [(out / name).read_bytes() for name in ("train.jsonl", "eval.jsonl")]
 
 
-def test_seed_determines_the_data(written, tmp_path):
+def test_the_seed_determines_the_data(written, tmp_path):
     write_demo_data(tmp_path / "same", num_train=3000, num_eval=300, seed=5)
     write_demo_data(tmp_path / "other", num_train=3000, num_eval=300, seed=6)
     assert files(tmp_path / "same") == files(written)
@@ -110,7 +110,7 @@ def test_existing_data_is_kept(tmp_path, name):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_more_questions_than_exist(tmp_path, monkeypatch):
+def test_more_questions_than_exist_are_refused(tmp_path, monkeypatch):
     few = [draw_task(random.Random(seed)) for seed in range(3)]
     monkeypatch.setattr("mars_train.data.demo.draw_task", lambda rng: rng.choice(few))
     with pytest.raises(UserError, match="--eval-examples: there are not 5 distinct questions"):

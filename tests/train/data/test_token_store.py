@@ -54,7 +54,7 @@ def store(tmp_path):
     return write_store(tmp_path / "store", ROWS)
 
 
-def test_rows_come_back(store):
+def test_rows_are_read_as_they_were_written(store):
     again = TokenStore(store.path)
     assert (len(again), again.num_tokens) == (4, 10)
     assert contents(again) == list(ROWS.values())
@@ -63,12 +63,12 @@ def test_rows_come_back(store):
     assert ids.tolist() == [9, 9, 9, 9]
 
 
-def test_a_row_is_the_callers_own(store):
+def test_changing_a_row_does_not_change_the_store(store):
     store[0][0][:] = 0
     assert store[0][0].tolist() == [5, 6, 7]
 
 
-def test_there_is_no_row_past_the_end(store):
+def test_a_row_past_the_end_is_an_index_error(store):
     with pytest.raises(IndexError):
         store[4]
 
@@ -93,26 +93,26 @@ def test_order_of_arrival_does_not_matter(tmp_path_factory, order, cut):
         {(3, 1): ([5], [True])},
     ],
 )
-def test_fingerprint_tells_contents_apart(tmp_path, store, change):
+def test_different_contents_have_different_fingerprints(tmp_path, store, change):
     assert write_store(tmp_path / "other", ROWS | change).fingerprint != store.fingerprint
 
 
-def test_fingerprint_does_not_drift(store):
+def test_the_fingerprint_does_not_change_between_versions(store):
     assert store.fingerprint == ("f1e4fa4642c413a6009282ec954468cb24e5123b16d2c0d374d977247b31c874")
 
 
-def test_a_store_is_whole_or_not_there(tmp_path):
+def test_a_store_appears_only_when_it_is_complete(tmp_path):
     path = tmp_path / "store"
     with TokenStoreWriter(path) as writer:
         append(writer, ROWS)
         assert not path.exists()
-    assert list(tmp_path.iterdir()) == []  # it was left before it was finished
+    assert list(tmp_path.iterdir()) == []  # the writer was closed before it was finished
     write_store(path, ROWS)
     assert sorted(file.name for file in path.iterdir()) == FILES
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_rests_of_a_killed_writer_are_cleared_away(tmp_path):
+def test_files_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / "store.partial").mkdir()
     (tmp_path / "store.partial" / "tokens.bin").write_bytes(b"rest")
     assert contents(write_store(tmp_path / "store", ROWS)) == list(ROWS.values())
@@ -126,7 +126,7 @@ def test_a_store_is_not_overwritten(store):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_missing_file_is_named(store, name):
+def test_a_missing_file_is_named(store, name):
     (store.path / name).unlink()
     with pytest.raises(UserError, match=rf"store/{name}: cannot be read \(.*No such file"):
         TokenStore(store.path)
@@ -134,7 +134,7 @@ def test_missing_file_is_named(store, name):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("cut", [2, 8, None])
-def test_truncated_file_is_named(store, name, cut):
+def test_a_truncated_file_is_named(store, name, cut):
     file = store.path / name
     content = file.read_bytes()
     file.write_bytes(content[: -cut if cut else 0])
@@ -143,21 +143,21 @@ def test_truncated_file_is_named(store, name, cut):
 
 
 @pytest.mark.parametrize("name", ["supervised.bin", "tokens.bin"])
-def test_file_with_more_than_belongs_is_named(store, name):
+def test_a_file_that_is_too_long_is_named(store, name):
     with (store.path / name).open("ab") as handle:
         handle.write(b"more")
     with pytest.raises(UserError, match=rf"{name}: \d+ bytes where \d+ belong"):
         TokenStore(store.path)
 
 
-def test_index_of_another_store_is_named(tmp_path, store):
+def test_the_index_of_another_store_is_refused(tmp_path, store):
     other = write_store(tmp_path / "other", {**ROWS, (3, 1): ([1], [True])})
     (other.path / "index.npy").rename(store.path / "index.npy")
     with pytest.raises(UserError, match=r"index\.npy: does not hold 4 rows"):
         TokenStore(store.path)
 
 
-def test_index_is_never_unpickled(store):
+def test_the_index_is_never_unpickled(store):
     np.save(store.path / "index.npy", np.array([{}] * 4, dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"index\.npy: cannot be read"):
         TokenStore(store.path)
@@ -171,7 +171,7 @@ def test_index_is_never_unpickled(store):
         ({"compression": "zstd"}, "compression: unknown key"),
     ],
 )
-def test_other_version_is_refused(store, change, problem):
+def test_a_header_of_another_version_is_refused(store, change, problem):
     file = store.path / "store.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=rf"store\.json: {problem}.*; prepare the data again"):
@@ -193,14 +193,14 @@ def test_an_epoch_is_a_permutation(num_rows, seed, epoch):
     assert order.tolist() == epoch_order(num_rows, seed, epoch).tolist()
 
 
-def test_order_does_not_drift():
+def test_the_order_does_not_change_between_versions():
     assert epoch_order(10, seed=0, epoch=0).tolist() == [6, 7, 2, 4, 1, 8, 9, 5, 0, 3]
     assert epoch_order(10, seed=0, epoch=1).tolist() == [3, 6, 7, 5, 9, 1, 0, 4, 2, 8]
     assert epoch_order(10, seed=1, epoch=0).tolist() == [4, 6, 5, 9, 2, 3, 8, 7, 0, 1]
 
 
 def splitmix64(state):
-    """SplitMix64 in Python's integers, after https://prng.di.unimi.it/splitmix64.c."""
+    """Compute SplitMix64 with Python integers, after https://prng.di.unimi.it/splitmix64.c."""
     z = (state + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -224,7 +224,7 @@ def test_hash_is_splitmix64(num_rows, seed, epoch, block_size):
     assert offsets.tolist() == [hashed(2, row) % block_size for row in range(num_rows)]
 
 
-def test_epochs_and_seeds_give_unlike_orders():
+def test_orders_of_different_epochs_and_seeds_are_uncorrelated():
     orders = [epoch_order(1000, seed, epoch) for seed in range(4) for epoch in range(4)]
     for index, first in enumerate(orders):
         for second in orders[:index]:
@@ -233,7 +233,7 @@ def test_epochs_and_seeds_give_unlike_orders():
 
 
 @given(num_rows=SIZES, batch_size=st.integers(1, 50), seed=SEEDS)
-def test_every_row_comes_once_an_epoch_but_for_the_incomplete_batch(num_rows, batch_size, seed):
+def test_each_row_occurs_once_per_epoch_without_the_incomplete_batch(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
     order = BatchOrder(num_rows, batch_size, seed)
     assert order.steps_per_epoch == num_rows // batch_size
@@ -252,14 +252,14 @@ def test_rows_of_a_step_do_not_depend_on_the_steps_before(steps):
         assert order.rows(step).tolist() == BatchOrder(23, 5, seed=3).rows(step).tolist()
 
 
-def test_every_row_meets_every_place_of_the_epoch():
+def test_every_row_is_equally_often_first_in_an_epoch():
     firsts = Counter(int(epoch_order(8, 0, epoch)[0]) for epoch in range(4000))
     assert len(firsts) == 8
     assert all(400 < count < 600 for count in firsts.values())  # 500 expected, 24 off is one sigma
 
 
 @given(num_rows=st.integers(0, 100), num_workers=st.integers(1, 12))
-def test_shares_are_even_and_contiguous(num_rows, num_workers):
+def test_shares_of_workers_are_even_and_contiguous(num_rows, num_workers):
     rows = np.arange(num_rows) * 7
     shares = [share(rows, rank, num_workers) for rank in range(num_workers)]
     assert np.concatenate(shares).tolist() == rows.tolist()
@@ -285,7 +285,7 @@ def test_block_offsets_do_not_depend_on_the_worker(rows, seed, epoch, block_size
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
-def test_block_offsets_do_not_drift():
+def test_block_offsets_do_not_change_between_versions():
     rows = np.arange(10)
     assert block_offsets(rows, 0, 0, block_size=8).tolist() == [7, 0, 1, 0, 3, 2, 3, 1, 0, 4]
     assert block_offsets(rows, 0, 1, block_size=8).tolist() == [2, 6, 5, 7, 2, 7, 0, 0, 3, 3]

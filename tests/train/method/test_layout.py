@@ -50,7 +50,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def plain_model(model):
-    """The same weights with the textbook attention, for the computation written out below."""
+    """Copy the model with eager attention, for the plain computation below."""
     other = Qwen2ForCausalLM._from_config(
         copy.deepcopy(model.config), attn_implementation="eager", dtype=torch.float32
     )
@@ -58,14 +58,10 @@ def plain_model(model):
     return other.eval()
 
 
-# --- the worked example ---------------------------------------------------------------------------
+# --- single sequences ----------------------------------------------------------------------------
 
-# Prompt 10 11 12, response 13 14 15 16 17, B = 4, so blocks are positions 0-3 and 4-7.
-# Slots 0-6 are the clean stream (c0-c6): label 7 is predicted at c6, and nothing reads c7. Slots
-# 7-10 are the noisy stream (n3-n6): c0-c2 stand before their block's first mask, so n0-n2 would
-# equal them and n3 sees them instead; nothing reads n7.
-# Rows are queries and columns keys. Row c_i: clean 0..i, no noisy. Row n3: clean 0-2, noisy 3.
-# Row n_i of block 1: clean 0-3, noisy 4..i.
+# The example of the module's docstring: slots 0-6 are the clean stream (c0-c6), slots 7-10 the
+# noisy one (n3-n6). Rows are queries and columns keys.
 EXAMPLE_VISIBILITY = """
     1000 000  0000
     1100 000  0000
@@ -87,83 +83,68 @@ def matrix(text):
     return [[cell == "1" for cell in row] for row in rows]
 
 
-def test_example_slots():
+def test_the_example_is_laid_out_as_drawn():
     layout = sequence(3, 5, 4).layout()
     assert layout.tokens.tolist() == [*range(10, 17), *[MASK] * 4]
-    assert layout.positions.tolist() == [*range(7), 3, 4, 5, 6]
-    assert layout.blocks.tolist() == [-1, -1, -1, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert layout.position_ids.tolist() == [*range(7), 3, 4, 5, 6]
     assert layout.noisy.tolist() == [False] * 7 + [True] * 4
-
-
-def test_example_labels():
-    layout = sequence(3, 5, 4).layout()
     assert layout.labels.tolist() == [13, 14, 15, 16, 17]
     assert layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
-    # n2 sees no mask, so c2 stands for it; the others are n3, n4, n5, n6
     assert layout.noisy_sources.tolist() == [2, 7, 8, 9, 10]
     assert layout.depths.tolist() == [0, 1, 1, 2, 3]
-
-
-def test_example_visibility():
-    batch = collate([[sequence(3, 5, 4).layout()]], PAD)
-    visible = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    batch = collate([[layout]], PAD)
+    visible = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
     assert visible[0].tolist() == matrix(EXAMPLE_VISIBILITY)
 
 
-def test_only_what_predicts_behind_a_mask_is_copied():
-    # labels 6, 7, 8: 6 is predicted at position 5 without a mask, 7 and 8 at 6 and 7
-    layout = sequence(6, 3, 4).layout()
-    assert layout.positions.tolist() == [*range(8), 6, 7]
-    assert layout.tokens[8:].tolist() == [MASK, MASK]
-    assert layout.noisy_sources.tolist() == [5, 8, 9]
-    assert layout.depths.tolist() == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("length", "labels", "block_size", "offset", "copied", "depths"),
+    [
+        # The labels are predicted one position earlier: 6 at 5 without a mask, 7 and 8 at 6 and 7.
+        (9, [6, 7, 8], 4, 0, {6: MASK, 7: MASK}, [0, 1, 2]),
+        # Label 6 is predicted at 5, which sees the mask at 2 and the clean tokens behind it.
+        (8, [2, 6], 8, 0, {2: MASK, 3: 13, 4: 14, 5: 15}, [0, 1]),
+        # Label 3 is predicted at 2. Behind the mask at 3 the block has no label to predict.
+        (12, [2, 3, 9], 4, 0, {2: MASK}, [0, 1, 0]),
+        # Position p lies in block (p + 1) // 4, so positions 3 to 6 are one block.
+        (8, [3, 4, 5, 6, 7], 4, 1, {3: MASK, 4: MASK, 5: MASK, 6: MASK}, [0, 1, 2, 3, 4]),
+        # The first token has no predecessor to predict it.
+        (4, [0, 1, 2, 3], 2, 0, {0: MASK, 1: MASK, 2: MASK}, [1, 2, 1]),
+    ],
+    ids=["prompt", "gap between labels", "unread masks", "offset", "first token"],
+)
+def test_a_block_is_copied_from_its_first_mask_to_its_last_source(
+    length, labels, block_size, offset, copied, depths
+):
+    supervised = np.isin(np.arange(length), labels)
+    layout = lay_out(np.arange(10, 10 + length), supervised, block_size, MASK, offset)
+    num_clean = max(labels)
+    assert layout.position_ids.tolist() == [*range(num_clean), *copied]
+    assert layout.tokens.tolist() == [*range(10, 10 + num_clean), *copied.values()]
+    assert layout.labels.tolist() == [10 + label for label in labels if label > 0]
+    assert layout.depths.tolist() == depths
+    slots = dict(zip(copied, range(num_clean, num_clean + len(copied)), strict=True))
+    assert layout.noisy_sources.tolist() == [
+        slots[source] if depth else source
+        for source, depth in zip(layout.clean_sources.tolist(), depths, strict=True)
+    ]
 
 
-def test_prompt_between_masks_of_a_block_is_copied():
-    supervised = np.isin(np.arange(8), [2, 6])
-    layout = lay_out(np.arange(10, 18), supervised, 8, MASK)
-    # label 6 is predicted at position 5, which sees the mask at 2 and the tokens since
-    assert layout.positions.tolist() == [*range(6), 2, 3, 4, 5]
-    assert layout.tokens[6:].tolist() == [MASK, 13, 14, 15]
-    assert layout.depths.tolist() == [0, 1]
-
-
-def test_masks_that_nothing_reads_are_not_copied():
-    supervised = np.isin(np.arange(12), [2, 3, 9])
-    layout = lay_out(np.arange(10, 22), supervised, 4, MASK)
-    # label 3 is predicted at position 2; after the mask at 3 its block has no label to predict
-    assert layout.positions.tolist() == [*range(9), 2]
-    assert layout.noisy_sources.tolist() == [1, 9, 8]
-
-
-def test_offset_moves_block_borders():
-    layout = sequence(3, 5, 4, offset=1).layout()
-    # position p lies in block (p + 1) // 4, so positions 3-6 are block 1
-    assert layout.blocks.tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert layout.positions[7:].tolist() == [3, 4, 5, 6]
-    assert layout.depths.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_plain_ar_has_the_clean_stream_alone():
+def test_plain_ar_training_has_the_clean_stream_alone():
     layout = lay_out(np.arange(10, 18), np.arange(8) >= 3, None, MASK)
     assert layout.tokens.tolist() == [*range(10, 17)]
     assert not layout.noisy.any()
     assert layout.noisy_sources.tolist() == layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
 
 
-def test_sequence_without_labels_takes_one_slot():
-    for block_size in (None, 4):
-        layout = lay_out(np.arange(10, 18), np.zeros(8, bool), block_size, MASK)
-        assert layout.tokens.tolist() == [10]
-        assert len(layout.labels) == len(layout.depths) == 0
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_a_sequence_without_labels_takes_one_slot(block_size):
+    layout = lay_out(np.arange(10, 18), np.zeros(8, bool), block_size, MASK)
+    assert layout.tokens.tolist() == [10]
+    assert len(layout.labels) == len(layout.depths) == 0
 
 
-def test_first_token_is_never_a_label():
-    layout = lay_out(np.arange(10, 14), np.ones(4, bool), 2, MASK)
-    assert layout.labels.tolist() == [11, 12, 13]
-
-
-# --- the loss against a plain computation ---------------------------------------------------------
+# --- the loss against a full computation ---------------------------------------------------------
 
 
 def random_sequence(rng, block_size):
@@ -182,7 +163,7 @@ def random_sequences(block_size, num=7):
 
 
 def sees(query, key, length, block):
-    """The rule for slots 0..length-1 (clean) and length..2*length-1 (noisy) of one sequence."""
+    """Apply the paper's rule to slots 0..length-1 (clean) and length..2*length-1 (noisy)."""
     query_noisy, key_noisy = query >= length, key >= length
     i, j = query % length, key % length
     if not query_noisy:
@@ -193,7 +174,7 @@ def sees(query, key, length, block):
 
 
 def naive_logits(model, item):
-    """Logits of the clean and of the noisy stream, [length, vocabulary] each."""
+    """Return the logits of the clean and the noisy stream, [length, vocabulary] each."""
     length = len(item.ids)
     noisy = [MASK if hide else int(t) for t, hide in zip(item.ids, item.supervised, strict=True)]
     mask = torch.full((2 * length, 2 * length), torch.finfo(torch.float32).min)
@@ -241,7 +222,7 @@ def assert_gradients_equal(model, plain_model):
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
-def test_loss_and_gradients_equal_plain_computation(model, plain_model, block_size):
+def test_loss_and_gradients_equal_those_of_two_full_streams(model, plain_model, block_size):
     items = random_sequences(block_size)
     ends = [int(np.flatnonzero(item.supervised)[0]) + item.offset for item in items]
     assert any(end % block_size for end in ends)  # a prompt ends inside a block
@@ -256,11 +237,11 @@ def test_loss_and_gradients_equal_plain_computation(model, plain_model, block_si
     torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.noisy, expected["noisy"], rtol=1e-5, atol=0)
     assert ours.num_labels == sum(int(item.supervised[1:].sum()) for item in items)
-    assert abs(float(ours.noisy.detach() - ours.clean.detach())) > 1.0  # two terms, told apart
+    assert abs(float(ours.noisy.detach() - ours.clean.detach())) > 1.0  # the two terms differ
     assert_gradients_equal(model, plain_model)
 
 
-def test_plain_ar_loss_is_the_clean_term(model, plain_model):
+def test_plain_ar_loss_equals_the_clean_term(model, plain_model):
     items = random_sequences(4)
     layouts = [lay_out(item.ids, item.supervised, None, MASK) for item in items]
     with torch.no_grad():
@@ -270,7 +251,7 @@ def test_plain_ar_loss_is_the_clean_term(model, plain_model):
     assert float(ours.noisy) == 0.0
 
 
-def test_sequence_without_labels_adds_nothing(model):
+def test_a_sequence_without_labels_adds_nothing_to_the_loss(model):
     items = random_sequences(4, num=3)
     silent = Sequence(np.arange(1, 9), np.zeros(8, bool), 4)
     with torch.no_grad():
@@ -284,16 +265,16 @@ def test_sequence_without_labels_adds_nothing(model):
 
 
 def noisy_logits(model, layout):
-    """Logits of the noisy slots of one layout, by position."""
+    """Return the logits of a layout's noisy slots, by position."""
     batch = collate([[layout]], PAD)
     hidden = Objective(model, masked=True)._hidden_states(batch)
     logits = model.get_output_embeddings()(hidden)
     slots = np.flatnonzero(layout.noisy)
-    return {int(layout.positions[slot]): logits[slot] for slot in slots}
+    return {int(layout.position_ids[slot]): logits[slot] for slot in slots}
 
 
 @pytest.mark.parametrize(("block_size", "offset"), [(4, 0), (4, 3), (8, 0), (8, 5)])
-def test_noisy_logits_equal_decoding(model, block_size, offset):
+def test_noisy_logits_equal_those_of_decoding(model, block_size, offset):
     item = sequence(9, 20, block_size, offset)
     layout = item.layout()
     with torch.no_grad():
@@ -312,7 +293,7 @@ def test_depth_counts_the_masks_that_decoding_feeds(model):
     layout = item.layout()
     with torch.no_grad():
         ours = noisy_logits(model, layout)
-    position_of = {int(source): layout.positions[source] for source in layout.noisy_sources}
+    position_of = {int(source): layout.position_ids[source] for source in layout.noisy_sources}
     checked = 0
     for source, depth in zip(layout.noisy_sources.tolist(), layout.depths.tolist(), strict=True):
         if depth == 0:
@@ -335,7 +316,7 @@ def test_depth_counts_the_masks_that_decoding_feeds(model):
     block_size=st.sampled_from([None, 1, 2, 4, 16]),
 )
 @settings(deadline=None, max_examples=100)
-def test_pack_loses_nothing_and_fits(lengths, row_slots, block_size):
+def test_pack_keeps_every_layout_and_the_limit_of_a_row(lengths, row_slots, block_size):
     layouts = [sequence(a, b, block_size).layout() for a, b in lengths]
     rows = pack(layouts, row_slots)
     assert sorted(id(layout) for row in rows for layout in row) == sorted(map(id, layouts))
@@ -351,32 +332,27 @@ def packed_sizes(sizes, row_slots, multiple_of=1):
     return [[len(layout.tokens) for layout in row] for row in rows]
 
 
-def test_pack_fills_rows():
-    assert packed_sizes([3, 6, 4, 7], 10) == [[7, 3], [6, 4]]
+@pytest.mark.parametrize(
+    ("sizes", "row_slots", "rows"),
+    [
+        ([3, 6, 4, 7], 10, [[7, 3], [6, 4]]),
+        ([6, 2, 3] * 3, 16, [[6, 3, 2]] * 3),  # rather than rows of 16, 15 and 2
+        ([7, 3] * 4, 16, [[7, 3]] * 4),  # three rows would be 14, 13 and 13
+        ([5] * 8, 20, [[5]] * 8),
+        ([20, 4, 6, 10], 8, [[20], [10, 6, 4]]),
+    ],
+    ids=["full", "even", "less padding", "shortest for equal padding", "long layout"],
+)
+def test_pack_chooses_the_rows_of_least_padding(sizes, row_slots, rows):
+    assert packed_sizes(sizes, row_slots) == rows
 
 
-def test_pack_fills_rows_evenly():
-    assert packed_sizes([6, 2, 3] * 3, 16) == [[6, 3, 2]] * 3  # not the fullest rows, 16, 15 and 2
-
-
-def test_pack_takes_more_rows_where_that_leaves_less_padding():
-    assert packed_sizes([7, 3] * 4, 16) == [[7, 3]] * 4  # three rows would be 14, 13 and 13
-
-
-def test_pack_takes_the_shortest_rows_where_padding_is_the_same():
-    assert packed_sizes([5] * 8, 20) == [[5]] * 8
-
-
-def test_pack_fills_rows_up_to_a_layout_longer_than_they():
-    assert packed_sizes([20, 4, 6, 10], 8) == [[20], [10, 6, 4]]
-
-
-def test_pack_counts_what_rows_are_rounded_up_to():
+def test_pack_accounts_for_the_rounding_of_rows():
     assert len(packed_sizes([9] * 6, 32, multiple_of=1)) == 6
     assert len(packed_sizes([9] * 6, 32, multiple_of=32)) == 2
 
 
-def test_collate_points_sources_at_their_own_row():
+def test_sources_of_a_batch_point_into_their_own_row_and_document():
     rows = [[sequence(3, 5, 4).layout(), sequence(2, 2, 4).layout()], [sequence(6, 3, 4).layout()]]
     batch = collate(rows, PAD)
     tokens, clean = batch.tokens.flatten(), batch.clean_sources
@@ -385,23 +361,23 @@ def test_collate_points_sources_at_their_own_row():
     deep = batch.depths > 0
     noisy = batch.noisy.flatten()[batch.noisy_sources]
     assert noisy.tolist() == deep.tolist()
-    positions, documents = batch.positions.flatten(), batch.documents.flatten()
+    positions, documents = batch.position_ids.flatten(), batch.documents.flatten()
     assert torch.equal(positions[batch.noisy_sources], positions[clean])
     assert torch.equal(documents[batch.noisy_sources], documents[clean])
 
 
-def test_padding_is_a_document_of_its_own():
+def test_padding_sees_and_is_seen_by_no_sequence():
     batch = collate([[sequence(3, 5, 4).layout()], [sequence(1, 1, 4).layout()]], PAD)
     assert batch.documents[0].tolist() == [0] * 11
     assert batch.documents[1].tolist() == [0] + [PADDING_DOCUMENT] * 10
     assert batch.tokens[1, 1:].tolist() == [PAD] * 10
-    visible = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    visible = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
     assert not visible[1, :1, 1:].any()
     assert not visible[1, 1:, :1].any()
-    assert visible.any(dim=-1).all()  # an empty row would turn into NaN
+    assert visible.any(dim=-1).all()  # a query without keys would give NaN
 
 
-def test_rows_are_rounded_up():
+def test_rows_are_rounded_up_to_a_multiple():
     layouts = [sequence(3, 5, 4).layout(), sequence(6, 3, 4).layout()]
     batch = collate([[layout] for layout in layouts], PAD, multiple_of=8)
     assert batch.tokens.shape == (2, 16)
@@ -409,7 +385,7 @@ def test_rows_are_rounded_up():
     assert batch.clean_sources.tolist() == [2, 3, 4, 5, 6, 16 + 5, 16 + 6, 16 + 7]
 
 
-def test_heavy_padding_changes_no_loss(model):
+def test_padding_does_not_change_the_loss(model):
     long, short = sequence(20, 30, 4), sequence(2, 3, 4)
     with torch.no_grad():
         both = Objective(model, masked=True)(packed([long, short], row_slots=1))
@@ -420,7 +396,7 @@ def test_heavy_padding_changes_no_loss(model):
         torch.testing.assert_close(getattr(both, term), expected, rtol=1e-4, atol=0)
 
 
-def test_heavy_padding_gives_finite_gradients(model):
+def test_padding_gives_finite_gradients(model):
     model.zero_grad()
     batch = packed([sequence(20, 30, 4), sequence(1, 1, 4)], row_slots=1)
     sums = Objective(model, masked=True)(batch)

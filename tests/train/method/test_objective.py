@@ -1,12 +1,12 @@
-import os
+import itertools
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.attention.flex_attention import create_mask
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,10 +15,10 @@ from mars_platform.method.rules import visibility
 from mars_train.method.attention import FLEX_MULTIPLE, block_mask
 from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
 from mars_train.method.objective import Objective
+from stage_runs import run_group
 
 MASK, PAD, VOCABULARY = 60, 0, 64
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
-SHARDED = Path(__file__).with_name("sharded_objective.py")
 
 
 def build_model(family="qwen2", **settings):
@@ -30,7 +30,7 @@ def build_model(family="qwen2", **settings):
         head_dim=8,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=6,  # no power of two, and three for each key and value
+        num_attention_heads=6,  # not a power of two; three per key-value head
         num_key_value_heads=2,
         initializer_range=0.3,
         tie_word_embeddings=False,
@@ -59,7 +59,7 @@ def silent_layout():
 
 
 def gradients(objective, batch):
-    """Loss and gradients by name."""
+    """Return the loss, and the gradients by name."""
     objective.zero_grad()
     sums = objective(batch)
     loss = sums.noisy + 0.7 * sums.clean
@@ -83,7 +83,7 @@ def assert_same(ours, expected):
 
 
 def checkpoint_layers(model):
-    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -91,7 +91,7 @@ def checkpoint_layers(model):
 
 @pytest.fixture
 def logits_seen(monkeypatch):
-    """Watches an objective's output layer: elements of the logits of each of its calls."""
+    """Record the number of logits in each call of an objective's output layer."""
 
     def watch(objective, max_logits):
         monkeypatch.setattr(objective_module, "MAX_LOGITS", max_logits)
@@ -120,7 +120,7 @@ def test_label_losses_add_up_to_the_sums():
     assert not torch.isclose(clean[~shallow], noisy[~shallow]).any()
 
 
-def test_label_losses_of_the_clean_stream_alone():
+def test_plain_ar_training_has_no_noisy_losses():
     objective, batch = Objective(build_model(), masked=False), build_batch(block_size=None)
     with torch.no_grad():
         clean, noisy = objective.label_losses(batch)
@@ -128,14 +128,14 @@ def test_label_losses_of_the_clean_stream_alone():
     assert not noisy.any()
 
 
-def test_losses_are_float32_under_bfloat16():
+def test_losses_of_a_bfloat16_model_are_float32():
     objective = Objective(build_model().bfloat16(), masked=True)
     clean, noisy = objective.label_losses(build_batch())
     assert clean.dtype == noisy.dtype == torch.float32
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_batch_without_labels_gives_zero_gradients(masked):
+def test_a_batch_without_labels_gives_zero_gradients(masked):
     objective = Objective(build_model(), masked=masked)
     batch = collate([[silent_layout()], [silent_layout(), silent_layout()]], PAD)
     sums = objective(batch)
@@ -161,14 +161,14 @@ def test_chunks_change_neither_loss_nor_gradients(logits_seen):
     assert len(seen) == 2 * -(-predictions // 10)
 
 
-def test_one_chunk_is_not_computed_twice(logits_seen):
+def test_a_single_chunk_is_not_recomputed(logits_seen):
     objective, batch = Objective(build_model(), masked=True), build_batch()
     seen = logits_seen(objective, 2**20)
     gradients(objective, batch)
     assert len(seen) == 1
 
 
-def test_chunks_hold_a_label_at_least(logits_seen):
+def test_a_chunk_holds_at_least_one_label(logits_seen):
     objective, batch = Objective(build_model(), masked=False), build_batch(2, block_size=None)
     seen = logits_seen(objective, VOCABULARY - 1)
     assert_same(gradients(objective, batch), gradients(objective, batch))
@@ -192,8 +192,8 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(logits_seen):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # what torch says to itself
-def test_compiled_equals_eager_at_every_shape():
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+def test_the_compiled_objective_equals_the_eager_one_at_every_shape():
     eager = Objective(build_model(), masked=True)
     compiled = Objective(build_model(), masked=True, compile=True)
     batches = [build_batch(num, seed=num) for num in (8, 11, 5)]
@@ -205,18 +205,36 @@ def test_compiled_equals_eager_at_every_shape():
     assert compiled.state_dict().keys() == eager.state_dict().keys()
 
 
-def test_sharded_over_two_processes_equals_whole():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, str(SHARDED)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal") == 4
+def compare_sharded_with_whole():
+    """Run by each of two workers: compare loss and gradients under FSDP2 with the whole model's."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    objective_module.MAX_LOGITS = 10 * VOCABULARY
+    batches = [build_batch(seed=seed) for seed in range(size)]
+    whole = Objective(build_model(), masked=True)
+    expected = [gradients(whole, batch) for batch in batches]
+    for reshard, checkpointing in itertools.product([None, True], [False, True]):
+        objective = Objective(build_model().train(), masked=True)
+        if checkpointing:
+            checkpoint_layers(objective.model)
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in objective.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(objective, mesh=mesh, reshard_after_forward=reshard)
+        register_fsdp_forward_method(objective, "label_losses")
+        with torch.no_grad():
+            clean, _ = objective.label_losses(batches[rank])
+            torch.testing.assert_close(clean.sum(), whole(batches[rank]).clean)
+        loss, ours = gradients(objective, batches[rank])
+        torch.testing.assert_close(loss, expected[rank][0])
+        for name, gradient in ours.items():
+            mean = sum(part[name] for _, part in expected) / size
+            assert mean.any(), name
+            atol = 2e-5 * float(mean.abs().max())
+            torch.testing.assert_close(gradient.full_tensor(), mean, rtol=1e-4, atol=atol)
+
+
+def test_sharded_objective_over_two_processes_equals_the_whole_one():
+    run_group(compare_sharded_with_whole, 2)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -231,9 +249,9 @@ def flex_batch(num=9, **settings):
 
 
 @pytest.mark.parametrize("block_size", [None, 2, 16])
-def test_block_mask_is_the_dense_mask(block_size):
+def test_the_block_mask_equals_the_dense_mask(block_size):
     batch = flex_batch(block_size=block_size)
-    dense = visibility(batch.documents, batch.positions, batch.blocks, batch.noisy)
+    dense = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
     blocks = block_mask(batch)
     rows, slots = batch.tokens.shape
     by_element = create_mask(blocks.mask_mod, rows, 1, slots, slots, device="cpu")

@@ -11,7 +11,7 @@ from mars_train.stage.history import HeldOutScore, History, ThresholdScore
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that have been saved."""
+    """Collect the figures that are saved."""
     figures, save = [], Figure.savefig
     monkeypatch.setattr(
         Figure,
@@ -54,7 +54,7 @@ def test_any_history_is_drawn(tmp_path, case):
     assert picture.min() < 0.1 < 0.9 < picture.max()
 
 
-def test_stages_are_rows_of_one_picture(tmp_path, drawn):
+def test_each_stage_is_a_row_of_the_picture(tmp_path, drawn):
     histories = dict(list(HISTORIES.items())[:3])
     plot_curves(histories, tmp_path / "curves.png")
     (figure,) = drawn
@@ -78,7 +78,7 @@ def test_curves_show_the_figures_of_the_history(tmp_path, drawn):
     ]
 
 
-def test_training_loss_is_smoothed_over_what_is_finite(tmp_path, drawn):
+def test_training_loss_is_smoothed_over_finite_values(tmp_path, drawn):
     losses = [math.nan, *[3.0] * 99]
     losses[50:52] = 6.0, math.nan
     plot_curves({"ar": History(ar_steps(*losses))}, tmp_path / "curves.png")  # windows of 2 steps
@@ -89,6 +89,6 @@ def test_training_loss_is_smoothed_over_what_is_finite(tmp_path, drawn):
     assert len(shown) == 100
 
 
-def test_steps_are_drawn_where_they_were_made(tmp_path, drawn):
+def test_steps_are_counted_from_1(tmp_path, drawn):
     plot_curves({"mars": History(steps(3.0, 2.0, 1.0))}, tmp_path / "curves.png")
     assert list(drawn[0].axes[0].lines[0].get_xdata()) == [1, 2, 3]

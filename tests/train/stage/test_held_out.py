@@ -55,7 +55,7 @@ def settings_of(file, **changes):
 
 
 def mars_model(start):
-    """The start model with a mask token, as a stage of MARS has it at first."""
+    """Load the start model and add a mask token, as a MARS stage does."""
     checkpoint, model = read_checkpoint(start), load_model(start)
     mask_id, _ = add_mask_token(model, checkpoint.tokenizer)
     metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=mask_id)
@@ -65,7 +65,7 @@ def mars_model(start):
 # --- reading --------------------------------------------------------------------------------------
 
 
-def test_set_holds_prompts_and_labels_of_the_same_rows(tmp_path, start):
+def test_the_set_holds_prompts_and_labels_of_the_same_rows(tmp_path, start):
     checkpoint = read_checkpoint(start)
     file = write(tmp_path / "a.jsonl", ROWS)
     held_out = read_held_out(settings_of(file, max_items=5), DATA, checkpoint)
@@ -81,7 +81,7 @@ def test_set_holds_prompts_and_labels_of_the_same_rows(tmp_path, start):
         assert response.strip() == row["messages"][-1]["content"].strip()
 
 
-def test_files_are_read_in_order_and_cut_short_together(tmp_path, start):
+def test_files_are_read_in_order_up_to_the_limit(tmp_path, start):
     files = [
         write(tmp_path / f"{name}.jsonl", rows) for name, rows in [("a", ROWS[:2]), ("b", LEARNED)]
     ]
@@ -91,12 +91,12 @@ def test_files_are_read_in_order_and_cut_short_together(tmp_path, start):
     assert len(held_out.rows) == 4
 
 
-def test_file_that_is_missing_is_refused(tmp_path, start):
+def test_a_missing_file_is_refused(tmp_path, start):
     with pytest.raises(UserError, match=r"evaluation\.data: .*missing\.jsonl"):
         read_held_out(settings_of(str(tmp_path / "missing.jsonl")), DATA, read_checkpoint(start))
 
 
-def test_row_that_is_bad_is_refused_by_line(tmp_path, start):
+def test_a_bad_row_is_refused_by_its_line(tmp_path, start):
     file = write(tmp_path / "a.jsonl", [ROWS[0], {"messages": []}])
     with pytest.raises(UserError, match=r"a\.jsonl:2: "):
         read_held_out(settings_of(file), DATA, read_checkpoint(start))
@@ -129,7 +129,7 @@ def scored(start, file):
 
 @torch.no_grad()
 def losses_by_depth(start, file):
-    """Every block by itself: its clean past, then its own tokens with the labels hidden."""
+    """Compute each block separately: its clean past, then its tokens with the labels masked."""
     model, checkpoint = mars_model(start)
     held_out = read_held_out(settings_of(file), DATA, checkpoint)
     losses = [[] for _ in range(BLOCK_SIZE + 1)]
@@ -148,16 +148,16 @@ def losses_by_depth(start, file):
     return [sum(each) / len(each) for each in losses]
 
 
-def test_losses_by_depth_equal_those_of_each_block_by_itself(scored, start, file):
+def test_losses_by_depth_equal_those_of_each_block_computed_separately(scored, start, file):
     assert scored.step == 7
     np.testing.assert_allclose(scored.loss_by_depth, losses_by_depth(start, file), rtol=1e-5)
 
 
-def test_thresholds_are_decoded_from_the_highest_and_one_is_among_them(scored):
+def test_thresholds_are_decoded_in_falling_order_from_1(scored):
     assert [each.threshold for each in scored.thresholds] == [1.0, 0.9, 0.02]
     assert scored.one_token.tokens_per_forward == 1.0
     assert 1.0 <= scored.thresholds[1].tokens_per_forward < scored.thresholds[2].tokens_per_forward
-    assert [each.accuracy for each in scored.thresholds] == [0.0] * 3  # it was never trained
+    assert [each.accuracy for each in scored.thresholds] == [0.0] * 3  # the model is untrained
 
 
 @pytest.mark.parametrize("num_workers", [2, 9])  # nine leave two without a conversation
@@ -167,10 +167,10 @@ def test_scores_do_not_depend_on_the_number_of_workers(scored, start, file, num_
         assert score.thresholds == scored.thresholds
 
 
-def test_model_without_masks_is_decoded_one_token_at_a_time(scored, start, file):
+def test_a_model_without_masks_is_decoded_one_token_at_a_time(scored, start, file):
     (score,) = run_group(score_set, 1, start, file, False)
     assert [each.threshold for each in score.thresholds] == [1.0]
-    (loss,) = score.loss_by_depth  # without the mask, which takes a little of the probability
+    (loss,) = score.loss_by_depth  # the mask token takes a little of the probability
     assert 0.999 * scored.loss_by_depth[0] < loss < scored.loss_by_depth[0]
 
 
@@ -185,35 +185,39 @@ def score_of(accuracy=0.5, loss=1.0, step=40):
 LIMITS = EvaluationSettings(data=["unused"], max_accuracy_drop=0.25, max_loss_rise=0.5)
 
 
-def test_loss_of_accuracy_is_warned_of():
-    assert warnings_of(score_of(accuracy=0.25), score_of(accuracy=0.5625), LIMITS) == [
-        "step 40: one-token accuracy is 25.0%, 31.2 points below the 56.2% that the stage began "
-        "with; lower learning_rate or raise ar_weight"
-    ]
+ACCURACY_WARNING = (
+    "step 40: one-token accuracy is 25.0%, 31.2 points below the 56.2% that the stage began "
+    "with; lower learning_rate or raise ar_weight"
+)
+LOSS_WARNING = (
+    "step 40: the AR loss on held-out data is 1.7500 nats, 0.7500 above that of the model that "
+    "the stage began with; lower learning_rate or raise ar_weight"
+)
 
 
-def test_rise_of_the_loss_is_warned_of():
-    assert warnings_of(score_of(loss=1.75), score_of(loss=1.0), LIMITS) == [
-        "step 40: the AR loss on held-out data is 1.7500 nats, 0.7500 above that of the model that "
-        "the stage began with; lower learning_rate or raise ar_weight"
-    ]
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [
+        ({"accuracy": 0.25}, [ACCURACY_WARNING]),
+        ({"accuracy": 0.5625, "loss": 1.75}, [LOSS_WARNING]),
+        ({"accuracy": 0.25, "loss": 1.75}, [ACCURACY_WARNING, LOSS_WARNING]),
+    ],
+)
+def test_lower_accuracy_and_higher_loss_give_warnings(changes, warnings):
+    assert warnings_of(score_of(**changes), score_of(accuracy=0.5625), LIMITS) == warnings
 
 
 @pytest.mark.parametrize(
     ("score", "start"),
     [
         (score_of(), score_of()),
-        (score_of(accuracy=0.25, loss=1.5), score_of()),  # exactly as much as is allowed
+        (score_of(accuracy=0.25, loss=1.5), score_of()),  # exactly the limits
         (score_of(accuracy=1.0, loss=0.1), score_of()),
         (score_of(accuracy=None), score_of(accuracy=None)),
     ],
 )
-def test_what_is_within_the_limits_is_not_warned_of(score, start):
+def test_changes_within_the_limits_give_no_warning(score, start):
     assert warnings_of(score, start, LIMITS) == []
-
-
-def test_both_are_warned_of():
-    assert len(warnings_of(score_of(accuracy=0.0, loss=9.0), score_of(), LIMITS)) == 2
 
 
 # --- during training ------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ STAGE = {"block_size": BLOCK_SIZE, "batch_size": 7, "micro_batch_size": 7, "epoc
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, start):
-    """A store of the conversations that are to be learned by heart."""
+    """Write a store of conversations to be memorised."""
     path = tmp_path_factory.mktemp("learned")
     file = write(path / "learned.jsonl", LEARNED)
     rows = read_held_out(settings_of(file), DATA, read_checkpoint(start)).rows
@@ -266,10 +270,10 @@ def test_scores_follow_what_the_model_learns(job_of):
     assert [each.accuracy for each in last.thresholds] == [1.0, 1.0]
     assert last.thresholds[1].tokens_per_forward > 1.5
     assert last.loss_by_depth[0] < 0.1 < 3 < first.loss_by_depth[0]
-    assert outcome.spoken.warned == []
-    metrics = [m for m in outcome.spoken.reported if "eval/accuracy_1" in m]
+    assert outcome.reporter.warned == []
+    metrics = [m for m in outcome.reporter.reported if "eval/accuracy_1" in m]
     assert metrics == [{"step": score.step, **score.metrics()} for score in outcome.history.scores]
-    assert outcome.spoken.said[-1] == (
+    assert outcome.reporter.said[-1] == (
         f"stage mars, step 70, held-out: AR loss {last.loss_by_depth[0]:.4f}; "
         f"τ=1: 100.0% correct, 1.00 tokens/forward; "
         f"τ=0.7: 100.0% correct, {last.thresholds[1].tokens_per_forward:.2f} tokens/forward"
@@ -286,13 +290,13 @@ def test_scoring_does_not_change_training(job_of):
     assert all(torch.equal(scored.weights[k], v) for k, v in plain.weights.items())
 
 
-def test_resumed_run_scores_each_step_once(job_of):
+def test_a_resumed_run_scores_each_step_once(job_of):
     straight = run_stage(job_of("straight", steps=4))
     run_stage(job_of("resumed", steps=4), stop_at=2)
     resumed = run_stage(job_of("resumed", steps=4))
     assert [score.step for score in resumed.history.scores] == [0, 2, 4]
     assert resumed.history == straight.history
-    assert [m["step"] for m in resumed.spoken.reported if "eval/accuracy_1" in m] == [4]
+    assert [m["step"] for m in resumed.reporter.reported if "eval/accuracy_1" in m] == [4]
 
 
 def test_workers_share_the_scoring_whether_the_model_is_sharded_or_not(job_of):
@@ -304,10 +308,10 @@ def test_workers_share_the_scoring_whether_the_model_is_sharded_or_not(job_of):
             assert ours.thresholds == expected.thresholds
 
 
-def test_falling_behind_the_start_is_warned_of(job_of):
+def test_a_run_that_falls_behind_its_start_gives_warnings(job_of):
     outcome = run_stage(job_of("run", steps=4, stage={"learning_rate": 3.0}))
-    assert outcome.spoken.warned
-    for warning in outcome.spoken.warned:
+    assert outcome.reporter.warned
+    for warning in outcome.reporter.warned:
         assert "stage mars, step " in warning
         assert "the AR loss on held-out data is " in warning
 

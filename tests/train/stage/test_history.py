@@ -7,7 +7,7 @@ from histories import held_out, record
 from mars_train.stage.history import HeldOutScore, History, ThresholdScore, read_history
 
 
-def test_history_survives_writing_and_reading_exactly(tmp_path):
+def test_a_history_survives_writing_and_reading_exactly(tmp_path):
     losses = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 1e22]
     history = History([record(loss) for loss in losses], [held_out(0), held_out(4)])
     history.write(tmp_path / "history.json")
@@ -17,13 +17,13 @@ def test_history_survives_writing_and_reading_exactly(tmp_path):
     assert (again.steps[0].num_tokens, again.steps[0].skipped) == (77, False)
 
 
-def test_empty_history_survives(tmp_path):
+def test_an_empty_history_survives_writing_and_reading(tmp_path):
     History().write(tmp_path / "history.json")
     assert read_history(tmp_path / "history.json") == History()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_read_as_not_a_number(tmp_path, loss):
+def test_infinities_and_nan_are_read_as_nan(tmp_path, loss):
     History([record(loss, gradient_norm=math.inf, skipped=True)]).write(tmp_path / "history.json")
 
     def refuse(constant):
@@ -37,7 +37,7 @@ def test_what_is_not_finite_is_read_as_not_a_number(tmp_path, loss):
     assert step.learning_rate == 1e-3
 
 
-def test_scores_that_are_not_finite_survive(tmp_path):
+def test_non_finite_scores_survive_writing_and_reading(tmp_path):
     score = HeldOutScore(0, [math.nan], [ThresholdScore(1.0, 0.0, 1.0)])
     History([], [score]).write(tmp_path / "history.json")
     (again,) = read_history(tmp_path / "history.json").scores
@@ -48,7 +48,7 @@ def test_skipped_steps_are_counted():
     assert History([record(), record(skipped=True), record(skipped=True)]).num_skipped == 2
 
 
-def test_scores_as_metrics_leave_out_what_is_not_checkable():
+def test_metrics_leave_out_an_accuracy_without_checkable_answers():
     assert held_out().metrics() == {
         "eval/loss_depth_0": 0.1 + 0.2,
         "eval/loss_depth_1": 1 / 3,
@@ -58,5 +58,5 @@ def test_scores_as_metrics_leave_out_what_is_not_checkable():
     }
 
 
-def test_one_token_decoding_is_the_threshold_of_one():
+def test_one_token_decoding_is_that_of_threshold_1():
     assert held_out().one_token == ThresholdScore(1.0, 0.5, 1.0)

@@ -12,7 +12,7 @@ WAYS = [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "ddp"), (3, "fsd
 
 
 class Layer(nn.Linear):
-    """What FSDP2 shards as a unit."""
+    """A layer that FSDP2 shards as a unit."""
 
 
 class Model(nn.Module):
@@ -37,7 +37,7 @@ def inputs(rank):
 
 
 def plain_gradients(ranks):
-    """The mean over ranks of each one's gradients."""
+    """Return the gradients averaged over ranks."""
     model = build_model()
     for rank in ranks:
         (model(inputs(rank)).square().sum() / len(ranks)).backward()
@@ -52,7 +52,7 @@ def whole_gradients(model):
 
 
 def use(strategy, precision="no"):
-    """What one worker finds."""
+    """Exercise a worker's methods and return the results."""
     workers = Workers(strategy, use_gpu=False, precision=precision)
     rank = workers.rank
     plain = build_model()
@@ -83,7 +83,7 @@ def found(request):
     return strategy, run_group(use, num_workers, strategy)
 
 
-def test_workers_know_their_place(found):
+def test_workers_know_their_rank_number_and_device(found):
     _, each = found
     assert [one["place"] for one in each] == [(rank, len(each), "cpu") for rank in range(len(each))]
 
@@ -128,7 +128,7 @@ def test_gradients_are_averaged_in_the_last_micro_batch(found):
             np.testing.assert_allclose(one["after the last"][name], 2 * gradient, atol=1e-5)
 
 
-def test_norm_is_that_of_the_whole_gradient_before_clipping(found):
+def test_clipping_returns_the_norm_of_the_whole_gradient_before(found):
     _, each = found
     gradients = plain_gradients(range(len(each))).values()
     norm = 2 * float(torch.nn.utils.get_total_norm(list(gradients)))
@@ -137,7 +137,7 @@ def test_norm_is_that_of_the_whole_gradient_before_clipping(found):
         assert one["norms"] == each[0]["norms"]
 
 
-def test_float32_is_left_alone(found):
+def test_precision_no_computes_in_float32(found):
     _, each = found
     assert {(one["output"], one["matmul"]) for one in each} == {(torch.float32, torch.float32)}
 

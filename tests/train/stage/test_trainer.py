@@ -32,7 +32,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def job_of(tmp_path, start, data):
-    """Builds jobs of 8 steps; those of one name share their checkpoints."""
+    """Build jobs of 8 steps; jobs of the same name share their checkpoints."""
 
     def build(name="run", *, stage=(), start=start, data=data, **rest):
         stage = {"max_steps": 8, **dict(stage)}
@@ -43,7 +43,7 @@ def job_of(tmp_path, start, data):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, start, data):
-    """What the same jobs leave when nothing interrupts them."""
+    """Run jobs without interruption and return their outcomes."""
     stage = {"max_steps": 8}
 
     @cache
@@ -56,7 +56,7 @@ def straight(tmp_path_factory, start, data):
 
 
 def assert_equal(ours, expected):
-    """Bit for bit."""
+    """Compare histories and weights bit for bit."""
     assert ours.error is None
     assert ours.finished
     assert ours.history == expected.history
@@ -87,10 +87,10 @@ def flip_bit(file):
     file.write_bytes(content)
 
 
-# --- how a step's conversations are split ---------------------------------------------------------
+# --- splitting a step -----------------------------------------------------------------------------
 
 
-def test_split_over_workers_and_micro_batches_changes_nothing(job_of):
+def test_workers_and_micro_batches_do_not_change_the_losses(job_of):
     stage = {"max_steps": 20}
     one = run_stage(job_of("1", stage=stage, workers=1))  # accumulates 4 micro-batches
     two = run_stage(job_of("2", stage=stage, workers=2))
@@ -105,14 +105,14 @@ def test_split_over_workers_and_micro_batches_changes_nothing(job_of):
     assert [s.num_tokens for s in four.history.steps] == [s.num_tokens for s in one.history.steps]
 
 
-def test_workers_without_a_conversation_left_change_nothing(job_of):
+def test_workers_without_a_conversation_do_not_change_the_losses(job_of):
     stage = {"batch_size": 10, "micro_batch_size": 1, "max_steps": 6}
     one = run_stage(job_of("1", stage=stage))
     three = run_stage(job_of("3", stage=stage, workers=3))  # shares of 3, 3 and 4
     assert_close(three, one, 6)
 
 
-def test_first_step_is_the_mean_over_labels_of_conversations_one_by_one(job_of, start, data):
+def test_the_first_step_is_the_mean_over_the_labels_of_its_conversations(job_of, start, data):
     stage = {"block_size": 3, "ar_weight": 0.7, "max_steps": 1, "max_grad_norm": 1e9}
     job = job_of(stage=stage, workers=2)
     outcome = run_stage(job)
@@ -141,14 +141,14 @@ def test_first_step_is_the_mean_over_labels_of_conversations_one_by_one(job_of, 
     assert step.num_tokens == num_tokens
 
 
-def test_ar_stage_trains_the_clean_stream_alone(job_of):
+def test_an_ar_stage_trains_the_clean_stream_alone(job_of):
     job = job_of(stage={"objective": "ar", "max_steps": 3})
     outcome = run_stage(job)
     assert all(s.noisy_loss == 0 and s.loss == s.clean_loss > 0 for s in outcome.history.steps)
     assert read_metadata(Storage(job.storage).fetch(MODEL)) is None
 
 
-def test_incomplete_last_batch_of_an_epoch_is_left_out(job_of):
+def test_the_incomplete_last_batch_of_an_epoch_is_dropped(job_of):
     stage = job_of(stage={"max_steps": None, "batch_size": 30, "epochs": 3}).stage
     assert num_steps(stage, NUM_ROWS) == 9
     assert num_steps(stage, 29) == 0
@@ -161,18 +161,18 @@ def test_incomplete_last_batch_of_an_epoch_is_left_out(job_of):
 @pytest.mark.parametrize(
     ("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")]
 )
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(job_of, straight, workers, strategy):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(job_of, straight, workers, strategy):
     scaling = {"workers": workers, "strategy": strategy}
     stopped = run_stage(job_of("resumed", **scaling), stop_at=5)
     assert stopped.finished is False
     assert len(stopped.losses) == 5
     resumed = run_stage(job_of("resumed", **scaling))
-    assert "resumed from " in resumed.spoken.said[0]
-    assert "step-00000005" in resumed.spoken.said[0]
+    assert "resumed from " in resumed.reporter.said[0]
+    assert "step-00000005" in resumed.reporter.said[0]
     assert_equal(resumed, straight(workers, strategy))
 
 
-def test_resumed_run_repeats_what_dropout_draws(job_of, straight, tmp_path):
+def test_a_resumed_run_draws_the_same_dropout(job_of, straight, tmp_path):
     start = write_start(tmp_path / "start", attention_dropout=0.2)
     uninterrupted = run_stage(job_of("straight", start=start))
     run_stage(job_of("resumed", start=start), stop_at=5)
@@ -180,67 +180,67 @@ def test_resumed_run_repeats_what_dropout_draws(job_of, straight, tmp_path):
     assert uninterrupted.losses[0] != straight().losses[0]
 
 
-def test_run_resumes_with_another_number_of_workers(job_of, straight):
+def test_a_run_resumes_with_another_number_of_workers(job_of, straight):
     run_stage(job_of("resumed", workers=2, strategy="fsdp2"), stop_at=3)
     stopped = run_stage(job_of("resumed", workers=3), stop_at=6)
-    assert "step-00000003" in stopped.spoken.said[0]
+    assert "step-00000003" in stopped.reporter.said[0]
     resumed = run_stage(job_of("resumed", workers=1))
-    assert "step-00000006" in resumed.spoken.said[0]
+    assert "step-00000006" in resumed.reporter.said[0]
     assert_close(resumed, straight(), 8)
     run_stage(job_of("sharded"), stop_at=4)
     assert_close(run_stage(job_of("sharded", workers=2, strategy="fsdp2")), straight(), 8)
 
 
-def test_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(job_of, straight):
+def test_the_checkpoint_before_a_damaged_one_is_used(job_of, straight):
     job = job_of("resumed", workers=2, checkpoints={"every_steps": 3})
     run_stage(job, stop_at=7)
     storage = Storage(job.storage)
     assert storage.names() == ["step-00000006", "step-00000007"]
     flip_bit(storage.fetch("step-00000007") / "shard-00001-of-00002.safetensors")
     resumed = run_stage(job)
-    (warning,) = resumed.spoken.warned
+    (warning,) = resumed.reporter.warned
     assert f"{job.storage}/step-00000007 is damaged and not used: shard-00001-of-00002" in warning
-    assert "step-00000006" in resumed.spoken.said[0]
+    assert "step-00000006" in resumed.reporter.said[0]
     assert_equal(resumed, straight(workers=2))
 
 
-def test_run_whose_checkpoints_are_all_damaged_starts_anew(job_of, straight):
+def test_a_run_restarts_if_all_its_checkpoints_are_damaged(job_of, straight):
     job = job_of("resumed", checkpoints={"every_steps": 3})
     run_stage(job, stop_at=7)
     storage = Storage(job.storage)
     for name in storage.names():
         (storage.fetch(name) / "history.json").unlink()
     resumed = run_stage(job)
-    assert [text.count("history.json is missing") for text in resumed.spoken.warned] == [1, 1]
-    assert resumed.spoken.said == []
+    assert [text.count("history.json is missing") for text in resumed.reporter.warned] == [1, 1]
+    assert resumed.reporter.said == []
     assert_equal(resumed, straight())
 
 
-def test_save_that_was_cut_short_does_not_count(job_of, straight):
+def test_an_incomplete_checkpoint_does_not_count(job_of, straight):
     job = job_of("resumed")
     run_stage(job, stop_at=5)
     newest = Storage(job.storage).fetch("step-00000005")
     cut_short = newest.with_name(".partial-step-00000009-abc")
     newest.rename(cut_short)
     resumed = run_stage(job)
-    assert resumed.spoken.said == []
+    assert resumed.reporter.said == []
     assert not cut_short.exists()
     assert_equal(resumed, straight())
 
 
-def test_finished_run_is_not_trained_again(job_of):
+def test_a_finished_run_is_not_trained_again(job_of):
     job = job_of()
     finished = run_stage(job)
     again = run_stage(job)
-    assert "step-00000008" in again.spoken.said[0]
+    assert "step-00000008" in again.reporter.said[0]
     assert_equal(again, finished)
     assert Storage(job.storage).names() == [MODEL, "step-00000008"]
 
 
-def test_checkpoint_of_another_run_is_refused_by_name(job_of, tmp_path):
+def test_checkpoints_of_another_run_are_refused(job_of, tmp_path):
     run_stage(job_of(), stop_at=3)
     other = run_stage(job_of(stage={"learning_rate": 1e-3}, seed=1))
-    assert "step-00000003 is of another run, which differs in stages, seed; " in other.error
+    assert "step-00000003 belongs to another run, which differs in stages, seed; " in other.error
     data = write_rows(tmp_path / "data", NUM_ROWS, seed=1)
     assert "differs in its data; name another storage" in run_stage(job_of(data=data)).error
 
@@ -248,10 +248,10 @@ def test_checkpoint_of_another_run_is_refused_by_name(job_of, tmp_path):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_newest_checkpoints_are_kept_and_hold_the_recipe(job_of):
+def test_the_newest_checkpoints_are_kept_with_the_recipe(job_of):
     job = job_of(checkpoints={"every_steps": 2, "keep": 2}, stage={"max_steps": 7})
     outcome = run_stage(job, save_at=(3, 4))
-    saved = [m["step"] for m in outcome.spoken.reported if "checkpoint" in m]
+    saved = [m["step"] for m in outcome.reporter.reported if "checkpoint" in m]
     assert saved == [2, 3, 4, 6, 7]
     storage = Storage(job.storage)
     assert storage.names() == [MODEL, "step-00000006", "step-00000007"]
@@ -262,10 +262,10 @@ def test_newest_checkpoints_are_kept_and_hold_the_recipe(job_of):
     assert state["step"] == 7
 
 
-def test_full_disk_skips_a_checkpoint_and_keeps_the_one_before(job_of, straight):
+def test_a_full_disk_skips_a_checkpoint_and_keeps_the_one_before(job_of, straight):
     job = job_of("full", workers=2, checkpoints={"every_steps": 3})
     outcome = run_stage(job, full_disk_at=(6,))
-    (warning,) = outcome.spoken.warned
+    (warning,) = outcome.reporter.warned
     assert warning.startswith("checkpoint skipped: ")
     assert "step-00000006 could not be written: " in warning
     assert_equal(outcome, straight(workers=2))
@@ -276,7 +276,7 @@ def test_full_disk_skips_a_checkpoint_and_keeps_the_one_before(job_of, straight)
     assert not list(storage.fetch(MODEL).parent.glob(".*"))
 
 
-def test_full_disk_at_the_end_of_a_run_is_said_and_can_be_mended(job_of, straight):
+def test_a_full_disk_at_the_end_fails_a_run_that_can_be_resumed(job_of, straight):
     job = job_of("full", checkpoints={"every_steps": 3})
     outcome = run_stage(job, full_disk_at=(8,))
     assert "step-00000008 could not be written: " in outcome.error
@@ -284,12 +284,12 @@ def test_full_disk_at_the_end_of_a_run_is_said_and_can_be_mended(job_of, straigh
     assert_equal(run_stage(job), straight())
 
 
-# --- steps that are not finite --------------------------------------------------------------------
+# --- non-finite steps -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """A start model and data, one of whose conversations makes the loss not a number."""
+    """A start model, and data with one conversation that makes the loss NaN."""
     path = tmp_path_factory.mktemp("poisoned")
     start = write_start(path / "start", tie_word_embeddings=False)
     weights = load_file(start / "model.safetensors")
@@ -316,7 +316,7 @@ POISONED_STAGE = {
 
 
 @pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (2, "fsdp2")])
-def test_step_that_is_not_finite_is_skipped_and_counted(job_of, poisoned, workers, strategy):
+def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned, workers, strategy):
     job = job_of(
         stage=POISONED_STAGE,
         workers=workers,
@@ -330,14 +330,14 @@ def test_step_that_is_not_finite_is_skipped_and_counted(job_of, poisoned, worker
     assert [i for i, step in enumerate(outcome.history.steps) if step.skipped] == bad
     assert outcome.history.num_skipped == len(bad) == 2
     assert [math.isnan(loss) for loss in outcome.losses] == [i in bad for i in range(12)]
-    assert [f"step {i + 1}: " in w for i, w in zip(bad, outcome.spoken.warned, strict=True)]
+    assert [f"step {i + 1}: " in w for i, w in zip(bad, outcome.reporter.warned, strict=True)]
     for step in range(1, 12):
         before, after = (state_of(job, f"step-{i:08d}") for i in (step, step + 1))
         same = [torch.equal(before[k], after[k]) for k in after if "embed_tokens" not in k]
         assert all(same) == (step in bad), step
 
 
-def test_too_many_steps_that_are_not_finite_are_fatal(job_of, poisoned):
+def test_too_many_non_finite_steps_fail_the_run(job_of, poisoned):
     job = job_of(stage=POISONED_STAGE, max_nonfinite_steps=1, **poisoned)
     outcome = run_stage(job)
     order = BatchOrder(24, 4, job.recipe.seed)
@@ -349,12 +349,12 @@ def test_too_many_steps_that_are_not_finite_are_fatal(job_of, poisoned):
     assert len(outcome.losses) == last
 
 
-def test_learning_rate_that_is_far_too_high_is_fatal(job_of):
+def test_a_far_too_high_learning_rate_fails_the_run(job_of):
     outcome = run_stage(job_of(stage={"learning_rate": 1e30}, max_nonfinite_steps=3))
     assert "not finite in 4 steps" in outcome.error
 
 
-def test_run_resumes_before_the_first_step_that_was_not_skipped(job_of, tmp_path, data):
+def test_a_run_whose_steps_were_all_skipped_resumes(job_of, tmp_path, data):
     start = write_start(tmp_path / "start")
     weights = load_file(start / "model.safetensors")
     weights["model.norm.weight"][:] = math.nan
@@ -369,7 +369,7 @@ def test_run_resumes_before_the_first_step_that_was_not_skipped(job_of, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_trained_model_is_exported_to_plain_transformers(job_of, tmp_path, family):
+def test_plain_transformers_load_the_trained_model(job_of, tmp_path, family):
     start = write_start(tmp_path / "start", family=family, tie_word_embeddings=family == "qwen3")
     job = job_of(start=start, stage={"max_steps": 1})
     outcome = run_stage(job)
@@ -386,7 +386,7 @@ def test_trained_model_is_exported_to_plain_transformers(job_of, tmp_path, famil
     assert (path / "history.json").exists()
 
 
-def test_gradient_checkpointing_changes_nothing(job_of):
+def test_gradient_checkpointing_does_not_change_the_losses(job_of):
     plain = run_stage(job_of("plain", stage={"max_steps": 3}))
     for strategy in ("ddp", "fsdp2"):
         scaling = {"workers": 2, "strategy": strategy, "gradient_checkpointing": True}

@@ -21,8 +21,8 @@ from mars_platform.checkpoint.manifest import MANIFEST, MEASURED, Damaged, Manif
 from mars_platform.errors import UserError
 from mars_serve.measure.frontier.working_file import WORKING_FILE
 from mars_train.storage.directories import (
-    Alone,
     SaveFailed,
+    SingleWriter,
     Storage,
     copy_into,
     fetch_shared,
@@ -34,7 +34,7 @@ CONTENT = {"a.bin": b"first", "inner/b.bin": bytes(range(256)) * 40, "empty": b"
 
 @dataclass
 class Threads:
-    """Processes of a group, as threads."""
+    """A member of a group of writers that run as threads."""
 
     rank: int
     barrier: threading.Barrier
@@ -49,7 +49,7 @@ class Threads:
 
 
 def together(num, task):
-    """What the task returns or raises on each member of a group."""
+    """Run a task on each member of a group; return the results or `SaveFailed` errors by rank."""
     barrier, values = threading.Barrier(num), {}
 
     def outcome(rank):
@@ -77,14 +77,18 @@ def no_room(directory):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def remote_storage():
+    return Storage(f"memory://{uuid.uuid4().hex}")
+
+
 @pytest.fixture(params=["local", "memory"])
 def storage(request, tmp_path):
     if request.param == "local":
         yield Storage(str(tmp_path / "root"))
         return
-    root = f"memory://{uuid.uuid4().hex}"
-    yield Storage(root)
-    Storage(root).remove_all("")
+    remote = remote_storage()
+    yield remote
+    remote.remove_all("")
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +98,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def everything(storage):
-    """All files under the root, by path."""
+    """Return the content of all files under the root, by path."""
     system, root = storage.file_system, storage.file_path("").rstrip("/")
     found = system.find(root) if system.exists(root) else []
     return {path.removeprefix(f"{root}/"): system.cat_file(path) for path in found}
@@ -105,7 +109,7 @@ def change(storage, name, file, content):
 
 
 def content_of(directory):
-    """Without the manifest."""
+    """Return the content of a directory's files, without the manifest."""
     manifest = directory / MANIFEST
     files = [path for path in directory.rglob("*") if path.is_file() and path != manifest]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
@@ -114,9 +118,9 @@ def content_of(directory):
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def test_saved_directory_is_described_by_its_manifest(storage):
+def test_a_manifest_describes_the_saved_files(storage):
     assert storage.names() == []
-    storage.save("x", writer(), Alone())
+    storage.save("x", writer(), SingleWriter())
     assert storage.names() == ["x"]
     storage.verify("x")
     files = everything(storage)
@@ -130,10 +134,10 @@ def test_saved_directory_is_described_by_its_manifest(storage):
     }
 
 
-def test_names_are_sorted_and_leave_out_what_is_hidden_or_has_no_manifest(storage):
+def test_names_are_sorted_and_exclude_hidden_and_incomplete_directories(storage):
     for name in ("step-2", "model", "step-1", ".partial-step-3", ".refused-step-0"):
-        storage.save(name, writer(), Alone())
-    storage.save("step-4", writer(), Alone())
+        storage.save(name, writer(), SingleWriter())
+    storage.save("step-4", writer(), SingleWriter())
     storage.file_system.rm(storage.file_path(f"step-4/{MANIFEST}"))
     assert storage.names() == ["model", "step-1", "step-2"]
 
@@ -150,7 +154,7 @@ def test_processes_of_a_group_write_together(storage):
     assert sorted(manifest.files) == ["shard-0", "shard-1", "shard-2"]
 
 
-def test_process_of_a_group_may_have_nothing_to_write(storage):
+def test_a_process_of_a_group_may_write_nothing(storage):
     def task(group):
         storage.save("x", writer({"a.bin": b"first"} if group.rank == 0 else {}), group)
 
@@ -159,8 +163,8 @@ def test_process_of_a_group_may_have_nothing_to_write(storage):
     assert sorted(everything(storage)) == ["x/a.bin", f"x/{MANIFEST}"]
 
 
-def test_failed_save_raises_on_every_process_and_leaves_nothing(storage):
-    storage.save("old", writer(), Alone())
+def test_a_failed_save_raises_on_every_process_and_leaves_nothing(storage):
+    storage.save("old", writer(), SingleWriter())
     before = everything(storage)
 
     def task(group):
@@ -179,7 +183,7 @@ def test_failed_save_raises_on_every_process_and_leaves_nothing(storage):
     assert storage.names() == ["new", "old"]
 
 
-def test_manifest_that_cannot_be_written_fails_the_save_everywhere(tmp_path):
+def test_a_save_fails_on_every_process_if_the_manifest_cannot_be_written(tmp_path):
     storage = Storage(str(tmp_path))
     (tmp_path / "x" / "in the way").mkdir(parents=True)
 
@@ -192,17 +196,17 @@ def test_manifest_that_cannot_be_written_fails_the_save_everywhere(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name != "temporary"] == ["x"]
 
 
-def test_mistake_in_writing_is_no_failure_of_the_disk(storage):
+def test_errors_other_than_of_the_disk_are_raised_as_they_are(storage):
     def write(directory):
         raise TypeError("a mistake")
 
     with pytest.raises(TypeError, match="a mistake"):
-        storage.save("x", write, Alone())
+        storage.save("x", write, SingleWriter())
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 64 KiB."""
+    """Mount a file system of 64 KiB."""
     path = tmp_path / "disk"
     path.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", path])  # noqa: S607
@@ -213,9 +217,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "safetensors", "manifest"])
-def test_full_disk_keeps_what_is_there(small_disk, kind):
+def test_a_full_disk_keeps_existing_directories(small_disk, kind):
     storage = Storage(str(small_disk))
-    storage.save("old", writer({"a.bin": bytes(30_000)}), Alone())
+    storage.save("old", writer({"a.bin": bytes(30_000)}), SingleWriter())
 
     def write(directory):
         if kind == "safetensors":
@@ -227,15 +231,18 @@ def test_full_disk_keeps_what_is_there(small_disk, kind):
             (directory / "b.bin").write_bytes(bytes(free.f_bavail * free.f_bsize))
 
     with pytest.raises(SaveFailed, match="No space left on device"):
-        storage.save("new", write, Alone())
+        storage.save("new", write, SingleWriter())
     assert storage.names() == ["old"]
     storage.verify("old")
     assert [path.name for path in small_disk.iterdir()] == ["old"]
-    storage.save("new", writer({"b.bin": bytes(1000)}), Alone())
+    storage.save("new", writer({"b.bin": bytes(1000)}), SingleWriter())
     assert storage.names() == ["new", "old"]
 
 
 # --- damage ---------------------------------------------------------------------------------------
+
+
+NOT_A_MANIFEST = "manifest.json cannot be read (ValidationError)"
 
 
 def flipped(data):
@@ -243,104 +250,98 @@ def flipped(data):
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("file", "damage", "problem"),
     [
-        (lambda data: data[:-1], "inner/b.bin has 10239 bytes instead of 10240"),
-        (lambda data: data + b"x", "inner/b.bin has 10241 bytes instead of 10240"),
-        (flipped, "inner/b.bin does not match its checksum"),
+        ("inner/b.bin", lambda data: data[:-1], "inner/b.bin has 10239 bytes instead of 10240"),
+        ("inner/b.bin", lambda data: data + b"x", "inner/b.bin has 10241 bytes instead of 10240"),
+        ("inner/b.bin", flipped, "inner/b.bin does not match its checksum"),
+        *(
+            (MANIFEST, lambda _, content=content: content, NOT_A_MANIFEST)
+            for content in (b"", b"{", b"{}", b'{"files": {"a": 1}}', b"\xff")
+        ),
     ],
 )
-def test_damaged_file_is_named(storage, damage, problem):
-    storage.save("x", writer(), Alone())
-    change(storage, "x", "inner/b.bin", damage(CONTENT["inner/b.bin"]))
+def test_a_damaged_file_is_named(storage, file, damage, problem):
+    storage.save("x", writer(), SingleWriter())
+    path = storage.file_path(f"x/{file}")
+    change(storage, "x", file, damage(storage.file_system.cat_file(path)))
     with pytest.raises(Damaged) as caught:
         storage.verify("x")
     assert str(caught.value) == problem
 
 
-def test_missing_file_is_named(storage):
-    storage.save("x", writer(), Alone())
+def test_a_missing_file_or_manifest_is_named(storage):
+    storage.save("x", writer(), SingleWriter())
     storage.file_system.rm(storage.file_path("x/a.bin"))
     with pytest.raises(Damaged, match=r"^a\.bin is missing$"):
         storage.verify("x")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"{}", b'{"files": {"a": 1}}', b"\xff"])
-def test_broken_manifest_is_named(storage, content):
-    storage.save("x", writer(), Alone())
-    change(storage, "x", MANIFEST, content)
-    with pytest.raises(Damaged, match=r"^manifest\.json cannot be read \(ValidationError\)$"):
-        storage.verify("x")
-
-
-def test_directory_without_a_manifest_is_damaged(storage):
     with pytest.raises(Damaged, match=r"^manifest\.json cannot be read \(FileNotFoundError\)$"):
         storage.verify("nothing")
 
 
-def test_what_calibration_writes_is_known_by_name():
+def test_measured_files_are_those_that_calibration_writes():
     assert {CALIBRATION_FILE, FRONTIER_FILE, WORKING_FILE} == MEASURED
 
 
 @pytest.mark.parametrize("file", sorted(MEASURED))
-def test_a_directory_that_is_calibrated_after_it_was_stored_is_not_damaged(storage, file):
-    storage.save("x", writer({**CONTENT, file: b"{}", f"inner/{file}": b"{}"}), Alone())
+def test_calibrating_a_stored_directory_does_not_count_as_damage(storage, file):
+    storage.save("x", writer({**CONTENT, file: b"{}", f"inner/{file}": b"{}"}), SingleWriter())
     change(storage, "x", file, b'{"of": "later"}')
     storage.verify("x")
     storage.file_system.rm(storage.file_path(f"x/{file}"))
     storage.verify("x")
-    change(storage, "x", f"inner/{file}", b"[]")  # another file, which has but the name
+    change(storage, "x", f"inner/{file}", b"[]")  # another file of the same name
     with pytest.raises(Damaged, match=rf"^inner/{file} does not match its checksum$"):
         storage.verify("x")
 
 
-def test_damaged_directory_is_set_aside_with_its_content(storage):
-    storage.save("x", writer(), Alone())
-    storage.save("y", writer(), Alone())
+def test_a_damaged_directory_is_set_aside_with_its_content(storage):
+    storage.save("x", writer(), SingleWriter())
+    storage.save("y", writer(), SingleWriter())
     storage.set_aside("x")
     assert storage.names() == ["y"]
     kept = [name for name in everything(storage) if name.startswith(".refused-x-")]
     assert sorted(name.split("/", 1)[1] for name in kept) == sorted([*CONTENT, MANIFEST])
-    storage.save("x", writer(), Alone())
+    storage.save("x", writer(), SingleWriter())
     assert storage.names() == ["x", "y"]
 
 
-# --- what killed writers leave --------------------------------------------------------------------
+# --- killed writers and removal -------------------------------------------------------------------
 
 
-def test_save_that_was_killed_does_not_count_and_is_removed(tmp_path):
+def test_a_killed_save_does_not_count_and_is_removed(tmp_path):
     storage = Storage(str(tmp_path / "root"))
-    storage.save("x", writer(), Alone())
+    storage.save("x", writer(), SingleWriter())
 
     def killed(directory):
         writer()(directory)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        storage.save("y", killed, Alone())
+        storage.save("y", killed, SingleWriter())
     assert storage.names() == ["x"]
     assert len(list((tmp_path / "root").iterdir())) == 2
     storage.remove_partial()
     assert [path.name for path in (tmp_path / "root").iterdir()] == ["x"]
 
 
-def test_upload_that_was_killed_does_not_count_and_does_not_mix_in():
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    change(storage, "x", "shard-7", b"of the killed writer")
+def test_files_of_a_killed_upload_are_not_part_of_the_next():
+    storage = remote_storage()
+    change(storage, "x", "shard-7", b"left by a killed writer")
     assert storage.names() == []
-    storage.save("x", writer(), Alone())
+    storage.save("x", writer(), SingleWriter())
     assert content_of(storage.fetch("x")) == CONTENT
 
 
-def test_nothing_to_clean_where_nothing_was_saved(storage):
+def test_removing_from_an_empty_storage_does_nothing(storage):
     storage.remove_partial()
     storage.remove_all("x")
     assert storage.names() == []
 
 
-def test_removed_directory_is_gone(storage):
-    storage.save("x", writer(), Alone())
-    storage.save("y", writer(), Alone())
+def test_a_removed_directory_is_gone(storage):
+    storage.save("x", writer(), SingleWriter())
+    storage.save("y", writer(), SingleWriter())
     storage.remove("x")
     assert {name.split("/")[0] for name in everything(storage)} == {"y"}
     storage.remove_all("y")
@@ -350,8 +351,8 @@ def test_removed_directory_is_gone(storage):
 # --- fetching -------------------------------------------------------------------------------------
 
 
-def test_fetched_directory_has_the_files_and_their_manifest(storage):
-    storage.save("x", writer(), Alone())
+def test_a_fetched_directory_has_the_files_and_their_manifest(storage):
+    storage.save("x", writer(), SingleWriter())
     found = storage.fetch("x")
     assert content_of(found) == CONTENT
     Storage(str(found.parent)).verify(found.name)
@@ -360,40 +361,40 @@ def test_fetched_directory_has_the_files_and_their_manifest(storage):
         Storage(str(found.parent)).verify(found.name)
 
 
-def test_a_copy_of_a_stored_directory_gets_a_manifest_of_its_own(storage, tmp_path):
+def test_a_copy_of_a_stored_directory_gets_a_new_manifest(storage, tmp_path):
     other = Storage(str(tmp_path / "other"))
-    other.save("x", writer({"old": b"1"}), Alone())
+    other.save("x", writer({"old": b"1"}), SingleWriter())
 
     def copied(directory):
         copy_into(directory, other.fetch("x"))
         writer({"new": b"2"})(directory)
 
-    storage.save("y", copied, Alone())
+    storage.save("y", copied, SingleWriter())
     storage.verify("y")
     assert content_of(storage.fetch("y")) == {"old": b"1", "new": b"2"}
 
 
-def test_directory_is_downloaded_once():
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.save("x", writer(), Alone())
+def test_a_directory_is_downloaded_once():
+    storage = remote_storage()
+    storage.save("x", writer(), SingleWriter())
     first = storage.fetch("x")
     change(storage, "x", "a.bin", b"other")
     assert storage.fetch("x") == first
     assert content_of(first) == CONTENT
 
 
-def test_directory_that_was_replaced_is_downloaded_again():
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.save("x", writer(), Alone())
+def test_a_replaced_directory_is_downloaded_again():
+    storage = remote_storage()
+    storage.save("x", writer(), SingleWriter())
     storage.fetch("x")
     storage.remove("x")
-    storage.save("x", writer({"c": b"new"}), Alone())
+    storage.save("x", writer({"c": b"new"}), SingleWriter())
     assert content_of(storage.fetch("x")) == {"c": b"new"}
 
 
-def test_damaged_download_is_refused_and_not_kept(tmp_path):
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.save("x", writer(), Alone())
+def test_a_damaged_download_is_refused_and_not_kept(tmp_path):
+    storage = remote_storage()
+    storage.save("x", writer(), SingleWriter())
     change(storage, "x", "inner/b.bin", flipped(CONTENT["inner/b.bin"]))
     with pytest.raises(Damaged, match=r"^inner/b\.bin does not match its checksum$"):
         storage.fetch("x")
@@ -402,9 +403,9 @@ def test_damaged_download_is_refused_and_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(MEASURED))
-def test_a_measurement_is_downloaded_and_checked_on_its_way(file):
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.save("x", writer({**CONTENT, file: b"{}"}), Alone())
+def test_measured_files_are_checked_when_downloaded(file):
+    storage = remote_storage()
+    storage.save("x", writer({**CONTENT, file: b"{}"}), SingleWriter())
     change(storage, "x", file, b"[]")
     with pytest.raises(Damaged, match=rf"^{file} does not match its checksum$"):
         storage.fetch("x")
@@ -412,15 +413,15 @@ def test_a_measurement_is_downloaded_and_checked_on_its_way(file):
     assert content_of(storage.fetch("x")) == {**CONTENT, file: b"{}"}
 
 
-def test_threads_that_fetch_at_once_get_one_copy():
-    storage = Storage(f"memory://{uuid.uuid4().hex}")
-    storage.save("x", writer(), Alone())
+def test_concurrent_fetches_share_one_copy():
+    storage = remote_storage()
+    storage.save("x", writer(), SingleWriter())
     found = together(4, lambda _: storage.fetch("x"))
     assert len(set(found)) == 1
     assert content_of(found[0]) == CONTENT
 
 
-def test_local_directory_is_shared_as_it_is(tmp_path):
+def test_a_local_directory_is_shared_without_a_copy(tmp_path):
     source = tmp_path / "source"
     writer()(source)
     reference = share(Storage(str(tmp_path / "root")), "x", source)
@@ -428,7 +429,7 @@ def test_local_directory_is_shared_as_it_is(tmp_path):
     assert not (tmp_path / "root").exists()
 
 
-def test_directory_is_shared_through_a_remote_storage(tmp_path):
+def test_a_directory_is_shared_through_a_remote_storage(tmp_path):
     source, linked = tmp_path / "source", tmp_path / "linked"
     writer()(linked)
     source.mkdir()
@@ -441,7 +442,7 @@ def test_directory_is_shared_through_a_remote_storage(tmp_path):
     assert content_of(Path(fetch_shared(reference))) == {"a.bin": b"first"}
 
 
-def test_copy_keeps_what_is_there(tmp_path):
+def test_copying_into_a_directory_keeps_its_other_files(tmp_path):
     writer({"a": b"1", "inner/b": b"2"})(tmp_path / "from")
     writer({"a": b"0", "c": b"3"})(tmp_path / "to")
     copy_into(tmp_path / "to", tmp_path / "from")
@@ -451,7 +452,7 @@ def test_copy_keeps_what_is_there(tmp_path):
 # --- roots ----------------------------------------------------------------------------------------
 
 
-def test_root_may_be_a_path_or_a_url(tmp_path, monkeypatch):
+def test_a_root_may_be_a_path_or_a_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for root in (str(tmp_path / "root"), f"file://{tmp_path}/root", "root", "root/"):
         storage = Storage(root)
@@ -464,14 +465,14 @@ def test_root_may_be_a_path_or_a_url(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("root", ["nosuch://bucket/run", "gdrive://bucket/run"])
-def test_root_that_nothing_can_reach_is_refused(root):
+def test_a_root_of_an_unknown_protocol_is_refused(root):
     with pytest.raises(UserError, match=rf"^checkpoints\.storage: {root} cannot be used \(") as e:
         Storage(root)
     assert "\n" not in str(e.value)
 
 
 class RemembersListings(MemoryFileSystem):
-    """As file systems of object stores do, unless they are told not to."""
+    """A file system that caches listings, as those of object stores do by default."""
 
     protocol = "remembers"
     cachable = False
@@ -482,11 +483,11 @@ class RemembersListings(MemoryFileSystem):
         return found if detail else [item["name"] for item in found]
 
 
-def test_what_others_have_saved_is_seen_at_once():
+def test_directories_saved_by_others_are_listed_at_once():
     fsspec.register_implementation("remembers", RemembersListings, clobber=True)
     root = f"remembers://{uuid.uuid4().hex}"
     ours, theirs = Storage(root), Storage(root)
     for before, after in pairwise([[], ["a"], ["a", "b"]]):
         assert ours.names() == before
-        theirs.save(after[-1], writer(), Alone())
+        theirs.save(after[-1], writer(), SingleWriter())
         assert ours.names() == after

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from mars_train.storage.shards import load_shards, save_shards
 from stage_runs import run_group
 
-WIDTHS = (5, 4, 1)  # rows; a single one leaves all processes but the first without
+WIDTHS = (5, 4, 1)  # rows; of a single row only the first process gets one
 
 
 def tensors(seed=0):
@@ -40,13 +40,13 @@ def test_tensors_survive_bit_for_bit(tmp_path, num_ranks):
         assert torch.equal(targets[name], tensor), name
 
 
-def test_tensor_that_all_have_is_written_once(tmp_path):
+def test_a_whole_tensor_is_written_once(tmp_path):
     save(tmp_path, {"a": torch.zeros(10_000), "b": torch.zeros(10_000)}, 2)
     sizes = [file.stat().st_size for file in sorted(tmp_path.iterdir())]
     assert all(40_000 < size < 41_000 for size in sizes)
 
 
-def test_targets_are_filled_in_place_gradients_or_not(tmp_path):
+def test_targets_are_filled_in_place_even_if_they_require_gradients(tmp_path):
     parameter = nn.Parameter(torch.zeros(3))
     save(tmp_path, {"a": torch.arange(3.0)}, 1)
     place = parameter.data_ptr()
@@ -55,13 +55,13 @@ def test_targets_are_filled_in_place_gradients_or_not(tmp_path):
     assert parameter.data_ptr() == place
 
 
-def test_target_that_is_not_in_the_files_is_named(tmp_path):
+def test_a_target_missing_from_the_files_is_named(tmp_path):
     save(tmp_path, {"a": torch.zeros(3)}, 2)
     with pytest.raises(KeyError, match="missing"):
         load_shards(tmp_path, {"missing": torch.zeros(3)})
 
 
-def test_more_in_the_files_than_asked_for_is_fine(tmp_path):
+def test_tensors_without_a_target_are_ignored(tmp_path):
     save(tmp_path, tensors(), 2)
     target = torch.zeros(7)
     load_shards(tmp_path, {"vector": target})
@@ -77,7 +77,7 @@ def build_model(seed):
 
 
 def content(model):
-    """Parameters, and what is like an optimizer's state: sharded moments and a whole scalar."""
+    """Return parameters with an optimizer-like state: sharded moments and a whole scalar."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found |= {f"moment.{name}": torch.zeros_like(tensor) + 1 for name, tensor in found.items()}
     return found | {"step": torch.tensor(3.0)}
@@ -127,17 +127,13 @@ def saved_by_two(tmp_path_factory):
     return path
 
 
-def test_shards_are_read_by_as_many_processes(saved_by_two):
-    for loaded in run_group(load_sharded, 2, saved_by_two):
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_shards_are_read_by_any_number_of_processes(saved_by_two, num_workers):
+    for loaded in run_group(load_sharded, num_workers, saved_by_two):
         assert_expected(loaded)
 
 
-def test_shards_are_read_by_more_processes(saved_by_two):
-    for loaded in run_group(load_sharded, 3, saved_by_two):
-        assert_expected(loaded)
-
-
-def test_shards_are_read_whole(saved_by_two):
+def test_shards_are_read_into_whole_tensors(saved_by_two):
     targets = content(build_model(seed=1))
     load_shards(saved_by_two, targets)
     assert_expected(targets)

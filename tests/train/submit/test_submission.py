@@ -19,7 +19,7 @@ from mars_train.submit.submission import MAX_UPLOAD_MIB, plan, shipped_packages
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
-    """A user's directory, without an address in the environment."""
+    """Enter a user's directory, without a cluster address in the environment."""
     for name in ADDRESS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "data").mkdir()
@@ -32,7 +32,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def planned(directory):
-    """The submission of a recipe that may differ from a valid one."""
+    """Plan the submission of a valid recipe with changes."""
 
     def write_and_plan(*overrides, working_dir=".", name=None, **changes):
         recipe = {
@@ -60,11 +60,11 @@ def refusal(planned):
     return refused
 
 
-# --- what is uploaded -----------------------------------------------------------------------------
+# --- uploads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["data/train.jsonl", "data", "data/", "data/*.jsonl"])
-def test_what_the_recipe_names_is_uploaded_whatever_git_ignores(planned, tmp_path, source):
+def test_files_of_the_recipe_are_uploaded_even_if_git_ignores_them(planned, tmp_path, source):
     submission = planned(data={"train": [source]})
     submission.write_archive(tmp_path / "packed.zip")
     with zipfile.ZipFile(tmp_path / "packed.zip") as archive:
@@ -86,7 +86,7 @@ def test_held_out_data_is_uploaded_too(planned, directory):
     assert "held-out.jsonl" in planned(evaluation={"data": ["held-out.jsonl"]}).uploads
 
 
-def test_an_override_counts(planned, directory):
+def test_overrides_change_the_uploads(planned, directory):
     (directory / "other.jsonl").write_text("{}\n")
     assert set(planned("data.train=[other.jsonl]").uploads) == {"other.jsonl", "recipe.yaml"}
 
@@ -113,7 +113,7 @@ def test_absolute_paths_and_urls_are_the_clusters(planned):
     )
 
 
-def test_a_hub_id_is_said_aloud(planned):
+def test_a_hub_id_is_expected_from_the_hub(planned):
     assert "model.base: some/model, from the Hugging Face hub" in planned().on_cluster
 
 
@@ -127,7 +127,7 @@ def test_a_hub_id_is_said_aloud(planned):
         ("checkpoints.storage", {"checkpoints": {"storage": "here/mine"}}),
     ],
 )
-def test_what_must_outlive_the_job_is_not_relative(refusal, setting, changes):
+def test_a_relative_output_or_storage_is_refused(refusal, setting, changes):
     message = refusal(**changes)
     assert message.startswith(f"{setting}: {changes.get('output', 'here/mine')} is relative to")
     assert f"--set {setting}=/shared/mine" in message
@@ -182,12 +182,12 @@ def test_an_invalid_recipe_is_refused(refusal):
 # --- the job --------------------------------------------------------------------------------------
 
 
-def test_the_run_has_the_name_of_its_directory(planned):
+def test_the_run_is_named_after_its_directory(planned):
     submission = planned()
     assert (submission.run, submission.output) == ("mine", "/shared/mine")
 
 
-def test_a_name_names_the_directory(planned):
+def test_a_given_name_replaces_that_of_the_directory(planned):
     submission = planned(name="other one")
     assert (submission.run, submission.output) == ("other one", "/shared/other one")
     noon = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -208,7 +208,7 @@ def test_the_jobs_command_is_train_with_the_same_settings(planned):
     assert cluster == "cluster.address=auto"
 
 
-def test_code_that_is_brought_along_has_its_commands(planned, tmp_path):
+def test_shipped_code_has_its_commands(planned, tmp_path):
     *packages, metadata = shipped_packages(tmp_path)
     assert [path.name for path in packages] == [
         "mars_platform",
@@ -229,11 +229,11 @@ def check(version, *options):
     return ended.returncode, ended.stderr
 
 
-def test_the_version_that_submitted_passes_the_check():
+def test_the_same_version_passes_the_check():
     assert check(__version__) == (0, "")
 
 
-def test_another_version_does_not():
+def test_another_version_fails_the_check():
     status, error = check("99.0")
     assert status == 1
     assert error == (
@@ -242,8 +242,8 @@ def test_another_version_does_not():
     )
 
 
-def test_a_cluster_without_marsray_does_not():
-    status, error = check(__version__, "-I", "-S")  # no installed packages at all
+def test_a_cluster_without_marsray_fails_the_check():
+    status, error = check(__version__, "-I", "-S")  # without installed packages
     assert status == 1
     assert error.startswith("error: marsray is not installed on the cluster; ")
 
@@ -276,7 +276,7 @@ def test_every_command_has_help(capsys, name):
         (["list"], "--address: give the URL of the head's dashboard"),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, error):
+def test_usage_errors_are_one_line(capsys, arguments, error):
     assert cli.run(["submit", *arguments]) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -255,7 +255,7 @@ def patient(name: str, max_queue_s: float, *, max_tokens: int = 200) -> Request:
 
 async def test_a_request_that_waits_too_long_raises(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
-    running = await started(loop, patient("running", 0.15, max_tokens=8))
+    running = await started(loop, patient("running", 0.3, max_tokens=8))
     waiting = long_request("waiting", max_tokens=2)
     rest = asyncio.create_task(collect(loop, waiting))
     with pytest.raises(QueueTimeout, match=r"did not begin within 0\.1 s"):

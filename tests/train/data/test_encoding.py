@@ -1,0 +1,116 @@
+import json
+
+import pyarrow as pa
+import pytest
+
+from chats import GOOD, LONG, chat
+from mars_platform.data.conversations import parse_conversation
+from mars_platform.errors import UserError
+from mars_train.data.encoding import encode_conversation, encode_rows
+from mars_train.run.scratch import TURN_END
+
+
+@pytest.fixture
+def encode(tokenizer_path):
+    """Encode lines of one file, by default of file 4."""
+
+    def make(*lines, loss_on="last", max_length=512):
+        contents = [line.encode() if isinstance(line, str) else line for line in lines]
+        rows = [{"file": 4, "line": i, "content": c} for i, c in enumerate(contents, start=1)]
+        table = pa.Table.from_pylist(rows)
+        return encode_rows(table, str(tokenizer_path), loss_on, max_length).to_pylist()
+
+    return make
+
+
+def supervised_text(tokenizer, row):
+    pairs = zip(row["input_ids"], row["supervised"], strict=True)
+    return tokenizer.decode([token for token, chosen in pairs if chosen])
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "There are 12 apples in the box.",
+        "x",
+        " spaces around ",
+        "two\n\nlines",
+        "naïve café 東京 🙂 é",
+        "12",
+    ],
+)
+def test_exactly_the_response_and_its_end_marker_are_supervised(encode, tokenizer, response):
+    (row,) = encode(json.dumps(chat("Count a box of 12 apples", response)))
+    assert (row["status"], row["reason"]) == ("used", None)
+    assert supervised_text(tokenizer, row) == response + TURN_END
+    first = row["supervised"].index(True)
+    assert tokenizer.decode(row["input_ids"][:first]) == (
+        "<|im_start|>user\nCount a box of 12 apples<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(("loss_on", "expected"), [("last", ["two"]), ("all", ["one", "two"])])
+def test_the_last_or_all_assistant_turns_are_supervised(encode, tokenizer, loss_on, expected):
+    (row,) = encode(json.dumps(chat("Count", "one", "Again", "two")), loss_on=loss_on)
+    assert supervised_text(tokenizer, row) == "".join(turn + TURN_END for turn in expected)
+
+
+def test_tokens_are_those_of_the_chat_template(encode, tokenizer):
+    (row,) = encode(GOOD)
+    text = tokenizer.apply_chat_template(json.loads(GOOD)["messages"], tokenize=False)
+    assert row["input_ids"] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_row_is_cut_only_if_it_is_longer_than_the_limit(encode):
+    (whole,) = encode(GOOD)
+    num_tokens, num_prompt = len(whole["input_ids"]), whole["supervised"].index(True)
+    assert encode(GOOD, max_length=num_tokens) == [whole]
+    length = num_prompt + 3
+    (cut,) = encode(GOOD, max_length=length)
+    assert cut["status"] == "truncated"
+    assert cut["reason"] == f"{num_tokens} tokens, cut to data.max_length = {length}"
+    assert cut["input_ids"] == whole["input_ids"][:length]
+    assert cut["supervised"] == whole["supervised"][:length]
+    (without_response,) = encode(GOOD, max_length=num_prompt)
+    assert without_response["status"] == "dropped"
+    assert without_response["input_ids"] == without_response["supervised"] == []
+    assert without_response["reason"] == (
+        f"no supervised token within data.max_length = {num_prompt}, of {num_tokens} tokens"
+    )
+
+
+def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
+    for line in (GOOD, LONG):
+        (row,) = encode(line, max_length=64)
+        ids, supervised = encode_conversation(tokenizer, parse_conversation(line), "last", 64)
+        assert (ids.tolist(), supervised.tolist()) == (row["input_ids"], row["supervised"])
+    with pytest.raises(UserError, match=r"^messages: no supervised token within data\.max_length"):
+        encode_conversation(tokenizer, parse_conversation(GOOD), "last", 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"\n", "empty line"),
+        (b'{"messages": ', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"\xff\xfe{", "not valid UTF-8 (at byte 1)"),
+        (GOOD.encode().replace(b"apples", "Äpfel".encode("latin-1")), "not valid UTF-8 (at byte "),
+        (json.dumps(chat("Hello", "a\ud800b")).encode(), "messages.1.content: "),
+        (json.dumps(chat("Hello")).encode(), "the last turn must have the role 'assistant'"),
+        (json.dumps(chat("Hello", "there", "again")).encode(), "the last turn must have"),
+        (json.dumps(chat("Hello", "")).encode(), "messages.1.content: "),
+        (b'{"messages": null}', "messages: "),
+        (b'{"text": "Hello"}', "messages: required, but not given"),
+        (json.dumps({"messages": [{"role": "x" * 99}] * 99}).encode(), "messages.0.role: "),
+    ],
+)
+def test_a_bad_row_is_dropped_with_its_reason_and_affects_no_other(encode, line, reason):
+    before, bad, after = encode(GOOD, line, GOOD)
+    assert reason in bad["reason"]
+    assert "\n" not in bad["reason"]
+    assert len(bad["reason"]) < 400
+    assert (bad["status"], bad["input_ids"], bad["supervised"]) == ("dropped", [], [])
+    assert (bad["file"], bad["line"]) == (4, 2)
+    assert before["status"] == after["status"] == "used"
+    assert before["input_ids"] == after["input_ids"]

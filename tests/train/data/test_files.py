@@ -1,0 +1,135 @@
+import gzip
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from chats import GOOD, chat, write_lines
+from mars_platform.errors import UserError
+from mars_train.data.files import find_files, read_conversations, read_rows
+
+KINDS = r"\(\.jsonl, \.jsonl\.gz, \.jsonl\.zst, \.parquet\)"
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    names = ["b.jsonl", "a.parquet", "sub/c.jsonl.gz", "sub/e.jsonl.zst", "notes.txt", "d.json"]
+    for name in names:
+        (tmp_path / "data" / "sub").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+ALL = ["data/a.parquet", "data/b.jsonl", "data/sub/c.jsonl.gz", "data/sub/e.jsonl.zst"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["data"], ALL),
+        (["data/"], ALL),
+        (["data/b.jsonl", "data/a.parquet"], ["data/b.jsonl", "data/a.parquet"]),
+        (["data/*"], ALL[:2]),
+        (["data/*.jsonl"], ["data/b.jsonl"]),
+        (["data/**/*.jsonl*"], ALL[1:]),
+        (["data/[ab].*", "data/sub"], ALL),
+    ],
+)
+def test_files_are_found_in_order(tree, sources, expected):
+    assert find_files(sources) == expected
+    absolute = [str(tree / source) for source in sources]
+    assert find_files(absolute) == [str(tree / name) for name in expected]
+    urls = [f"file://{source}" for source in absolute]
+    assert find_files(urls) == [f"file://{tree / name}" for name in expected]
+
+
+def test_links_are_followed(tree):
+    os.link(tree / "data/b.jsonl", tree / "blob")
+    (tree / "links").mkdir()
+    (tree / "links" / "train.jsonl").symlink_to(tree / "blob")
+    assert find_files(["links"]) == find_files(["links/*"]) == ["links/train.jsonl"]
+
+
+def test_a_file_name_may_contain_glob_characters(tree):
+    (tree / "data" / "[ab].jsonl").touch()
+    assert find_files(["data/[ab].jsonl"]) == ["data/[ab].jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("nothing.jsonl", r"there is no file or directory nothing\.jsonl"),
+        ("data/nothing-*.jsonl", r"there is no file or directory data/nothing-\*\.jsonl"),
+        ("data/*.txt", r"there is no file or directory data/\*\.txt"),
+        ("data/d.json", rf"data/d\.json is of no supported kind {KINDS}"),
+        ("data/notes.txt", rf"data/notes\.txt is of no supported kind {KINDS}"),
+        ("empty", rf"empty holds no file of a supported kind {KINDS}"),
+        ("foo://bucket/x", r"foo://bucket/x cannot be read \(Protocol not known: foo\)"),
+    ],
+)
+def test_a_source_without_usable_files_is_refused(tree, source, problem):
+    (tree / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"^evaluation\.data: {problem}$"):
+        find_files(["data", source], "evaluation.data")
+
+
+def read(file):
+    return list(read_rows(str(file)))
+
+
+def test_jsonl_rows_are_numbered(tmp_path):
+    file = write_lines(tmp_path / "chat.jsonl", "one", "", "three")
+    assert read(file) == [(1, b"one\n"), (2, b"\n"), (3, b"three\n")]
+
+
+def compress_zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", compress_zstd)])
+def test_compressed_files_are_read_and_cut_ones_reported(tmp_path, suffix, compress):
+    file = tmp_path / f"chat.jsonl.{suffix}"
+    content = compress(b"one\ntwo\n")
+    file.write_bytes(content + compress(b"three"))  # concatenated, as compressors allow
+    assert read(file) == [(1, b"one\n"), (2, b"two\n"), (3, b"three")]
+    file.write_bytes(content[:-4])
+    line, problem = read(file)[-1]
+    assert line == 0
+    assert problem.startswith(b"cannot be read")
+
+
+def test_parquet_rows_are_read_as_json(tmp_path):
+    rows = [chat("Count", f"answer {number}") | {"id": number} for number in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet", row_group_size=70)
+    got = read(tmp_path / "chat.parquet")
+    assert [json.loads(content)["messages"] for _, content in got] == [r["messages"] for r in rows]
+    assert [line for line, _ in got] == list(range(1, 601))
+
+
+def test_reading_conversations_skips_bad_rows(tmp_path):
+    file = write_lines(tmp_path / "chat.jsonl", GOOD, "", "{", json.dumps(chat("Hello", "there")))
+    answers = [c.messages[-1].content for c in read_conversations([str(file)])]
+    assert answers == ["There are 12 apples in the box.", "there"]
+
+
+def test_reading_conversations_refuses_a_broken_file(tmp_path):
+    (tmp_path / "chat.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(UserError, match=r"^evaluation\.data: .*chat\.parquet cannot be read \("):
+        list(read_conversations([str(tmp_path)], "evaluation.data"))
+
+
+def test_a_missing_file_gives_a_row_of_line_0(tmp_path):
+    ((line, problem),) = read(tmp_path / "gone.jsonl")
+    assert line == 0
+    assert problem.startswith(b"cannot be read (")
+
+
+def test_parquet_bytes_are_not_read_as_text(tmp_path):
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())]))
+    table = pa.table({"messages": pa.array([chat(b"Count", b"one")["messages"]], kind)})
+    pq.write_table(table, tmp_path / "chat.parquet")
+    ((_, content),) = read(tmp_path / "chat.parquet")
+    assert [message["content"] for message in json.loads(content)["messages"]] == [None, None]
