@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mars_platform.cli.main import run
+from mars_platform.errors import UserError
+from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions
+from mars_serve.bench.decode.report import ratio
+from mars_serve.bench.decode.run import ContenderResult, Timing, compare
+from mars_serve.bench.decode.workload import (
+    RaggedShape,
+)
+
+
+def test_all_contenders_are_measured(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--untrained", str(config), "--batch", "2", "--rounds", "2"]
+    sizes = ["--prompt-tokens", "2", "8", "--output-tokens", "2", "6", "--num-requests", "4"]
+    plot = tmp_path / "speeds.png"
+    command = ["bench", "decode", *options, *sizes, "--threads", "1", "--plot", str(plot)]
+    assert run([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "step-cost measurement: accepted lengths drawn, weights untrained" in result["label"]
+    assert result["machine"]["num_threads"] == 1
+    (batch,) = result["batches"]
+    assert (batch["batch"], batch["num_requests"]) == (2, 4)
+    assert set(batch["contenders"]) == set(CONTENDERS)
+    num_tokens = set()
+    for name, figures in batch["contenders"].items():
+        assert "unavailable" not in figures, name
+        assert len(figures["rounds"]) == 2
+        num_tokens |= {timing["num_tokens"] for timing in figures["rounds"]}
+        speed = figures["tokens_per_s"]
+        assert 0 < speed["low"] <= speed["median"] <= speed["high"]
+    assert len(num_tokens) == 1  # all contenders decode the same work
+    assert batch["contenders"]["ar"]["tokens_per_forward"] == 1.0
+    assert batch["contenders"]["hf-generate"]["identical_to_ar"] == 1.0
+    assert batch["contenders"]["hf-continuous"]["identical_to_ar"] == 1.0
+    assert batch["ratios"]["threshold/ar"]["median"] > 0
+    assert batch["ratios"]["exact/hf-generate"]["median"] > 0
+    assert batch["contenders"]["ar"]["positions_per_forward"] == 1.0
+    assert batch["contenders"]["exact-all"]["positions_per_forward"] > 2.0
+    assert batch["contenders"]["hf-generate"]["positions_per_forward"] is None
+    assert plot.stat().st_size > 0
+
+
+def test_tables_are_printed_for_conversations(
+    mars_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "x"}]}
+        for n in range(3)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    wanted = ["ar", "threshold", "exact", "hf-generate", "block-sync"]
+    options = [part for name in wanted for part in ("--contender", name)]
+    sizes = ["--batch", "2", "--rounds", "1", "--max-tokens", "4", "--prompts", str(prompts)]
+    assert run(["bench", "decode", str(mars_dir), *options, *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "threshold / block-sync" in printed
+    assert "exact / threshold" in printed
+    assert "drawn" not in printed
+
+
+def test_drawn_agreement_is_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--untrained", str(config), "--batch", "2", "--rounds", "1"]
+    sizes = ["--prompt-tokens", "2", "8", "--output-tokens", "9", "9", "--num-requests", "4"]
+    wanted = ["--contender", "ar", "--contender", "exact-all"]
+    command = ["bench", "decode", *options, *sizes, *wanted]
+    speeds = []
+    for agreement in ("0.0", "1.0"):
+        assert run([*command, "--agreement", agreement, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["acceptance_exact"]["source"].startswith(
+            f"each draft is right with probability {float(agreement):g}"
+        )
+        assert "paper" in result["acceptance"]["source"].lower()
+        (batch,) = result["batches"]
+        speeds.append(batch["contenders"]["exact-all"]["tokens_per_forward"])
+    assert speeds == [
+        1.0,
+        3.0,
+    ]  # nine tokens: one without drafts, then five, then the remaining three
+    assert run([*command, "--agreement", "0.8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Lengths in mode exact are drawn otherwise, 3.36 on average" in printed
+
+
+def test_ratios_are_taken_in_each_round() -> None:
+    ours = ContenderResult(timings=[Timing(1.0, 100, 100), Timing(1.0, 10, 10), Timing(1.0, 3, 3)])
+    theirs = ContenderResult(timings=[Timing(1.0, 50, 50), Timing(1.0, 10, 10), Timing(1.0, 1, 1)])
+    assert ratio(ours, theirs) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"contenders": ["vllm"]}, "--contender: there is no 'vllm'; choose from ar,"),
+        ({"agreement": 1.5}, r"--agreement: 1.5 is no probability"),
+        ({"agreement": 0.5, "contenders": ["ar"]}, "--agreement: only contenders in mode exact"),
+        ({"batches": [4, 0]}, "--batch: 0 is no batch size"),
+        ({"threshold": 0.0}, r"--threshold: 0.0 is not in \(0, 1\]"),
+        ({"model": "some/where"}, "MODEL: name a checkpoint, or give --untrained"),
+        ({"untrained": None}, "MODEL: name a checkpoint, or give --untrained"),
+        ({"untrained": "qwen9"}, "--untrained: qwen9 is neither a config.json nor one of"),
+        ({"prompts": Path("x.jsonl")}, "--prompts: untrained weights have no tokenizer"),
+        ({"shape": RaggedShape((5, 4), (1, 2))}, "--prompt-tokens: 5 4 is no range"),
+        ({"shape": RaggedShape((1, 4), (0, 2))}, "--output-tokens: 0 2 is no range"),
+        ({"shape": RaggedShape((1, 60), (1, 5))}, "up to 65 tokens do not fit .* context of 64"),
+    ],
+)
+def test_a_bad_option_is_refused(config: Path, changes: dict[str, Any], message: str) -> None:
+    options = DecodeOptions(**{"untrained": str(config), **changes})
+    with pytest.raises(UserError, match=message):
+        compare(options, Console(stderr=True))
+
+
+def test_a_plain_checkpoint_takes_no_contender_with_masks(plain_dir: Path) -> None:
+    options = DecodeOptions(model=str(plain_dir), shape=RaggedShape((1, 2), (1, 2)))
+    with pytest.raises(
+        UserError, match=r"plain AR checkpoint .* leave out the contender threshold"
+    ):
+        compare(options, Console(stderr=True))
+
+
+def test_fewer_prompts_than_a_batch_are_refused(mars_dir: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompts.write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    options = DecodeOptions(model=str(mars_dir), prompts=prompts, batches=[4])
+    with pytest.raises(UserError, match="--batch: 4 is more than the 1 prompts"):
+        compare(options, Console(stderr=True))
+
+
+def test_a_plot_file_of_unknown_format_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "decode", "--untrained", str(config)]
+    assert run([*command, "--plot", str(tmp_path / "speeds.txt")]) == 2
+    assert "--plot" in capsys.readouterr().err
