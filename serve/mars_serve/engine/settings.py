@@ -55,8 +55,8 @@ class EngineSettings(Settings):
     def _consistent(self) -> EngineSettings:
         if self.compile and self.batch_invariant:
             raise ValueError(
-                "compile: compiled numbers depend on the size of a step, which batch_invariant "
-                "forbids; leave one of the two out"
+                "compile: compiled numbers depend on the size of a step, against batch_invariant; "
+                "leave one of the two out"
             )
         return self
 

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may come next, so that an output matches a JSON schema, regex or CFG.
+"""Grammars: the tokens that may come next for an output to match a JSON schema, regex or CFG.
 
-llguidance compiles the grammar and parses the tokens; here are its limits, a cache, and the rule
-for end tokens. Knows token ids and the tokenizer's vocabulary; no logits, requests or sampling.
+llguidance compiles the grammars and parses the tokens; this module adds limits, a cache and the
+rule for end tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _NAMES = {
     GrammarKind.REGEX: "regular expression",
     GrammarKind.LARK: "Lark grammar",
 }
-# Unbounded white space lets a model that is unsure go on with it up to max_tokens.
+# With unbounded white space, an unsure model may emit nothing else up to max_tokens.
 _JSON_WHITESPACE = r"[ \t\n\r]{1,20}"
 _NOTHING_FITS = "there is no token that may come next"
-_MAX_REASON = 300  # characters of llguidance's own message
-# Compiling recurses along chains of rules or references: up to 512 bytes of stack for each
-# character were measured, and a stack that is too small ends the process.
+_MAX_REASON = 300
+"""Most characters of llguidance's message that an error repeats."""
+# Compiling recurses along chains of rules or references. It took up to 512 bytes of stack for each
+# character (measured), and a stack that is too small ends the process.
 _STACK_PER_CHARACTER = 2048
 _SMALLEST_STACK = 16 * 2**20
 _stack_size_lock = threading.Lock()
@@ -48,25 +49,25 @@ _stack_size_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What one grammar may cost; llguidance's own units, see its ``LLParserLimits``."""
+    """Most that one grammar may cost, in llguidance's units; see its ``LLParserLimits``."""
 
     max_length: int = 65_536
-    """Characters of its text."""
+    """Characters of the grammar's text."""
     num_cached: int = 64
-    """Compiled grammars that are kept."""
+    """Compiled grammars in the cache."""
     compile_fuel: int = 1_000_000
-    """For the regular expressions in it: 20 ms as a rule, below a second at worst."""
+    """Fuel for the grammar's regular expressions: usually 20 ms, less than a second at worst."""
     step_fuel: int = 200_000
-    """Lexer work of one set of allowed tokens, about 14 ms."""
+    """Lexer fuel for one set of allowed tokens, about 14 ms."""
     step_items: int = 50_000
-    """Parser items of one set of allowed tokens, about 3 ms."""
+    """Parser items for one set of allowed tokens, about 3 ms."""
     num_states: int = 50_000
-    """Lexer states, of 1 to 2 kB each; all requests with the grammar share them."""
+    """Lexer states of 1 to 2 kB each, which all requests with the grammar share."""
     num_symbols: int = 500_000
-    """Symbols of its rules, once repetitions are written out."""
+    """Symbols of the grammar's rules, once repetitions are expanded."""
 
     def for_parser(self) -> LLParserLimits:
-        """The same for llguidance; errors without the parser's state, which holds outputs."""
+        """Return llguidance's limits; its errors then omit its state, which holds outputs."""
         return LLParserLimits(
             initial_lexer_fuel=self.compile_fuel,
             step_lexer_fuel=self.step_fuel,
@@ -77,30 +78,31 @@ class GrammarLimits:
         )
 
 
-_Bits = NDArray[np.uint8]  # [ceil(vocabulary / 8)]: a bit a token, the lowest first
+_Bits = NDArray[np.uint8]
+"""A set of tokens, [ceil(vocabulary / 8)]: one bit for each token, the lowest bit first."""
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The tokenizer as llguidance reads it, and its tokens by kind."""
+    """The tokenizer in llguidance's form, and its tokens by kind."""
 
     tokenizer: LLTokenizer
     size: int
-    """Of the logits."""
+    """Number of logits."""
     end_ids: frozenset[int]
     ends: _Bits
     words: _Bits
-    """Tokens that the tokenizer has, without the end tokens."""
+    """Tokens of the tokenizer, except end tokens."""
 
 
 class GrammarError(ValueError):
-    """llguidance gave up: a limit is reached, or nothing may follow."""
+    """An error of llguidance: a limit is reached, or no token may follow."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and keeps the latest used; any thread may call it.
+    """Compiles grammars for one model and caches those used last; any thread may call it.
 
-    The tokenizer is read at the first grammar: about a second for 150 000 tokens.
+    The first grammar also takes the time to read the tokenizer: about a second for 150 000 tokens.
     """
 
     def __init__(
@@ -110,22 +112,29 @@ class GrammarCompiler:
         end_tokens: Collection[int],
         limits: GrammarLimits | None = None,
     ) -> None:
-        """``vocabulary`` is the size of the logits; ids past the tokenizer's are never allowed."""
+        """Start with an empty cache.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            vocabulary: number of logits; ids beyond the tokenizer's are never allowed.
+            end_tokens: the model's end tokens.
+            limits: limits of each grammar; by default `GrammarLimits()`.
+        """
         self._tokenizer = tokenizer
         self._size = vocabulary
         self._end_ids = frozenset(end_tokens)
         self._limits = limits or GrammarLimits()
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
-        self._compile_lock = threading.Lock()  # one at a time; what is cached does not wait
+        self._compile_lock = threading.Lock()  # held only to compile: cached grammars do not wait
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """The grammar ready for use; the same object each time while it is cached.
+        """Return a grammar ready for use, from the cache if it is there.
 
         Raises:
-            UserError: the text is too long, does not parse, uses something that is not
-                supported, costs more than the limits, or matches nothing; or the model's tokenizer
-                is of a kind that grammars do not work with, or the model has no end token.
+            UserError: the grammar is too long, does not parse, uses an unsupported feature, exceeds
+                a limit or matches nothing; or the model has no end token, or a tokenizer with which
+                grammars do not work.
         """
         compiled = self._find(spec)
         if compiled is not None:
@@ -136,7 +145,7 @@ class GrammarCompiler:
                 f"use at most {self._limits.max_length}"
             )
         with self._compile_lock:
-            compiled = self._find(spec)  # another thread may have been faster
+            compiled = self._find(spec)  # another thread may have compiled it meanwhile
             if compiled is None:
                 compiled = self._compile(spec)
                 self._keep(spec, compiled)
@@ -203,32 +212,32 @@ class GrammarCompiler:
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A grammar that was found to be usable; any thread may call it."""
+    """A grammar that has been found usable; any thread may call it."""
 
     parser: LLMatcher
-    """At its start; never advanced."""
+    """Parser at the start of an output; never advanced."""
     vocabulary: _Vocabulary
     is_spent: bool = field(default=False, init=False)
-    """A matcher of it reached a limit. They share the lexer's states, so that all others would
-    soon, too: the compiler starts afresh."""
+    """Whether a matcher has reached a limit. All matchers share the lexer's states and would soon
+    reach it, too, so the grammar has to be compiled anew."""
 
     def matcher(self) -> Matcher:
-        """One at the start of an output; takes some microseconds."""
+        """Return a matcher at the start of an output; takes some microseconds."""
         return Matcher(self)
 
 
 class Matcher:
-    """Where in a grammar one output is; of no use any more once a method raised GrammarError.
+    """Position of one output in a grammar; not to be used after a method has raised GrammarError.
 
-    What is allowed depends on the tokens taken, not on what was asked or taken back in between.
+    The allowed tokens depend only on the tokens taken, not on queries or rollbacks in between.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._parser = grammar.parser.deep_copy()
-        self._num_ends = 0  # end tokens taken; the parser does not see them
-        self._ahead: list[int] = []  # taken for a look ahead only
+        self._num_ends = 0  # end tokens taken, of which the parser does not know
+        self._ahead: list[int] = []  # tokens taken only to look ahead
 
     @property
     def is_finished(self) -> bool:
@@ -237,10 +246,10 @@ class Matcher:
         return self._num_ends > 0 or self._parser.is_stopped()
 
     def allowed(self) -> Tensor:
-        """Tokens that may come next: bool [vocabulary], on the CPU, the caller's own.
+        """Return the tokens that may come next: a new bool [vocabulary] on the CPU.
 
-        Where bytes are forced, only their usual tokenization is allowed. End tokens are allowed
-        where the output may end; after one, nothing else is.
+        If the grammar leaves only one text, only its usual tokenization is allowed. End tokens are
+        allowed wherever the output may end; after an end token only end tokens are allowed.
 
         Raises:
             GrammarError: a limit is reached, or no token may come next.
@@ -252,7 +261,7 @@ class Matcher:
         return allowed
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens, from the first on, the grammar took; moves by those.
+        """Take the leading tokens that the grammar allows, and return their number.
 
         Raises:
             GrammarError: a limit is reached.
@@ -261,15 +270,15 @@ class Matcher:
         return self._take(tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that it took."""
+        """Undo the last ``num_tokens`` tokens taken."""
         self._return()
         self._give_back(num_tokens)
 
     def allowed_after(self, tokens: Sequence[int]) -> Tensor | None:
-        """What ``allowed`` would be after some more tokens, or None where they do not fit.
+        """Return what ``allowed`` would return after some more tokens.
 
-        Nor do they where no token may follow them. They are kept until something else is asked, so
-        that growing runs cost one token each.
+        The result is None if the grammar does not allow these tokens, or no token after them. The
+        parser keeps them until the next query, so each token of a growing run is parsed once.
 
         Raises:
             GrammarError: a limit is reached.
@@ -283,7 +292,7 @@ class Matcher:
         return self._allowed() if num_taken == len(rest) else None
 
     def _return(self, num_kept: int = 0) -> None:
-        """Take back what was taken ahead, but for so many tokens."""
+        """Undo the tokens taken to look ahead, except the first ``num_kept``."""
         self._give_back(len(self._ahead) - num_kept)
         del self._ahead[num_kept:]
 
@@ -291,7 +300,7 @@ class Matcher:
         bits = self._allowed_words()
         if self._may_end:
             bits |= self._vocabulary.ends
-        if not bits.any():  # a grammar can name end tokens and spare rows as its tokens
+        if not bits.any():  # a grammar can name end tokens and unused ids as its tokens
             return None
         unpacked = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little")
         return torch.from_numpy(unpacked.view(np.bool_))  # [vocabulary]
@@ -334,20 +343,11 @@ class Matcher:
             raise
 
 
-def lookahead(matcher: Matcher) -> Callable[[list[int]], Tensor | None]:
-    """For the choice of several tokens: what may come after tokens chosen beyond the committed.
-
-    The function gives bool [vocabulary], or None where its tokens do not fit the grammar; the
-    matcher stays where it is, as far as its other methods show.
-    """
-    return matcher.allowed_after
-
-
 def _source(spec: GrammarSpec) -> str:
-    """The grammar as llguidance wants it.
+    """Return a grammar in llguidance's form.
 
     Raises:
-        GrammarError: it is a schema that is not a JSON object.
+        GrammarError: the grammar is a schema but not a JSON object.
     """
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return _schema_source(spec.text)
@@ -366,10 +366,10 @@ def _schema_source(text: str) -> str:
 
 
 def _try_out(compiled: CompiledGrammar) -> None:
-    """Some grammars fail only in use: match nothing, or cannot take tokens back.
+    """Use a grammar once, because some fail only in use: they match nothing, or cannot roll back.
 
     Raises:
-        GrammarError: this is one of them.
+        GrammarError: the grammar fails.
     """
     matcher = compiled.matcher()
     ends = compiled.vocabulary.end_ids
@@ -394,15 +394,15 @@ def _check(parser: LLMatcher) -> None:
 
 
 def _shorten(message: str) -> str:
-    """One line, without the grammar's text and the parser's state that stand around it."""
+    """Return the reason in a message, on one line, without the grammar's text and parser state."""
     reason = re.split(r"\n *\d+ \| |\n<", message)[0].split("\nerror: ")[-1]
     return " ".join(reason.split())[:_MAX_REASON]
 
 
 def _run_with_stack(function: Callable[[], CompiledGrammar], num_bytes: int) -> CompiledGrammar:
-    """Run a function in a thread with a stack of a given size; only what it uses takes memory."""
+    """Run a function in a thread with a stack of a given size; only its used part takes memory."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        with _stack_size_lock:  # the size is the process's, for the threads it starts next
+        with _stack_size_lock:  # the size holds for all threads that the process starts next
             before = threading.stack_size(num_bytes)
             try:
                 future = pool.submit(function)

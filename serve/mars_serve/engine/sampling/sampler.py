@@ -1,14 +1,13 @@
 """Chooses tokens from logits: penalties, biases, masks, filters and keyed Gumbel noise.
 
-A choice is a function of its logits, its request's parameters and the tokens before it. The noise
-is a function of seed, absolute position and token id alone, so that whoever reads the same logits
-for a place, in whatever batch, chooses the same token. Knows tensors and `Sampling`: no request
-queue, no model, no text.
+A choice is a function of the logits, the request's parameters and the tokens before it. The noise
+is a function of seed, absolute position and token id alone, so the same logits at a position give
+the same token in any batch.
 
 The order is: repetition penalty, presence and frequency penalties, ``logit_bias``, ``min_tokens``,
-grammar, temperature, ``top_k``, ``top_p``, ``min_p``. It is that of transformers' ``generate``,
-but for the bias, which comes before the penalties there. Ties are treated as there, too: ``top_k``
-and ``min_p`` keep all tokens that tie with the last one, ``top_p`` as many as it takes; here these
+grammar, temperature, ``top_k``, ``top_p``, ``min_p``. In transformers' ``generate`` it is the same,
+except that the bias comes before the penalties. Ties are treated as there, too: ``top_k`` and
+``min_p`` keep all tokens that tie with the last one, ``top_p`` only as many as it needs. Here these
 are the lowest ids, there any.
 """
 
@@ -27,27 +26,28 @@ from torch.nn.functional import pad
 
 from mars_serve.engine.decoding_options import Sampling
 
-# Likeliest tokens among which filters are tried before the whole vocabulary is sorted, which takes
-# some twenty times as long as the first try (150 000 tokens, CPU).
+# Numbers of likeliest tokens among which filters are tried before the whole vocabulary is sorted,
+# which takes about twenty times as long as the first try (150 000 tokens, CPU).
 _NUM_CANDIDATES = 512, 8192
-# Logits handled at once. A CPU's cache should hold the temporaries; elsewhere only memory counts.
+# Logits handled at once. A CPU's cache should hold the temporaries; on other devices only memory
+# counts.
 _MAX_PART_CPU, _MAX_PART = 2**17, 2**24
-# Below this a temperature is zero to some devices.
+# Some devices treat a lower temperature as zero.
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
-    """Tokens of a request that penalties count. Grows in place as tokens are committed."""
+    """Tokens of a request that penalties count; it grows in place as tokens are committed."""
 
     prompt: Tensor
-    """int64 [different tokens of the prompt], on the host."""
+    """int64 [distinct tokens of the prompt], on the host."""
     counts: Counter[int]
-    """How often each token stands in the output."""
+    """Number of times that each token stands in the output."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], num_prompt: int) -> TokenHistory:
-        """History of a prompt and the output behind it."""
+        """Count the tokens of a prompt and the output behind it."""
         prompt = sorted(set(tokens[:num_prompt]))
         return cls(torch.tensor(prompt, dtype=torch.long), Counter(tokens[num_prompt:]))
 
@@ -56,53 +56,53 @@ class TokenHistory:
         self.counts.update(tokens)
 
     def copy(self) -> TokenHistory:
-        """A history that grows on its own."""
+        """Return a copy that grows on its own."""
         return TokenHistory(self.prompt, Counter(self.counts))
 
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One row of a step, or one of its groups of masks, that is not plainly greedy."""
+    """A row of a step, or one of its groups of masks, whose choice is not simply greedy."""
 
     sampling: Sampling
     reads: list[int]
-    """At least one index into the step's logits, depth 0 first; depth d proposes the token at
+    """Indices into the step's logits, at least one, depth 0 first; depth d proposes the token at
     ``position + d``."""
     position: int
     """Absolute position of the token that depth 0 proposes."""
     num_output: int
     """Output tokens before depth 0."""
     end_tokens: Collection[int] = ()
-    """Not chosen before ``min_tokens``."""
+    """Tokens that are not chosen before ``min_tokens``."""
     history: TokenHistory | None = None
-    """Of the tokens before depth 0, where the sampling needs it; left as it is."""
+    """History of the tokens before depth 0, if the sampling needs it; not modified."""
     allow: Callable[[list[int]], Tensor | None] | None = None
-    """Tokens that a grammar allows behind those chosen at the depths before: bool [vocabulary];
-    None where those are not in the grammar, so that anything goes."""
+    """Function from the tokens chosen at earlier depths to the tokens that a grammar allows behind
+    them, bool [vocabulary], or None if the grammar does not match them; then all are allowed."""
 
     @property
     def is_chain(self) -> bool:
-        """Whether a depth has to wait for the choices before it."""
+        """Whether the choice at a depth depends on the choices at earlier depths."""
         return len(self.reads) > 1 and (self.sampling.needs_history or self.allow is not None)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
     """Choose a token at every read of every row.
 
-    At temperature 0 it is the likeliest token, the lowest id among equals; else the one with the
-    highest sum of scaled logit and noise. Penalties and grammars at a depth count the tokens that
-    were chosen before it in its own row: such rows take one pass for each depth, all others one in
-    all. Where masks leave no token, which is for the caller to notice, the likeliest unmasked one
-    is chosen. A row with a NaN gets some valid token.
+    At temperature 0 it is the likeliest token, the lowest id among equals; otherwise it is the one
+    with the highest sum of scaled logit and noise. Penalties and grammars at a depth count the
+    tokens chosen at earlier depths of the row, so such rows take one pass for each depth; all other
+    rows share one pass. If a grammar or an early end leaves no token, the likeliest one is chosen
+    regardless, and the caller has to notice. A row with a NaN gets some valid token.
 
     Args:
         logits: float [reads, vocabulary], any float type; tokens that are never emitted are -inf.
             Not modified.
-        rows: of any kinds; no read twice. Token ids in them are below the vocabulary.
+        rows: rows of any kinds, with no read in common and token ids below the vocabulary.
 
     Returns:
-        int64 [n] reads and int64 [n] tokens, on the device of the logits, n being the number of
-        reads of the rows. Their order is not that of the rows.
+        int64 [n] reads and int64 [n] tokens, on the device of the logits, where n is the number of
+        all rows' reads. Their order is not that of the rows.
     """
     reads: list[int] = []
     chosen = [torch.empty(0, dtype=torch.long, device=logits.device)]
@@ -122,20 +122,21 @@ def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, T
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise for every token at some positions.
+    """Return standard Gumbel noise for every token at some positions.
 
-    Counter-based: each number is a function of (seed, position, token id) alone. The random bits
-    are integers, the same everywhere; logarithms are taken in float64, so that devices agree up to
-    a rare last bit of the float32 result. Always finite, from about -3.6 to 36.7.
+    The noise is counter-based: each number is a function of (seed, position, token id) alone. The
+    random bits are integers and the same on every device; logarithms are taken in float64, so that
+    devices agree up to a rare last bit of the float32 result. All numbers are finite, from about
+    -3.6 to 36.7.
 
     The bits are those of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, OOPSLA 2014), the token id being the counter of a generator whose state is the
-    mixed seed and position.
+    generators, OOPSLA 2014): the token id is the counter of a generator whose state is the mixed
+    seed and position.
 
     Args:
         seeds: int64 [reads].
         positions: int64 [reads].
-        vocabulary: tokens.
+        vocabulary: number of tokens.
 
     Returns:
         float32 [reads, vocabulary].
@@ -147,19 +148,20 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 def log_probs_of(
     log_probabilities: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of chosen tokens and of the likeliest ones.
+    """Return the log-probabilities of chosen tokens and of the likeliest ones.
 
     Args:
         log_probabilities: float32 [reads, vocabulary].
         tokens: int64 [reads].
-        num_top: from 0 to the vocabulary.
+        num_top: number of likeliest tokens, from 0 to the vocabulary.
 
     Returns:
-        float32 [reads] of the tokens; int64 [reads, num_top] likeliest tokens, likeliest first and
-        the lowest id first among equals; float32 [reads, num_top] of those.
+        float32 [reads], log-probabilities of the tokens; int64 [reads, num_top], likeliest tokens,
+        likeliest first and the lowest id first among equals; float32 [reads, num_top], their
+        log-probabilities.
     """
     own = log_probabilities.gather(-1, tokens[:, None])[:, 0]
-    # One integer that orders by number, then by id: topk promises no order among equals.
+    # One integer orders by number, then by id, because topk promises no order among equals.
     bits = (log_probabilities + 0.0).view(torch.int32).long()  # +0.0 makes -0.0 the same number
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32  # as the floats are ordered
     ids = torch.arange(bits.shape[-1], device=bits.device)
@@ -168,7 +170,7 @@ def log_probs_of(
 
 
 def _signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
+    """Return the int64 with these 64 bits."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 
@@ -177,7 +179,7 @@ _ROUNDS = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), 
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's output function, in place, in wrapping arithmetic: int64, a bijection."""
+    """Apply SplitMix64's output function in place: a bijection of int64, in wrapping arithmetic."""
     shifted = torch.empty_like(state)
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(state, shift, out=shifted)
@@ -188,33 +190,33 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """State of the generator of each read: int64 [reads]."""
+    """Return the state of each read's generator: int64 [reads]."""
     return _mix(_mix(seeds + _GOLDEN) + positions)
 
 
 def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Noise of tokens under keys that broadcast against them: float32."""
+    """Return the noise of tokens under keys that broadcast against them: float32."""
     return _gumbel(_mix(keys + tokens * _GOLDEN))
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    """float32, -log(E) of the exponential E = -log(u), u from the upper 52 of 64 random bits."""
-    # the midpoints of 2**52 intervals are exact in float64: u is neither 0 nor 1
+    """Return -log(-log(u)) as float32, with u from the upper 52 of 64 random bits."""
+    # The midpoints of 2**52 intervals are exact in float64, so u is neither 0 nor 1.
     uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_().float()
 
 
 class _Kind(IntEnum):
-    """What choosing takes."""
+    """Kinds of choices, by the work that they take."""
 
     GREEDY = 0
     SAMPLED = 1
     FILTERED = 2
-    """Sampled from some of the tokens."""
+    """Sampling from a part of the tokens."""
 
 
 class _Pick(NamedTuple):
-    """A read, and all that its choice depends on."""
+    """One read of a row, with everything on which its choice depends."""
 
     row: SampledRow
     depth: int
@@ -231,7 +233,7 @@ class _Pick(NamedTuple):
 
     @property
     def early_ends(self) -> Collection[int]:
-        """End tokens that may not come yet."""
+        """End tokens that may not be chosen yet."""
         is_early = self.row.num_output + self.depth < self.sampling.min_tokens
         return self.row.end_tokens if is_early else ()
 
@@ -245,7 +247,7 @@ class _Pick(NamedTuple):
 
 @dataclass(eq=False)
 class _Walk:
-    """A row, as far as its tokens were chosen; only a chain takes more than one wave."""
+    """A row whose tokens are being chosen; only a chain takes more than one wave."""
 
     row: SampledRow
     chosen: list[int] = field(default_factory=list)
@@ -261,7 +263,7 @@ class _Walk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current wave has all that is left."""
+        """Whether the current wave chooses all remaining tokens."""
         return not self.row.is_chain or len(self.chosen) == len(self.row.reads) - 1
 
     def extend(self, token: int) -> None:
@@ -270,8 +272,8 @@ class _Walk:
             self.history.extend([token])
 
     def picks(self) -> list[_Pick]:
-        """What the current wave chooses."""
-        # a list of its own: the callback may keep it
+        """Return the picks of the current wave."""
+        # The function gets a copy, because it may keep the list.
         allowed = None if self.row.allow is None else self.row.allow(list(self.chosen))
         first = len(self.chosen)
         depths = range(first, first + 1 if self.row.is_chain else len(self.row.reads))
@@ -279,7 +281,7 @@ class _Walk:
 
 
 def _choose(logits: Tensor, picks: Sequence[_Pick]) -> Iterator[Tensor]:
-    """Tokens of picks that are sorted by kind, in parts: int64 [part]."""
+    """Choose the tokens of picks, sorted by kind, in parts: int64 [part]."""
     most = _MAX_PART_CPU if logits.device.type == "cpu" else _MAX_PART
     size = max(1, most // logits.shape[1])
     for kind, group in groupby(picks, key=_Pick.kind):
@@ -289,14 +291,14 @@ def _choose(logits: Tensor, picks: Sequence[_Pick]) -> Iterator[Tensor]:
 
 
 def _choose_part(logits: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
-    """Tokens of picks of one kind: int64 [part]."""
+    """Choose the tokens of picks of one kind: int64 [part]."""
     reads = torch.tensor([pick.read for pick in picks]).to(logits.device)
     scores = logits[reads].float()  # a copy: [part, vocabulary]
     _add_biases(scores, picks)
     is_masked = _mask(scores, picks)
     peak, tokens = scores.max(-1)  # faster than argmax
     if kind is not _Kind.GREEDY:
-        # With the peak at 0 no temperature lets it overflow. If all are -inf they stay so.
+        # With the peak at 0, no temperature makes a score overflow. If all are -inf, they stay so.
         scores -= peak.clamp_min(torch.finfo(torch.float32).min)[:, None]
         tokens = _sample(scores, picks, kind)
     if is_masked:
@@ -306,28 +308,28 @@ def _choose_part(logits: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
 
 
 class _Entries:
-    """Numbers at some places of a matrix [part, vocabulary], collected on the host."""
+    """Entries of a sparse matrix [part, vocabulary], collected on the host."""
 
     def __init__(self) -> None:
-        self._places: list[Tensor] = []
+        self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._indices)
 
     def add(self, row: int, tokens: Tensor, values: Tensor) -> None:
-        """int64 [n] tokens of a row and float32 [n] what belongs there."""
-        self._places.append(torch.stack([torch.full_like(tokens, row), tokens]))
+        """Add entries to a row: int64 [n] tokens and float32 [n] values."""
+        self._indices.append(torch.stack([torch.full_like(tokens, row), tokens]))
         self._values.append(values)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """int64 [entries] rows, int64 [entries] tokens, float32 [entries]."""
-        rows, tokens = torch.cat(self._places, dim=1).to(device)
+        """Return int64 [entries] rows, int64 [entries] tokens and float32 [entries] values."""
+        rows, tokens = torch.cat(self._indices, dim=1).to(device)
         return rows, tokens, torch.cat(self._values).to(device)
 
 
 def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
-    """Change logits for the tokens before, by the bias and for end tokens, in place."""
+    """Apply penalties and biases to logits, and forbid early end tokens, in place."""
     repeated, added = _Entries(), _Entries()
     for row, pick in enumerate(picks):
         if pick.sampling.needs_history:
@@ -341,7 +343,7 @@ def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
     if repeated:
         rows, tokens, factors = repeated.on(scores.device)
         before = scores[rows, tokens]
-        # a token of prompt and output stands here twice, with the same result
+        # A token of both prompt and output stands here twice, with the same result.
         scores[rows, tokens] = torch.where(before < 0, before * factors, before / factors)
     if added:
         rows, tokens, values = added.on(scores.device)
@@ -349,7 +351,7 @@ def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
 
 
 def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -> None:
-    """Note what one pick's history does to its logits."""
+    """Collect the penalties of one pick's history."""
     sampling, history = pick.sampling, pick.history
     assert history is not None
     output = torch.tensor(list(history.counts), dtype=torch.long)
@@ -363,7 +365,7 @@ def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -
 
 
 def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
-    """Put -inf where a grammar forbids, in place; whether that or an early end may leave none."""
+    """Set tokens that a grammar forbids to -inf, in place; return whether none may be left."""
     allowed = {row: pick.allowed for row, pick in enumerate(picks) if pick.allowed is not None}
     if allowed:
         forbidden = ~torch.stack(list(allowed.values())).to(scores.device)
@@ -373,14 +375,14 @@ def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
 
 
 class _Filters(NamedTuple):
-    """Parameters of filters, as columns."""
+    """Parameters of the filters, one row for each pick."""
 
     keys: Tensor
-    """int64 [part, 1], of the noise."""
+    """int64 [part, 1], keys of the noise."""
     top_k: Tensor
-    """int64 [part, 1]; the vocabulary where all tokens stay."""
+    """int64 [part, 1]; the size of the vocabulary keeps all tokens."""
     top_p: Tensor
-    """float32 [part, 1]; above 1 where all tokens stay."""
+    """float32 [part, 1]; a value above 1 keeps all tokens."""
     min_p: Tensor
     """float32 [part, 1]."""
 
@@ -389,7 +391,7 @@ class _Filters(NamedTuple):
 
 
 def _sample(scores: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
-    """Tokens of picks that are not greedy: int64 [part]. Overwrites the scores."""
+    """Sample the tokens of picks: int64 [part]. Overwrites the scores."""
     device, vocabulary = scores.device, scores.shape[1]
     wholes, numbers = [], []
     for pick in picks:
@@ -419,23 +421,23 @@ def _sample(scores: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
 
 
 def _sample_among(count: int, scores: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
-    """Choose among so many likeliest tokens.
+    """Sample from the ``count`` likeliest tokens.
 
     Args:
-        count: at most; the vocabulary settles every row.
+        count: number of candidates; the size of the vocabulary settles every row.
         scores: float32 [part, vocabulary], scaled logits that peak at 0.
-        filters: of the rows.
+        filters: parameters of the rows.
 
     Returns:
-        int64 [part] tokens, and bool [part], whether it is settled that these are the choice among
-        all: the filters leave no token but the candidates.
+        int64 [part] tokens, and bool [part], whether the token is settled: the filters keep no
+        token beyond the candidates.
     """
     vocabulary = scores.shape[1]
     count = min(count, vocabulary)
-    # likeliest first, of equals the lowest id first: [part, count]
+    # Likeliest first, and the lowest id first among equals: [part, count].
     ids = scores.topk(count, sorted=False).indices.sort(-1, descending=True).values
-    ascending, places = scores.gather(-1, ids).sort(dim=-1, stable=True)  # twice as fast as down
-    values, ids = ascending.flip(-1), ids.gather(-1, places).flip(-1)
+    ascending, order = scores.gather(-1, ids).sort(dim=-1, stable=True)  # twice as fast as down
+    values, ids = ascending.flip(-1), ids.gather(-1, order).flip(-1)
     is_kept, lowest = _filter(values, scores, ids, filters)
     noisy = torch.where(is_kept, values + _noise(filters.keys, ids), -torch.inf)
     tokens = ids.gather(-1, noisy.max(-1, keepdim=True).indices)[:, 0]
@@ -447,25 +449,25 @@ def _sample_among(count: int, scores: Tensor, filters: _Filters) -> tuple[Tensor
 def _filter(
     values: Tensor, scores: Tensor, ids: Tensor, filters: _Filters
 ) -> tuple[Tensor, Tensor]:
-    """Which of the likeliest tokens the filters keep.
+    """Apply the filters to the likeliest tokens.
 
-    ``top_p`` keeps the tokens with less than its share above them: transformers' rule, seen from
-    the likeliest token, where the sums are more precise.
+    ``top_p`` keeps the tokens above which less than its share lies. That is transformers' rule, but
+    summed from the likeliest token on, where sums are more precise.
 
     Args:
         values: float32 [part, count], likeliest first; the first is 0.
-        scores: float32 [part, vocabulary], of all tokens.
-        ids: int64 [part, count], of the values.
-        filters: of the rows.
+        scores: float32 [part, vocabulary], values of all tokens.
+        ids: int64 [part, count], tokens of the values.
+        filters: parameters of the rows.
 
     Returns:
-        bool [part, count], the first always true; and float32 [part], the lowest value that had a
-        say. Tokens that are not here change nothing if they all have less.
+        bool [part, count], whether each token is kept, the first always; and float32 [part], the
+        lowest value that matters. Tokens beyond these change nothing if their values are lower.
     """
     count, vocabulary = values.shape[1], scores.shape[1]
     cut = values.gather(-1, (filters.top_k - 1).clamp_max(count - 1))  # [part, 1]
     is_kept = values >= cut
-    # shares of what top_k leaves; softmax gives a row the same bits in every batch
+    # Shares among the tokens that top_k keeps; softmax gives a row the same bits in every batch.
     among_top_k = values.masked_fill(~is_kept, -torch.inf).softmax(-1)
     has_top_k = filters.top_k < vocabulary
     shares = torch.where(has_top_k, among_top_k, scores.softmax(-1).gather(-1, ids))

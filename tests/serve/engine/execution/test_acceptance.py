@@ -268,7 +268,7 @@ def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> T
     ],
 )
 def test_leading_right_drafts_are_accepted_at_any_confidence(drafts, chosen, count, share):
-    """A row accepts one more token than it has leading drafts that equal the token chosen before."""
+    """A row accepts one token more than its leading drafts that equal the token before them."""
     reads = checked_reads([drafts, [1, 1, 1]], [0, 0])
     logits = torch.cat([certain(chosen, share=share), certain([2, 2, 2, 2])])
     [(tokens, sure), (others, _)] = unpack(accept(logits, reads, NONE))

@@ -72,7 +72,7 @@ def test_passes_equal_eager_ones_and_nothing_is_compiled_later(
     assert num_compiled() == NUM_VARIANTS * len(FAMILIES)
     with torch.compiler.set_stance("fail_on_recompile"), ThreadPoolExecutor(1) as thread:
         for family, engine in engines.items():
-            # As in a server, the engine runs in a thread of its own.
+            # The engine runs in a thread of its own, as in a server.
             assert thread.submit(decode, engine).result() == expected[family], family
     passes = [tokens for each in expected.values() for part in each.values() for tokens in part]
     assert sum(len(tokens) > 1 for tokens in passes) > 5
@@ -86,7 +86,7 @@ def test_packed_weights_and_paged_attention_are_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pack(model: PreTrainedModel, *, timed: bool) -> None:
-        pack_linears(model, timed=False)
+        pack_linears(model.base_model, timed=False)
         assert any(isinstance(module, PackedLinear) for module in model.modules())
 
     monkeypatch.setattr("mars_serve.engine.execution.forward.pack_linears", pack)
@@ -103,7 +103,7 @@ def test_packed_weights_and_paged_attention_are_compiled(
     assert num_compiled() == NUM_VARIANTS
 
 
-# What cannot be compiled
+# Models that cannot be compiled
 
 
 def small_llama(**rope: object) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.scoring import read_items
+from mars_serve.measure.evaluation.items import read_items
 
 NUM_PROMPTS = 64
 TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))

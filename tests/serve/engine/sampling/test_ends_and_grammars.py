@@ -11,9 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
@@ -134,11 +132,7 @@ def check_text(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_output_is_in_its_grammar_in_every_mode(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    prompts: list[list[int]],
-    name: str,
-    temperature: float,
+    engine: Engine, checkpoint: Checkpoint, prompts: list[list[int]], name: str, temperature: float
 ) -> None:
     size = checkpoint.config.vocab_size
     fresh = GrammarCompiler(checkpoint.tokenizer, size, checkpoint.special.eos)

@@ -19,7 +19,6 @@ from mars_serve.engine.sampling.grammar import (
     GrammarError,
     GrammarLimits,
     Matcher,
-    lookahead,
 )
 from mars_train.run.scratch import train_tokenizer
 
@@ -260,7 +259,7 @@ def test_what_is_allowed_depends_on_the_tokens_alone(
                 others.add(count)
                 matcher.rollback(count)
             else:
-                look = lookahead(matcher)
+                look = matcher.allowed_after
                 for _ in range(3):
                     ahead = look_some_way(look, source)
                     mask = look(ahead)
@@ -290,7 +289,7 @@ def test_looking_ahead_with_changed_tokens(
 ) -> None:
     matcher = compiler.compile(regex("[ab]{2}c|bd")).matcher()
     a, b, c, d = (encode(tokenizer, text)[0] for text in "abcd")
-    look = lookahead(matcher)
+    look = matcher.allowed_after
 
     def after(tokens: list[int]) -> list[int] | None:
         mask = look(tokens)
@@ -357,7 +356,7 @@ def test_a_grammar_that_names_such_a_token_ends_in_an_error(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     matcher = compiler.compile(lark(f'start: "a" <[{VOCABULARY - 1}]>')).matcher()
-    assert lookahead(matcher)(encode(tokenizer, "a")) is None
+    assert matcher.allowed_after(encode(tokenizer, "a")) is None
     assert matcher.advance(encode(tokenizer, "a")) == 1
     with pytest.raises(GrammarError, match="no token that may come next"):
         matcher.allowed()

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    SpecialTokens,
-)
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.method.mode import Mode
-from mars_serve.engine import acceptance
-from mars_serve.engine.decoding_options import (
-    DecodingOptions,
-    Sampling,
-)
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.acceptance import Reads
+from mars_serve.engine.execution import acceptance
+from mars_serve.engine.execution.reads import Reads
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from modes import AR, EXACT, THRESHOLD, output_of, run
@@ -190,11 +184,7 @@ def drawn(
         enable_prefix_caching=False,
     )
     requests = [
-        Request(
-            str(seed),
-            [3, 5],
-            replace(options, sampling=replace(options.sampling, seed=seed)),
-        )
+        Request(str(seed), [3, 5], replace(options, sampling=replace(options.sampling, seed=seed)))
         for seed in range(num_draws)
     ]
     passes = run(engine, requests)
@@ -231,9 +221,9 @@ def accepts_by_confidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the rule of acceptance by one that trusts the confidence of the next token."""
     rule = acceptance._num_accepted
 
-    def broken(table: Tensor, reads: Reads) -> Tensor:
+    def broken(tokens: Tensor, confidences: Tensor, reads: Reads) -> Tensor:
         thresholds = torch.full_like(reads.thresholds, 0.3)
-        return rule(table, replace(reads, drafts=None, thresholds=thresholds))
+        return rule(tokens, confidences, replace(reads, drafts=None, thresholds=thresholds))
 
     monkeypatch.setattr(acceptance, "_num_accepted", broken)
 

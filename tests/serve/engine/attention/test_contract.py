@@ -1,0 +1,208 @@
+"""What every attention backend has to keep: tokens, and the keys and values that are cached."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention_steps import AttentionStep, RowShape
+from engine_requests import make_request
+from engines import Engines, Models, oracle, paged_attention, passes_of, run
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.mode import Mode
+from mars_serve.engine.attention.gathered import GatheredAttention
+from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.plain_kernel import plain_kernel
+from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Request
+
+MASK, POISONED = 3, 61
+SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK, POISONED}))
+MODES = [(Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
+BACKENDS = ["gathered", "batch-invariant", "paged", "paged with key starts"]
+
+Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
+
+
+def attention_of(backend: str, model: PreTrainedModel, _: Any, **sizes: int) -> Attention:
+    """A backend for an engine's model."""
+    if backend.startswith("paged"):
+        kernel = plain_kernel(needs_key_starts=backend != "paged")
+        return paged_attention(model, kernel=kernel, **sizes)
+    return GatheredAttention(
+        KeyValueShape.of(model.config),
+        num_query_heads=model.config.num_attention_heads,
+        max_rows=6,
+        dtype=model.dtype,
+        device=model.device,
+        batch_invariant=backend == "batch-invariant",
+        **sizes,
+    )
+
+
+def cached_of(attention: Any) -> list[Tensor]:
+    """Cached keys and values, [layers, pages, page_size, kv_heads, head_dim] each."""
+    if isinstance(attention, VarlenAttention):
+        return [attention.keys, attention.values]
+    return [attention.keys.transpose(2, 3), attention.values.transpose(2, 3)]
+
+
+def ragged_requests(count: int) -> list[Request]:
+    """Requests of all kinds, some with prompts that take several steps."""
+    source, requests = random.Random(0), []
+    for index in range(count):
+        length = source.randint(100, 200) if index % 4 == 1 else source.randint(1, 40)
+        prompt = [source.randrange(4, 60) for _ in range(length)]
+        mode, threshold = MODES[index % len(MODES)]
+        max_tokens = source.randint(1, 20)
+        options = {"mode": mode, "threshold": threshold}
+        requests.append(make_request(str(index), prompt, max_tokens, **options))
+    return requests
+
+
+# Through the engine
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_passes_equal_the_oracles(
+    tiny_model: Models, make_engine: Engines, family: str, backend: str
+) -> None:
+    model, requests = tiny_model(family), ragged_requests(10)
+    engine_class = partial(Engine, attention_of=partial(attention_of, backend))
+    sizes = {"num_pages": 300, "max_num_batched_tokens": 110}
+    engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
+    passes = passes_of(run(engine, requests, at_once=6))
+    for request in requests:
+        assert passes[request.id] == oracle(model, request, SPECIAL)
+    assert sum(len(tokens) > 1 for each in passes.values() for tokens in each) > 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 7])
+def test_the_page_size_does_not_change_passes(
+    tiny_model: Models, make_engine: Engines, page_size: int, backend: str
+) -> None:
+    model, requests = tiny_model("qwen2"), ragged_requests(6)
+    engine_class = partial(Engine, attention_of=partial(attention_of, backend))
+    sizes = {"num_pages": 700, "page_size": page_size}
+    engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
+    passes = passes_of(run(engine, requests, at_once=6))
+    for request in requests:
+        assert passes[request.id] == oracle(model, request, SPECIAL)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_leave_no_keys_or_values(
+    tiny_model: Models, make_engine: Engines, cached: Cached, backend: str
+) -> None:
+    model, made = tiny_model("qwen2"), list[Attention]()
+
+    def choose(*args: Any, **sizes: int) -> Attention:
+        made.append(attention_of(backend, *args, **sizes))
+        return made[-1]
+
+    endless = SpecialTokens(frozenset(), SPECIAL.never_emitted)
+    engine = make_engine(model, endless, engine_class=partial(Engine, attention_of=choose))
+    request = make_request("one", 90, 40, threshold=1e-9)
+    engine.add(request)
+    while request.num_output < 12:
+        engine.step()
+    expected = cached(model, request.tokens[: request.num_cached])
+    free = sorted(set(range(engine.num_pages)) - set(request.pages))
+    for part, each in zip(cached_of(made[0]), expected, strict=True):
+        own = part[:, request.pages].flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
+        torch.testing.assert_close(own[:, : request.num_cached], each, rtol=1e-4, atol=1e-4)
+        assert own[:, request.num_cached :].abs().sum() == 0
+        assert part[:, free].abs().sum() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_stays_in_its_row(tiny_model: Models, make_engine: Engines, backend: str) -> None:
+    model = tiny_model("qwen2")
+    poisoned = copy.deepcopy(model)
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[POISONED] = torch.nan
+    engine_class = partial(Engine, attention_of=partial(attention_of, backend))
+    engine = make_engine(poisoned, SPECIAL, engine_class=engine_class, num_pages=300)
+    requests = ragged_requests(6)
+    requests.insert(2, make_request("bad", [5, 6, POISONED, 7, 8], 5, threshold=0.1))
+    outputs = run(engine, requests, at_once=6)
+    assert requests.pop(2).finish_reason is FinishReason.ERROR
+    for request in requests:
+        assert passes_of(outputs)[request.id] == oracle(model, request, SPECIAL)
+
+
+# One step
+
+
+def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
+    """Result of a step's own positions, and the backend, over the step's pages."""
+    sizes = {
+        "num_query_heads": 8,
+        "num_pages": step.num_pages,
+        "page_size": step.page_size,
+        **step.types,
+    }
+    shape = KeyValueShape(num_layers=1, num_heads=2, head_dim=64)
+    attention: Any
+    if backend.startswith("paged"):
+        kernel = plain_kernel(needs_key_starts=backend != "paged")
+        attention = VarlenAttention(shape, kernel=kernel, **sizes)
+    else:
+        is_invariant = backend == "batch-invariant"
+        attention = GatheredAttention(
+            shape, max_rows=6, max_masks=20, batch_invariant=is_invariant, **sizes
+        )
+    return step.attend(attention, cached_of(attention)), attention
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(7, 1, (4,)), (0, 70, (0,)), (9, 3, (0,)), (16, 90, (2,)), (0, 2, (1,)), (5, 66, (0,))],
+        [(0, 65, (0,)), (0, 64, (0,))],
+        [(0, 1, (0,))],
+        [(3, 80, (4,))],
+        [(7, 1, (4, 4, 4, 4, 4)), (6, 1, (0, 2, 0, 1)), (0, 3, (2, 0)), (2, 1, (0, 0, 3))],
+        [(5, 60, (3, 3, 3)), (7, 70, (0, 2)), (4, 1, (4,))],
+    ],
+)
+def test_a_step_equals_dense_attention(rows: list[RowShape], backend: str) -> None:
+    step = AttentionStep(rows, torch.device("cpu"))
+    output, attention = attend(backend, step)
+    torch.testing.assert_close(output, step.expected())
+    for row in step.batch.rows:
+        end, fed = row.num_cached + row.num_tokens, slice(row.start, row.start + row.num_tokens)
+        for part, fresh in zip(cached_of(attention), (step.key, step.value), strict=True):
+            assert part[0, row.pages].flatten(0, 1)[row.num_cached : end].equal(fresh[fed])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", range(4))
+def test_no_row_attends_to_its_neighbours(bad: int, backend: str) -> None:
+    rows = [(0, 2, (1,)), (5, 1, (4,)), (9, 66, (0,)), (0, 8, (3, 1))]
+    step = AttentionStep(rows, torch.device("cpu"))
+    row = step.batch.rows[bad]
+    own = slice(row.start, row.start + row.length)
+    for part in (step.query, step.key, step.value):
+        part[own] = torch.nan
+    step.pages[:, row.pages] = torch.nan
+    output, attention = attend(backend, step)
+    assert output[own].isnan().all()
+    assert output.isnan().any(-1).any(-1).sum() == row.length
+    attention.recover()
+    for part in cached_of(attention):
+        others = sorted(set(range(part.shape[1])) - set(row.pages))
+        assert part[:, others].isfinite().all()
