@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mars_autoscale.simulation.cluster import Served
-from mars_autoscale.simulation.run import Result
+from mars_autoscale.simulation.run import SimulationResult
 from mars_platform.tier import Tier
 
 
@@ -45,7 +45,9 @@ class PolicyFigures(TierFigures):
     """Figures of each tier that the trace has."""
 
 
-def figures_of(result: Result, *, measured_from_s: float, objective_ttft_s: float) -> PolicyFigures:
+def figures_of(
+    result: SimulationResult, *, measured_from_s: float, objective_ttft_s: float
+) -> PolicyFigures:
     """Compute the figures of a run.
 
     Args:

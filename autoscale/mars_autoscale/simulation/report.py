@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 
-from mars_autoscale.simulation.compare import Compared, Comparison
+from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
 from mars_platform.cli.report import Column, table_of, write_json, write_picture
 
 _TIMELINES = ("joint", "ray", "knative")
@@ -48,7 +48,7 @@ def _tier_columns(objective_ttft_s: float) -> list[Column]:
     ]
 
 
-def comparison_table(comparison: Comparison, objective_ttft_s: float) -> RenderableType:
+def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> RenderableType:
     """Return a table with a row for each policy, and a last row for the clairvoyant bound.
 
     If the trace has several tiers, a second table has a row for each tier of each policy.
@@ -63,7 +63,7 @@ def comparison_table(comparison: Comparison, objective_ttft_s: float) -> Rendera
     return Group(table, table_of(columns, _tier_rows(comparison)))
 
 
-def _tier_rows(comparison: Comparison) -> list[dict[str, Any]]:
+def _tier_rows(comparison: PolicyComparison) -> list[dict[str, Any]]:
     return [
         {"policy": "" if i else _name_of(each), "class": tier, **vars(figures)}
         for each in comparison.policies
@@ -71,11 +71,11 @@ def _tier_rows(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def _name_of(compared: Compared) -> str:
+def _name_of(compared: ComparedPolicy) -> str:
     return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
 
 
-def _bound_of(comparison: Comparison) -> dict[str, float]:
+def _bound_of(comparison: PolicyComparison) -> dict[str, float]:
     """Means over the seeds of what a clairvoyant scaler would reach."""
     bounds = comparison.bounds
     return {
@@ -85,7 +85,7 @@ def _bound_of(comparison: Comparison) -> dict[str, float]:
     }
 
 
-def write_files(comparison: Comparison, json_file: Path | None, plot: Path | None) -> None:
+def write_files(comparison: PolicyComparison, json_file: Path | None, plot: Path | None) -> None:
     """Write the figures and draw the picture, each if its file is given.
 
     A time that is infinite because too many requests were rejected is null in the JSON.
@@ -103,7 +103,7 @@ def write_files(comparison: Comparison, json_file: Path | None, plot: Path | Non
         write_picture(plot, picture_of(comparison))
 
 
-def picture_of(comparison: Comparison) -> Figure:
+def picture_of(comparison: PolicyComparison) -> Figure:
     """Draw load, replicas, τ and queue of the first seed over time, and the policies' trade-off.
 
     The last diagram shows the quality loss of every policy against its replica-hours.
@@ -134,7 +134,7 @@ def picture_of(comparison: Comparison) -> Figure:
     return figure
 
 
-def _draw_trade(axes: Axes, compared: Sequence[Compared]) -> None:
+def _draw_trade(axes: Axes, compared: Sequence[ComparedPolicy]) -> None:
     for each in compared:
         figures = each.figures
         axes.scatter(figures.replica_hours, figures.quality_loss_mean)
