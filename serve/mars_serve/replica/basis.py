@@ -54,7 +54,7 @@ def autoscaling_basis(
         frontier = read_frontier(engine.checkpoint.path)
         capacity = _capacity(frontier, autoscaling, engine)
     except UserError as error:
-        _log.error("autoscaling goes by τ = 1 alone, nothing carries a burst: %s", error)
+        _log.error("autoscaling uses τ = 1 alone, which carries no burst: %s", error)
         return AutoscalingBasis(
             _ar_capacity(engine, times), outer, refused=str(error), made_s=time.time()
         )
@@ -70,7 +70,7 @@ def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> st
         return None
     mismatch = f"measured on {' in '.join(measured)}; the replica runs on {' in '.join(here)}"
     _log.warning(
-        "autoscaling goes by another machine's speed: %s was %s; run marsray calibrate here",
+        "autoscaling uses the speed of another machine: %s was %s; run marsray calibrate here",
         engine.checkpoint.path / FRONTIER_FILE,
         mismatch,
     )

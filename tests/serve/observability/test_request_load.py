@@ -1,13 +1,12 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from mars_autoscale.policy.control import Totals
+from mars_autoscale.policy.reports import Totals
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.request import DecodingOptions, Request
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.request import Request
 from mars_serve.observability.request_load import RequestLoad, live_tier
 
 LIVE = DecodingOptions(20, threshold=None)
@@ -16,7 +15,7 @@ PINNED = replace(LIVE, threshold=0.9)
 EXACT = replace(LIVE, mode=Mode.EXACT, tier=Tier.PRIORITY)
 
 
-def request(options: DecodingOptions = LIVE, num_prompt: int = 10) -> Request:
+def request(options=LIVE, num_prompt=10):
     return Request("r", [5] * num_prompt, options)
 
 
@@ -32,13 +31,11 @@ def request(options: DecodingOptions = LIVE, num_prompt: int = 10) -> Request:
         (replace(FLEX, mode=Mode.AR), None),
     ],
 )
-def test_a_request_belongs_to_those_whose_threshold_it_has(
-    options: DecodingOptions, tier: Tier | None
-) -> None:
+def test_a_request_that_follows_the_live_threshold_has_a_live_tier(options, tier):
     assert live_tier(request(options)) is tier
 
 
-def test_what_comes_and_ends_is_counted() -> None:
+def test_arrivals_and_ends_are_counted():
     load = RequestLoad()
     first, second = request(num_prompt=10), request(num_prompt=30)
     load.come(first)
@@ -50,7 +47,7 @@ def test_what_comes_and_ends_is_counted() -> None:
     assert load.totals == Totals(2, 24, 1, 7)
 
 
-def test_what_never_began_does_not_count_as_ended() -> None:
+def test_a_request_that_never_began_does_not_count_as_ended():
     load = RequestLoad()
     load.come(request())
     load.gone(request(), has_begun=False, num_tokens=0)
@@ -58,14 +55,14 @@ def test_what_never_began_does_not_count_as_ended() -> None:
     assert load.num_ahead(Tier.DEFAULT) == 0
 
 
-def test_what_is_refused_has_arrived_and_is_not_there() -> None:
+def test_a_refused_request_counts_as_arrived_and_not_as_present():
     load = RequestLoad()
     load.refused(request(FLEX))
     assert load.totals == Totals(1, 10, 0, 0)
     assert (load.num_ahead(Tier.FLEX), load.share(Tier.FLEX)) == (0, 0.0)
 
 
-def test_shares_are_of_those_that_are_there() -> None:
+def test_shares_are_those_of_the_present_requests():
     load = RequestLoad()
     assert [load.share(tier) for tier in (None, Tier.DEFAULT, Tier.FLEX)] == [0.0, 0.0, 0.0]
     for options in (LIVE, FLEX, FLEX, PINNED):
@@ -80,7 +77,7 @@ def test_shares_are_of_those_that_are_there() -> None:
     assert load.share(Tier.DEFAULT) == 0.5
 
 
-def test_those_of_the_same_or_a_higher_priority_are_ahead_until_they_begin() -> None:
+def test_waiting_requests_of_the_same_or_a_higher_tier_are_ahead():
     load = RequestLoad()
     for options in (LIVE, LIVE, FLEX, EXACT):
         load.come(request(options))

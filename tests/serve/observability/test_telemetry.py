@@ -1,52 +1,49 @@
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
 
 import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from transformers import PreTrainedModel
 
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
-from mars_serve.engine.engine import Engine
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.ipc.loop import RequestFailed
-from mars_serve.engine.request import DecodingOptions, LiveDecoding, Request, StepOutput
-from mars_serve.observability import ray_metrics, telemetry
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from mars_serve.observability import ray_metrics, replica_telemetry
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
+from mars_serve.observability.metric_families import Histogram, HistogramDefinition
 from mars_serve.observability.ray_metrics import RayMirror
-from mars_serve.observability.telemetry import IngressTelemetry, ReplicaTelemetry
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 PROMPT = [5, 9, 12, 30, 7, 41]
 
 
 @pytest.fixture
-def loop(
-    tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
-) -> Iterator[LocalLoop]:
+def loop(tiny_model, make_engine):
     loop = LocalLoop(make_engine(tiny_model("qwen2"), SPECIAL))
     yield loop
     loop.stop()
 
 
 @pytest.fixture
-def replica(loop: LocalLoop) -> ReplicaTelemetry:
+def replica(loop):
     return ReplicaTelemetry("mars", "r1", loop)
 
 
-def request(name: str, *, mode: Mode = Mode.AR, **options: Any) -> Request:
+def request(name, *, mode=Mode.AR, **options):
     return Request(name, list(PROMPT), DecodingOptions(mode=mode, **options))
 
 
-def values(text: str, **labels: str) -> dict[str, float]:
-    """Value by name of the samples without labels beyond these."""
+def values(text, **labels):
+    """Return the values, by name, of the samples with exactly these labels."""
     return {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
@@ -55,9 +52,7 @@ def values(text: str, **labels: str) -> dict[str, float]:
     }
 
 
-async def run(
-    replica: ReplicaTelemetry, loop: LocalLoop, request: Request, stop_after: int | None = None
-) -> list[StepOutput]:
+async def run(replica, loop, request, stop_after=None):
     outputs = []
     watched = replica.watch(loop.stream(request), request)
     async for output in watched:
@@ -68,14 +63,12 @@ async def run(
     return outputs
 
 
-async def script(outputs: list[StepOutput | None]) -> AsyncGenerator[StepOutput | None]:
+async def script(outputs):
     for output in outputs:
         yield output
 
 
-async def test_a_replica_counts_what_its_requests_got(
-    replica: ReplicaTelemetry, loop: LocalLoop
-) -> None:
+async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, loop):
     requests = [
         request("a", max_tokens=5),
         request("b", max_tokens=9),
@@ -87,7 +80,7 @@ async def test_a_replica_counts_what_its_requests_got(
     num_first = sum(len(outputs[0].tokens) for outputs in ran)
     found = values(replica.exposition(), model="mars", replica="r1")
 
-    assert len(ran[2]) < 12  # several tokens a pass: else the counts below say little
+    assert len(ran[2]) < 12  # several tokens per pass, or the counts below would not differ
     assert found["marsray_prompt_tokens_total"] == 3 * len(PROMPT)
     assert found["marsray_generation_tokens_total"] == num_tokens
     assert found["marsray_row_passes_total"] == len(passes)
@@ -105,9 +98,7 @@ async def test_a_replica_counts_what_its_requests_got(
     assert max(map(len, ran)) <= steps <= len(passes)
 
 
-async def test_a_cancelled_request_counts_and_leaves_nothing_held(
-    replica: ReplicaTelemetry, loop: LocalLoop
-) -> None:
+async def test_a_cancelled_request_counts_and_holds_no_pages(replica, loop):
     watched = replica.watch(loop.stream(each := request("a", max_tokens=100)), each)
     await anext(watched)
     held = values(replica.exposition(), model="mars", replica="r1")
@@ -124,28 +115,24 @@ async def test_a_cancelled_request_counts_and_leaves_nothing_held(
     assert 1 <= found["marsray_generation_tokens_total"] < 100
 
 
-async def test_a_stored_prefix_is_counted(replica: ReplicaTelemetry, loop: LocalLoop) -> None:
+async def test_prefix_hits_are_counted(replica, loop):
     for name in "ab":
         await run(replica, loop, request(name, max_tokens=1))
     found = values(replica.exposition(), model="mars", replica="r1")
     assert found["marsray_prefix_cache_hit_tokens_total"] == 4  # one full page of 4
 
 
-async def test_the_live_threshold_is_that_of_the_engine(
-    replica: ReplicaTelemetry, loop: LocalLoop
-) -> None:
+async def test_the_live_threshold_is_that_of_the_engine(replica, loop):
     loop.set_live(LiveDecoding(0.625))
     found = values(replica.exposition(), model="mars", replica="r1")
     assert found["marsray_confidence_threshold"] == 0.625
 
 
-async def test_times_of_a_request(
-    replica: ReplicaTelemetry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_passes_of_a_request_are_timed(replica, monkeypatch):
     clock = iter([10.0, 10.5, 11.1, 11.3, 14.0])  # arrival, three passes with tokens, the end
-    monkeypatch.setattr(telemetry, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(replica_telemetry, "perf_counter", lambda: next(clock))
     outputs = [
-        None,  # nothing yet
+        None,  # a sign of life
         StepOutput("a", [], None, queue_s=0.25),  # a part of a prompt
         StepOutput("a", [7, 8], None, threshold=0.5),
         None,
@@ -170,11 +157,11 @@ async def test_times_of_a_request(
     assert found["marsray_inter_token_latency_seconds_count"] == 4
     label = {"model": "mars", "replica": "r1", "le": "0.2"}
     gaps = values(replica.exposition(), **label)["marsray_inter_token_latency_seconds_bucket"]
-    assert gaps in (3, 4)  # 0.6 s for 3 tokens, give or take the last bit; never one of 0.6
+    assert gaps in (3, 4)  # three of 0.2 s, up to the last bit; the pass itself took 0.6 s
 
 
-async def test_a_request_that_never_began_is_not_timed(replica: ReplicaTelemetry) -> None:
-    async def refused() -> AsyncGenerator[StepOutput]:
+async def test_a_request_that_never_began_is_not_timed(replica):
+    async def refused():
         raise RequestFailed("no")
         yield
 
@@ -184,10 +171,10 @@ async def test_a_request_that_never_began_is_not_timed(replica: ReplicaTelemetry
     assert not any(value for name, value in found.items() if name.endswith("_count"))
 
 
-async def test_closing_the_watch_closes_what_it_watches(replica: ReplicaTelemetry) -> None:
+async def test_closing_the_watch_closes_the_outputs(replica):
     is_closed = False
 
-    async def outputs() -> AsyncGenerator[StepOutput]:
+    async def outputs():
         nonlocal is_closed
         try:
             yield StepOutput("a", [7], None)
@@ -200,9 +187,7 @@ async def test_closing_the_watch_closes_what_it_watches(replica: ReplicaTelemetr
     assert is_closed
 
 
-def test_a_dead_engine_reports_only_what_was_timed(
-    replica: ReplicaTelemetry, loop: LocalLoop
-) -> None:
+def test_the_times_are_reported_even_if_the_engine_is_dead(replica, loop):
     loop.stop()
     names = {family.name for family in text_string_to_metric_families(replica.exposition())}
     assert "marsray_e2e_request_latency_seconds" in names
@@ -210,10 +195,10 @@ def test_a_dead_engine_reports_only_what_was_timed(
 
 
 @given(st.lists(st.floats(0, 12), max_size=20), st.data())
-def test_a_histogram_equals_the_library_s(numbers: list[float], data: st.DataObject) -> None:
-    definition = telemetry._INTER_TOKEN_LATENCY
+def test_a_histogram_equals_that_of_prometheus_client(numbers, data):
+    definition = replica_telemetry._INTER_TOKEN_LATENCY
     edges = data.draw(st.lists(st.sampled_from(definition.buckets), max_size=5))
-    own = telemetry._Histogram(definition)
+    own = Histogram(definition)
     oracle = prometheus_client.Histogram(
         definition.name, definition.help, ["model", "replica"], buckets=definition.buckets,
         registry=None,
@@ -223,7 +208,7 @@ def test_a_histogram_equals_the_library_s(numbers: list[float], data: st.DataObj
         own.observe(number)
         child.observe(number)
 
-    def samples(family: Metric) -> dict[tuple[str, str], float]:
+    def samples(family):
         return {
             (each.name, each.labels.get("le", "")): each.value
             for each in family.samples
@@ -234,15 +219,15 @@ def test_a_histogram_equals_the_library_s(numbers: list[float], data: st.DataObj
     assert samples(own.family(("m", "r"))) == pytest.approx(samples(expected))
 
 
-def test_buckets_are_ascending() -> None:
-    kind = telemetry._HistogramDefinition
-    definitions = [each for each in vars(telemetry).values() if isinstance(each, kind)]
+def test_buckets_are_ascending():
+    found = vars(replica_telemetry).values()
+    definitions = [each for each in found if isinstance(each, HistogramDefinition)]
     assert len(definitions) == 6
     for definition in definitions:
         assert list(definition.buckets) == sorted(set(definition.buckets))
 
 
-def test_requests_for_models_that_are_not_served_share_a_label() -> None:
+def test_requests_for_models_that_are_not_served_share_a_label():
     ingress = IngressTelemetry(["mars"], "i1")
     ingress.count("mars", "stop")
     for name in ("anything", "else", None):
@@ -259,28 +244,33 @@ def test_requests_for_models_that_are_not_served_share_a_label() -> None:
 
 
 class FakeInstrument:
-    """Stands for Ray's gauges and counters."""
+    """A gauge or counter that keeps what is written to it."""
 
-    made: dict[str, FakeInstrument]
+    made = {}  # noqa: RUF012
+    """The instruments by name."""
 
-    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+    def __init__(self, name, description, tag_keys):
         self.tag_keys = tag_keys
-        self.writes: list[tuple[float, dict[str, str]]] = []
-        assert name not in self.made, "Ray wants each instrument to be made once"
+        self.writes = []
+        assert name not in self.made, "Ray allows an instrument to be made only once"
         self.made[name] = self
 
-    def write(self, value: float, tags: dict[str, str]) -> None:
+    def write(self, value, tags):
         assert tuple(tags) == self.tag_keys
         self.writes.append((value, tags))
 
     set = inc = write
 
 
-def test_ray_gets_gauges_and_what_counters_grew_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dict[str, FakeInstrument]()
-    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
+@pytest.fixture
+def instruments(monkeypatch):
+    monkeypatch.setattr(FakeInstrument, "made", {})
     monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
     monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+    return FakeInstrument.made
+
+
+def test_ray_gets_the_growth_of_counters(instruments):
     ingress = IngressTelemetry(["mars"], "i1")
     mirror = RayMirror(ingress)
     for num_new in (2, 0, 3):
@@ -288,40 +278,28 @@ def test_ray_gets_gauges_and_what_counters_grew_by(monkeypatch: pytest.MonkeyPat
             ingress.count("mars", "stop")
         mirror.update()
     stop = {"model": "mars", "outcome": "stop"}
-    assert made["marsray_requests_total"].writes == [(2, stop), (3, stop)]
+    assert instruments["marsray_requests_total"].writes == [(2, stop), (3, stop)]
 
 
-def test_ray_gets_what_a_counter_counts_from_its_start_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = dict[str, FakeInstrument]()
-    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
-    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
-    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+def test_ray_gets_the_growth_of_a_restarted_counter(instruments):
     counts = iter([5.0, 2.0, 6.0])
 
     class Restarting(Collector):
-        def collect(self) -> Iterator[Metric]:
+        def collect(self):
             yield CounterMetricFamily("marsray_some_total", "Some.", value=next(counts))
 
     mirror = RayMirror(Restarting())
     for _ in range(3):
         mirror.update()
-    assert [value for value, _ in made["marsray_some_total"].writes] == [5, 2, 4]
+    assert [value for value, _ in instruments["marsray_some_total"].writes] == [5, 2, 4]
 
 
-async def test_ray_gets_histograms_as_gauges(
-    monkeypatch: pytest.MonkeyPatch, replica: ReplicaTelemetry
-) -> None:
-    made = dict[str, FakeInstrument]()
-    monkeypatch.setattr(FakeInstrument, "made", made, raising=False)
-    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
-    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
+async def test_ray_gets_histograms_as_gauges(instruments, replica):
     outputs = [StepOutput("a", [7, 8], None)]
     async for _ in replica.watch(script(outputs), request("a", max_tokens=2)):
         pass
     RayMirror(replica).update()
-    buckets = made["marsray_tokens_per_forward_bucket"].writes
+    buckets = instruments["marsray_tokens_per_forward_bucket"].writes
     assert [value for value, tags in buckets if tags["le"] == "1.0"] == [0]
     assert [value for value, tags in buckets if tags["le"] in ("2.0", "+Inf")] == [1, 1]
-    assert made["marsray_tokens_per_forward_sum"].writes == [(2, {"model": "mars"})]
+    assert instruments["marsray_tokens_per_forward_sum"].writes == [(2, {"model": "mars"})]

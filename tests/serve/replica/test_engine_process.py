@@ -1,6 +1,4 @@
-"""The engine in a process of its own: one start for all tests but those that end it."""
-
-from __future__ import annotations
+"""The engine in a child process; tests share one, except those that end it."""
 
 import asyncio
 import os
@@ -8,8 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,47 +13,41 @@ import pytest
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method import reference
+from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
-from mars_serve.engine.request import (
-    DecodingOptions,
-    GrammarKind,
-    GrammarSpec,
-    LiveDecoding,
-    Request,
-    StepOutput,
-)
+from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, GrammarSpec
+from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.engine_process import start_engine
 
 PROMPT = list(range(10, 22))
 
 
-def settings_of(path: Path) -> ModelSettings:
+def settings_of(path):
     engine = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_requests=8)
     return ModelSettings(name="mars", path=str(path), engine=engine)
 
 
 @pytest.fixture(scope="module")
-def loop(mars_dir: Path) -> Iterator[EngineLoop]:
+def loop(mars_dir):
     loop = start_engine(settings_of(mars_dir), num_threads=1)
     yield loop
     loop.stop()
 
 
-async def collect(loop: EngineLoop, request: Request) -> list[StepOutput]:
+async def collect(loop, request):
     return [output async for output in loop.stream(request)]
 
 
-def request(name: str, max_tokens: int = 12, **options: object) -> Request:
+def request(name, max_tokens=12, **options):
     options = {"mode": Mode.THRESHOLD, "threshold": 0.3, **options}
-    return Request(name, list(PROMPT), DecodingOptions(max_tokens, **options))  # type: ignore[arg-type]
+    return Request(name, list(PROMPT), DecodingOptions(max_tokens, **options))
 
 
-async def test_outputs_are_those_of_the_reference(loop: EngineLoop, mars_dir: Path) -> None:
+async def test_outputs_are_those_of_the_reference(loop, mars_dir):
     checkpoint = read_checkpoint(mars_dir)
-    assert checkpoint.metadata is not None
     expected = reference.decode(
         load_model(mars_dir),
         PROMPT,
@@ -73,7 +63,7 @@ async def test_outputs_are_those_of_the_reference(loop: EngineLoop, mars_dir: Pa
     assert loop.status().num_generated_tokens == 4 * sum(map(len, expected.passes))
 
 
-async def test_what_cannot_run_is_refused_with_its_reason(loop: EngineLoop) -> None:
+async def test_a_request_that_can_never_run_is_refused_with_its_reason(loop):
     with pytest.raises(UserError, match=r"^max_tokens: 12 prompt tokens and 5000 output tokens"):
         await collect(loop, request("long", 5000))
     broken = GrammarSpec(GrammarKind.REGEX, "(")
@@ -82,7 +72,7 @@ async def test_what_cannot_run_is_refused_with_its_reason(loop: EngineLoop) -> N
     assert loop.is_alive
 
 
-async def test_a_grammar_holds(loop: EngineLoop, mars_dir: Path) -> None:
+async def test_the_output_matches_the_grammar(loop, mars_dir):
     grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no)")
     outputs = await collect(loop, request("grammar", grammar=grammar))
     tokens = [token for output in outputs for token in output.tokens]
@@ -90,7 +80,7 @@ async def test_a_grammar_holds(loop: EngineLoop, mars_dir: Path) -> None:
     assert text in ("yes", "no")
 
 
-async def test_leaving_a_request_frees_its_pages(loop: EngineLoop) -> None:
+async def test_closing_a_stream_frees_its_pages(loop):
     stream = loop.stream(request("left", 200, mode=Mode.AR))
     await anext(stream)
     await stream.aclose()
@@ -100,17 +90,17 @@ async def test_leaving_a_request_frees_its_pages(loop: EngineLoop) -> None:
     assert loop.status().num_free_pages == 64
 
 
-def test_a_loop_of_one_event_loop_serves_another(loop: EngineLoop) -> None:
+def test_an_engine_serves_one_event_loop_after_another(loop):
     first, second = (asyncio.run(collect(loop, request(name, window=4))) for name in ("a", "b"))
     assert [output.tokens for output in first] == [output.tokens for output in second]
 
 
-def test_a_model_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         start_engine(settings_of(tmp_path), num_threads=1)
 
 
-async def test_a_killed_engine_ends_its_requests(mars_dir: Path) -> None:
+async def test_a_killed_engine_ends_its_requests(mars_dir):
     loop = start_engine(settings_of(mars_dir), num_threads=1)
     stream = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(stream)
@@ -128,12 +118,12 @@ async def test_a_killed_engine_ends_its_requests(mars_dir: Path) -> None:
     loop.stop()
 
 
-def _is_newest(process: psutil.Process) -> bool:
+def _is_newest(process):
     children = psutil.Process().children()
     return process.pid == max(children, key=lambda each: each.create_time()).pid
 
 
-def test_the_engine_ends_with_its_parent(mars_dir: Path) -> None:
+def test_the_engine_ends_with_its_parent(mars_dir):
     script = """
         import sys, time
         from mars_serve.replica.engine_process import start_engine
@@ -144,7 +134,6 @@ def test_the_engine_ends_with_its_parent(mars_dir: Path) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(mars_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
         (child,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)

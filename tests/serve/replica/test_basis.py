@@ -1,0 +1,306 @@
+import asyncio
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from frontiers import AR, frontier_of, point
+from mars_autoscale.model.frontier import FRONTIER_FILE, write_frontier
+from mars_autoscale.policy.decision import ThresholdRange
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.config import build_settings
+from mars_platform.errors import UserError
+from mars_platform.method.live import LiveDecoding
+from mars_serve.config.hardware import cpu_name, hardware_name
+from mars_serve.config.served import PublishedThreshold
+from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.request import Request
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.observability.request_load import RequestLoad
+from mars_serve.replica.basis import autoscaling_basis
+from mars_serve.replica.engine_process import start_engine
+from mars_serve.replica.loading import load_engine
+from mars_serve.replica.steering import Steering
+
+TIMES = StepTimes((1, 4, 16), (0, 512), ((0.01, 0.02), (0.02, 0.03), (0.05, 0.06)))
+
+
+def some_frontier(path, **more):
+    """Return a frontier of steps of 20 ms with one rung below plain AR decoding."""
+    lower = point("threshold", 0.9, 77.0, 2.0, 4.0)
+    return frontier_of(AR, lower, weights=weights_fingerprint(path), seconds=0.02, **more)
+
+
+@pytest.fixture
+def model_dir(mars_dir, tmp_path):
+    """Return a copy of a checkpoint, with a frontier."""
+    path = Path(shutil.copytree(mars_dir, tmp_path / "model"))
+    write_frontier(path, some_frontier(path))
+    return path
+
+
+def settings_of(path, tiers=None, more=None, **autoscaling):
+    return ModelSettings(
+        name="mars",
+        path=str(path),
+        tiers=tiers or {},
+        engine=EngineSettings(page_size=8, num_pages=64, max_num_seqs=4),
+        autoscaling={"max_replicas": 3, **autoscaling},
+        **(more or {}),
+    )
+
+
+def basis_of(settings, times=TIMES):
+    return autoscaling_basis(settings, load_engine(settings), times)
+
+
+def test_the_basis_is_made_of_the_frontier_and_the_settings(model_dir):
+    basis = basis_of(settings_of(model_dir, cold_start_s=30))
+    assert basis.refused is None
+    capacity = basis.capacity
+    assert [rung.threshold for rung in capacity.rungs] == [1.0, 0.9]
+    assert capacity.max_num_seqs == 4
+    assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(4 / 0.02)
+    assert capacity.prefill_tokens_per_s == 10_000
+    assert (basis.settings.max_replicas, basis.settings.cold_start_s) == (3, 30)
+
+
+@pytest.mark.parametrize("autoscaling", [None, {"policy": "ongoing_requests", "max_replicas": 2}])
+def test_a_threshold_that_is_not_autoscaled_has_no_basis(model_dir, autoscaling):
+    settings = settings_of(model_dir)
+    changed = ModelSettings(
+        **{**settings.model_dump(exclude_unset=True), "autoscaling": autoscaling}
+    )
+    assert basis_of(changed) is None
+
+
+def corrupted(path):
+    file = path / FRONTIER_FILE
+    file.write_text(file.read_text()[:-40])
+
+
+def changed(path):
+    file = path / FRONTIER_FILE
+    content = json.loads(file.read_text())
+    content["points"][1]["tokens_per_forward"] = 3.0
+    file.write_text(json.dumps(content))
+
+
+def of_another_model(path):
+    frontier = some_frontier(path)
+    write_frontier(path, frontier.model_copy(update={"weights": "0" * 64}))
+
+
+def missing(path):
+    (path / FRONTIER_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (corrupted, "cannot be read as JSON"),
+        (changed, "checksum: it is not that of the other fields"),
+        (of_another_model, "weights: it was measured on another model's"),
+        (missing, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_refused_frontier_leaves_only_plain_decoding(model_dir, caplog, damage, reason):
+    damage(model_dir)
+    basis = basis_of(settings_of(model_dir))
+    assert reason in basis.refused
+    assert str(model_dir / FRONTIER_FILE) in basis.refused
+    assert basis.refused.endswith("run marsray calibrate again")
+    capacity = basis.capacity
+    assert [rung.threshold for rung in capacity.rungs] == [1.0]
+    assert capacity.exact is None
+    # by the engine's own times: four rows that read half of their context, 512 tokens together
+    assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(4 / 0.03)
+    assert capacity.prefill_tokens_per_s == pytest.approx(16 / 0.05)
+    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
+    assert "τ = 1 alone" in record.message
+
+
+def test_a_later_basis_has_a_later_time(model_dir):
+    settings = settings_of(model_dir)
+    engine, began_s = load_engine(settings), time.time()
+    first = autoscaling_basis(settings, engine, TIMES)
+    missing(model_dir)
+    refused = autoscaling_basis(settings, engine, TIMES)
+    assert began_s <= first.made_s <= refused.made_s <= time.time()
+
+
+def test_an_engine_that_has_timed_one_step_size_has_a_basis(model_dir):
+    missing(model_dir)
+    capacity = basis_of(settings_of(model_dir), StepTimes((4,), (0,), ((0.02,),))).capacity
+    assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(4 / 0.02)
+
+
+def test_a_target_that_was_not_measured_is_refused(model_dir):
+    basis = basis_of(settings_of(model_dir, target_threshold=0.95))
+    unknown = "target_threshold: 0.95 is not among the measured ones (1, 0.9)"
+    assert basis.refused.startswith(unknown)
+    assert [rung.threshold for rung in basis.capacity.rungs] == [1.0]
+    basis = basis_of(settings_of(model_dir, target_threshold=0.9))
+    assert (basis.refused, basis.capacity.rungs[0].threshold) == (None, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "autoscaling", "floors"),
+    [
+        ({}, {}, (0.9, 0.7)),
+        ({"default_min_threshold": 0.95, "flex_min_threshold": 0.8}, {}, (0.95, 0.8)),
+        ({"default_min_threshold": 0.5, "flex_min_threshold": 0.5}, {}, (0.9, 0.7)),
+        (
+            {"default_min_threshold": 0.5, "flex_min_threshold": 0.6},
+            {"floor_threshold": 0.8, "flex_floor_threshold": 0.5},
+            (0.8, 0.6),
+        ),
+    ],
+)
+def test_the_higher_floor_of_tiers_and_autoscaling_holds(model_dir, tiers, autoscaling, floors):
+    outer = basis_of(settings_of(model_dir, tiers, **autoscaling)).settings
+    assert (outer.floor_threshold, outer.flex_floor_threshold) == floors
+
+
+# Hardware and number type
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "named"), [("one H200", "float32", "float32"), ("cpu", "bf16", "bfloat16")]
+)
+def test_a_frontier_of_another_machine_is_used_with_a_warning(
+    model_dir, caplog, device, dtype, named
+):
+    hardware = hardware_name("cpu") if device == "cpu" else device
+    write_frontier(model_dir, some_frontier(model_dir, hardware=hardware, dtype=dtype))
+    caplog.clear()
+    basis = basis_of(settings_of(model_dir))
+    here = f"{hardware_name('cpu')} in float32"
+    assert basis.mismatch == f"measured on {hardware} in {named}; the replica runs on {here}"
+    (warning,) = (each.message for each in caplog.records if basis.mismatch in each.message)
+    assert warning.endswith("run marsray calibrate here")
+    assert basis.refused is None
+    assert [rung.threshold for rung in basis.capacity.rungs] == [1.0, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("float32", {"dtype": "float32"}),
+        ("bf16", {"dtype": "bfloat16"}),
+        ("bf16", {"rehearsal": {"cold_start_s": 1}}),
+    ],
+    ids=["same", "other name", "rehearsal"],
+)
+def test_no_warning_for_the_same_machine_or_a_rehearsal(model_dir, caplog, dtype, more):
+    hardware = "one H200" if "rehearsal" in more else hardware_name("cpu")
+    write_frontier(model_dir, some_frontier(model_dir, hardware=hardware, dtype=dtype))
+    assert basis_of(settings_of(model_dir, more=more)).mismatch is None
+    assert "calibrate here" not in caplog.text
+
+
+def test_the_name_of_a_processor_has_its_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert hardware_name("cpu") == f"{cpu_name()}, 7 threads"
+
+
+# A whole replica
+
+
+async def outputs_of(loop, request):
+    return [output async for output in loop.stream(request)]
+
+
+async def test_a_replica_without_a_usable_frontier_serves_with_plain_decoding(model_dir):
+    corrupted(model_dir)
+    settings = settings_of(model_dir)
+    loop = start_engine(settings, num_threads=1)
+    try:
+        assert "cannot be read as JSON" in loop.basis.refused
+        steering = Steering("r1", loop.basis, settings.autoscaling, loop, RequestLoad())
+        steering.take(PublishedThreshold(1, 0.9, ThresholdRange(0.9, 0.7, 9.0)), 100.0)
+        options = DecodingOptions(30, threshold=None)
+        running = asyncio.gather(
+            *(outputs_of(loop, Request(str(i), [5, 9, 12], options)) for i in range(16))
+        )
+        now_s = 100.0
+        while not running.done():
+            await asyncio.sleep(0.005)
+            now_s += 0.5
+            steering.step(now_s)
+        outputs = [output for each in await running for output in each]
+        assert {output.threshold for output in outputs} == {1.0}
+        assert {len(output.tokens) for output in outputs} == {1}
+        assert loop.live == LiveDecoding(1.0, 1.0)
+    finally:
+        loop.stop()
+
+
+# Settings that contradict each other
+
+
+def governed(**content):
+    autoscaling = {"max_replicas": 2, **content.pop("autoscaling", {})}
+    content = {"name": "m", "path": "p", "autoscaling": autoscaling, **content}
+    return build_settings(content, ModelSettings, source="serve.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"autoscaling": {"min_replicas": 3}},
+            r"autoscaling: .*min_replicas is above max_replicas; lower one or raise",
+        ),
+        ({"num_replicas": 2}, r"num_replicas: autoscaling chooses it; leave it out"),
+        ({"autoscaling": {"max_replicas": None}}, r"autoscaling\.max_replicas: "),
+        (
+            {"confidence_threshold": 0.95},
+            r"confidence_threshold: 0\.95 has no effect where autoscaling moves τ, down from its "
+            r"target, 1\.0; leave it out, and if 0\.95 is to be that target, give "
+            r"autoscaling\.target_threshold: 0\.95",
+        ),
+        (
+            {"autoscaling": {"target_threshold": 0.85, "floor_threshold": 0.8}},
+            r"autoscaling\.target_threshold: 0\.85 is below tiers\.default_min_threshold, 0\.9; "
+            r"raise the target or lower",
+        ),
+        (
+            {
+                "tiers": {"default_min_threshold": 0.8},
+                "autoscaling": {"target_threshold": 0.85, "floor_threshold": 0.9},
+            },
+            r"autoscaling\.target_threshold: 0\.85 is below autoscaling\.floor_threshold, 0\.9; "
+            r"raise the target or lower",
+        ),
+    ],
+)
+def test_contradicting_settings_are_refused(content, message):
+    with pytest.raises(UserError, match=message):
+        governed(**content)
+
+
+@pytest.mark.parametrize(
+    ("content", "initial"),
+    [
+        ({}, 1.0),
+        ({"confidence_threshold": 0.95, "autoscaling": {"target_threshold": 0.95}}, 0.95),
+        ({"confidence_threshold": 0.97, "autoscaling": {"policy": "ongoing_requests"}}, 0.97),
+        ({"tiers": {"default_min_threshold": 0.97}}, 1.0),
+        (
+            {
+                "tiers": {"default_min_threshold": 0.85},
+                "autoscaling": {"target_threshold": 0.85, "floor_threshold": 0.8},
+            },
+            0.85,
+        ),
+    ],
+)
+def test_the_initial_threshold_follows_from_the_settings(content, initial):
+    assert governed(**content).initial_threshold == initial
