@@ -223,29 +223,29 @@ def test_shipped_code_has_its_commands(planned, tmp_path):
     assert "exec python -m mars_platform train " in planned().entrypoint(ship_code=True)
 
 
-def check(version, *options):
+@pytest.mark.parametrize(
+    ("version", "options", "error"),
+    [
+        (__version__, [], ""),
+        (
+            "99.0",
+            [],
+            f"error: the cluster has marsray {__version__}, but the job was submitted with 99.0; "
+            "install the same on both, or submit with --ship-code\n",
+        ),
+        (
+            __version__,
+            ["-I", "-S"],  # without installed packages
+            "error: marsray is not installed on the cluster; use an image that has it, or submit "
+            "with --ship-code\n",
+        ),
+    ],
+    ids=["same version", "another version", "without marsray"],
+)
+def test_only_a_cluster_with_the_same_version_passes_the_check(version, options, error):
     command = [sys.executable, *options, submit_check.__file__, version]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ended.returncode, ended.stderr
-
-
-def test_the_same_version_passes_the_check():
-    assert check(__version__) == (0, "")
-
-
-def test_another_version_fails_the_check():
-    status, error = check("99.0")
-    assert status == 1
-    assert error == (
-        f"error: the cluster has marsray {__version__}, but the job was submitted with 99.0; "
-        "install the same on both, or submit with --ship-code\n"
-    )
-
-
-def test_a_cluster_without_marsray_fails_the_check():
-    status, error = check(__version__, "-I", "-S")  # without installed packages
-    assert status == 1
-    assert error.startswith("error: marsray is not installed on the cluster; ")
+    assert (ended.returncode, ended.stderr) == (bool(error), error)
 
 
 # --- the command ----------------------------------------------------------------------------------
