@@ -1,37 +1,42 @@
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
 
-import pytest
-
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
-from mars_autoscale.policy.control import ControlState, LoadReport, Plan, Record, Totals
-from mars_autoscale.policy.decide import Decision, OuterSettings, OuterState, Reason
-from mars_serve.config.served import LiveThreshold, ThresholdRange
+from ladders import CAPACITY
+from mars_autoscale.policy.decision import (
+    AT_TARGET,
+    Decision,
+    OuterState,
+    Reason,
+    ThresholdRange,
+)
+from mars_autoscale.policy.outer_loop import AutoscalingBasis, SavedState
+from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.settings import OuterSettings
+from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.governor import Governor
 
-Found = TypeVar("Found")
-
-START = LiveThreshold(0, 0.95)
-LADDER = (Rung(1.0, 1.0, 0.0), Rung(0.9, 1.85, 3.0, 3))
-PLAN = Plan(
-    Capacity(linear_step_time(0.032, 128), LADDER, 16, 20_000),
-    OuterSettings(period_s=0.02, max_replicas=8),
+START = PublishedThreshold(0, 0.95)
+BASIS = AutoscalingBasis(CAPACITY, OuterSettings(period_s=0.02, max_replicas=8))
+CALM = Decision(
+    num_replicas=1,
+    range=ThresholdRange(0.9, 0.7),
+    reason=Reason.STEADY,
+    decode_tokens_per_s=1.0,
+    needed=1.0,
+    debt=0.0,
 )
-FINE = Decision(3, 0.9, 0.7, 1.5, Reason.LOAD, 100.0, 2.5, 1.0, is_saturated=True)
-KNOWN = ControlState(OuterState(num_replicas=5, debt=3.0), 80.0)
+FULL_RANGE = ThresholdRange(0.9, 0.7, feed_forward=1.5, is_saturated=True)
+FINE = replace(CALM, num_replicas=3, range=FULL_RANGE, reason=Reason.LOAD)
+KNOWN = SavedState(OuterState(num_replicas=5, debt=3.0), 80.0)
 
 
-async def test_a_waiting_replica_hears_at_once() -> None:
+async def test_a_waiting_replica_gets_a_change_at_once():
     governor = Governor()
     waiting = [asyncio.create_task(governor.wait("m", START)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -41,31 +46,31 @@ async def test_a_waiting_replica_hears_at_once() -> None:
     assert await governor.value("m", START) == changed
 
 
-async def test_a_replica_that_missed_a_change_gets_it_without_waiting() -> None:
+async def test_a_replica_that_missed_a_change_gets_it_without_waiting():
     governor = Governor()
     await governor.set("m", 0.8)
     last = await governor.set("m", 0.7)
     assert await governor.wait("m", START) == last
 
 
-async def test_waiting_ends_with_what_was_known() -> None:
+async def test_waiting_ends_with_the_known_value_if_nothing_changes():
     assert await Governor().wait("m", START, timeout_s=0) == START
 
 
-async def test_models_are_kept_apart() -> None:
+async def test_models_are_kept_apart():
     governor = Governor()
     waiting = asyncio.create_task(governor.wait("other", START, timeout_s=0.05))
     await governor.set("m", 0.8)
     assert await waiting == START
 
 
-async def test_versions_grow_with_each_change() -> None:
+async def test_versions_grow_with_each_change():
     governor = Governor()
     versions = [(await governor.set("m", 0.5)).version for _ in range(50)]
     assert versions == sorted(set(versions))
 
 
-async def test_a_new_governor_learns_from_its_replicas_and_tells_the_others() -> None:
+async def test_a_new_governor_learns_the_value_from_a_replica_and_tells_the_others():
     known = await Governor().set("m", 0.6)
     successor = Governor()
     late = asyncio.create_task(successor.wait("m", START))
@@ -74,7 +79,7 @@ async def test_a_new_governor_learns_from_its_replicas_and_tells_the_others() ->
     assert await late == known
 
 
-async def test_a_change_at_a_new_governor_wins_over_what_replicas_remember() -> None:
+async def test_a_change_at_a_new_governor_wins_over_the_replicas_value():
     known = await Governor().set("m", 0.6)
     successor = Governor()
     await asyncio.sleep(0.002)  # versions are milliseconds
@@ -85,24 +90,24 @@ async def test_a_change_at_a_new_governor_wins_over_what_replicas_remember() -> 
 # Decisions
 
 
-def fine(*_: object) -> tuple[Decision, OuterState]:
+def fine(*_):
     return FINE, OuterState(FINE.num_replicas)
 
 
-def raises(*_: object) -> tuple[Decision, OuterState]:
+def raises(*_):
     raise ZeroDivisionError("no tokens")
 
 
-def report_of(replica: str = "r1", threshold: float = 0.92) -> LoadReport:
+def report_of(replica="r1", threshold=0.92):
     return LoadReport(replica, 0.0, 4, 2, threshold, 0.8, 1.4, 2.0, False, Totals(10, 500, 8, 800))
 
 
 @asynccontextmanager
-async def deciding(decide: Callable[..., Any], plan: Plan = PLAN) -> AsyncIterator[Governor]:
-    """A governor that has heard of a replica; its decisions end with the block."""
+async def deciding(decide, basis=BASIS):
+    """Make a governor with one reporting replica; its decisions end with the block."""
     governor = Governor(decide)
     before = asyncio.all_tasks()
-    await governor.report("m", report_of(), plan)
+    await governor.report("m", report_of(), basis)
     try:
         yield governor
     finally:
@@ -110,17 +115,17 @@ async def deciding(decide: Callable[..., Any], plan: Plan = PLAN) -> AsyncIterat
             task.cancel()
 
 
-async def until(find: Callable[[], Awaitable[Found]]) -> Found:
+async def until(find):
     async with asyncio.timeout(20):
         while not (found := await find()):
             await asyncio.sleep(0.005)
     return found
 
 
-async def records_of(governor: Governor, number: int = 1) -> list[Record]:
-    """At least so many, as soon as there are."""
+async def records_of(governor, number=1):
+    """Wait for a number of decisions."""
 
-    async def enough() -> list[Record]:
+    async def enough():
         explanation = await governor.explain("m")
         records = explanation.records if explanation else []
         return records if len(records) >= number else []
@@ -128,19 +133,17 @@ async def records_of(governor: Governor, number: int = 1) -> list[Record]:
     return await until(enough)
 
 
-async def tick(
-    governor: Governor, num_target: int = 3, known: ControlState | None = None
-) -> tuple[ControlState, int | None, float]:
+async def tick(governor, num_target=3, known=None):
     return await governor.tick("m", ["r1"], num_target, {}, known)
 
 
-async def test_a_report_begins_decisions_that_replicas_follow() -> None:
+async def test_a_report_starts_decisions_that_are_published():
     async with deciding(fine) as governor:
         live = await governor.wait("m", START)
-        if live.range is None:  # it was told what the replica knew
+        if live.range is None:  # the replica's own value came first
             live = await governor.wait("m", live)
-        assert live.range == ThresholdRange(0.9, 0.7, 1.5, True)
-        assert live.threshold == 0.92  # the replicas' mean
+        assert live.range == FULL_RANGE
+        assert live.threshold == 0.92, "the replicas' mean"
         assert not live.is_pinned
         later = await governor.wait("m", live)
         assert later.version > live.version
@@ -150,21 +153,20 @@ async def test_a_report_begins_decisions_that_replicas_follow() -> None:
         assert 0 <= age_s < 20
 
 
-async def test_before_the_first_decision_there_is_no_number() -> None:
+async def test_before_the_first_decision_there_is_no_number():
     governor = Governor(fine)
     state, number, age_s = await tick(governor)
     assert (state.outer.num_replicas, number, age_s) == (3, None, math.inf)
     explanation = await governor.explain("m")
-    assert explanation is not None
-    assert (explanation.plan, explanation.records) == (None, [])
+    assert (explanation.basis, explanation.records) == (None, [])
     assert await governor.explain("other") is None
 
 
-async def test_an_error_holds_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_the_policy_holds_and_is_recorded(caplog):
     async with deciding(raises) as governor:
         await tick(governor, num_target=4)
 
-        async def failed() -> list[Record]:
+        async def failed():
             problem = "ZeroDivisionError: no tokens"
             found = [each for each in await records_of(governor) if each.problem == problem]
             return found if len(found) > 1 else []
@@ -172,26 +174,26 @@ async def test_an_error_holds_and_is_told(caplog: pytest.LogCaptureFixture) -> N
         for record in await until(failed):
             assert record.decision.reason is Reason.HELD
             assert record.decision.num_replicas == 4
-            assert record.decision.floor_threshold == 1.0
+            assert record.decision.range == AT_TARGET
         assert (await tick(governor))[1] == 4
         assert (await governor.set("m", 0.8)).threshold == 0.8
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
 
 
 class Hanging:
-    """Decisions that hang until they are let go."""
+    """A policy that hangs until it is released."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_begun = 0
         self.go = threading.Event()
 
-    def __call__(self, *_: object) -> tuple[Decision, OuterState]:
+    def __call__(self, *_):
         self.num_begun += 1
         self.go.wait()
         return fine()
 
 
-async def test_a_decision_that_hangs_holds_up_nothing() -> None:
+async def test_a_policy_that_hangs_stops_nothing_else():
     hanging = Hanging()
     try:
         async with deciding(hanging) as governor:
@@ -201,51 +203,49 @@ async def test_a_decision_that_hangs_holds_up_nothing() -> None:
                 "the decision takes longer than its period"
             }
             assert {record.decision.num_replicas for record in records} == {4}
-            assert hanging.num_begun == 1  # no thread more for each period
+            assert hanging.num_begun == 1, "no further thread for each period"
             changed = await governor.set("m", 0.8)
             assert await governor.wait("m", START) == changed
             assert await governor.value("m", START) == changed
             assert (await tick(governor))[1] == 4
-            await governor.report("m", report_of(), PLAN)
+            await governor.report("m", report_of(), BASIS)
             assert "marsray_autoscaler_replicas" in await governor.metrics("m")
 
             hanging.go.set()
 
-            async def decided() -> list[Record]:
+            async def decided():
                 last = await records_of(governor)
                 return last if last[-1].problem is None else []
 
             records = await until(decided)
-            # what came too late was not used: this one was begun after it
-            assert hanging.num_begun > 1
+            assert hanging.num_begun > 1, "the late answer was not used"
             assert records[-1].decision == FINE
     finally:
         hanging.go.set()
 
 
-async def test_one_models_trouble_is_not_anothers() -> None:
-    def unlucky(snapshot: Any, *_: object) -> tuple[Decision, OuterState]:
+async def test_an_error_in_one_models_decisions_leaves_others_alone():
+    def unlucky(snapshot, *_):
         return raises() if snapshot.replicas[0].num_running == 4 else fine()
 
     async with deciding(unlucky) as governor:
         other = LoadReport("r2", 0.0, 5, 2, 1.0, 1.0, 1.0, 0.0, False, Totals())
-        await governor.report("other", other, PLAN)
+        await governor.report("other", other, BASIS)
         await records_of(governor, 2)
 
-        async def decided() -> bool:
+        async def decided():
             explanation = await governor.explain("other")
-            return explanation is not None and bool(explanation.records)
+            return bool(explanation.records)
 
         await until(decided)
         explanation = await governor.explain("other")
-        assert explanation is not None
         assert {record.problem for record in explanation.records} == {None}
 
 
-# A τ that is set by hand
+# A τ set by hand
 
 
-async def test_decisions_leave_a_pinned_threshold_alone_until_it_is_given_back() -> None:
+async def test_decisions_leave_a_pinned_threshold_alone_until_it_is_given_back():
     async with deciding(fine) as governor:
         await records_of(governor)
         pinned = await governor.set("m", 0.97)
@@ -256,18 +256,18 @@ async def test_decisions_leave_a_pinned_threshold_alone_until_it_is_given_back()
         given_back = await governor.set("m", None)
         assert (given_back.threshold, given_back.is_pinned) == (0.97, False)
         newer = await governor.wait("m", given_back)
-        assert newer.range == ThresholdRange(0.9, 0.7, 1.5, True)
+        assert newer.range == FULL_RANGE
         assert newer.version > given_back.version > pinned.version
 
 
-async def test_nothing_that_was_set_can_be_given_back() -> None:
+async def test_a_threshold_that_was_never_set_can_be_given_back():
     live = await Governor().set("m", None)
     assert (live.threshold, live.is_pinned) == (1.0, False)
 
 
-async def test_a_pinned_threshold_survives_the_governor() -> None:
+async def test_a_pinned_threshold_survives_the_governor():
     pinned = await Governor().set("m", 0.97)
-    async with deciding(fine) as successor:  # which hears a report before the τ
+    async with deciding(fine) as successor:  # a report comes before the τ
         assert await successor.wait("m", pinned, timeout_s=0) == pinned
         await records_of(successor, 3)
         assert await successor.value("m", START) == pinned
@@ -276,21 +276,18 @@ async def test_a_pinned_threshold_survives_the_governor() -> None:
 # The log
 
 
-async def test_the_log_has_each_decision_that_says_something_new(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    calm = Decision(1, 0.9, 0.7, 1.0, Reason.STEADY, 1.0, 1.0, 0.0)
-    bursts = replace(calm, reason=Reason.BURSTS)
-    full = replace(bursts, is_saturated=True)
+async def test_only_decisions_that_differ_in_kind_are_logged(caplog):
+    bursts = replace(CALM, reason=Reason.BURSTS)
+    full = replace(bursts, range=FULL_RANGE)
     spent = replace(full, is_overspent=True)
-    script = iter([calm, calm, bursts, full, full, spent])
+    script = iter([CALM, CALM, bursts, full, full, spent])
 
-    def scripted(*_: object) -> tuple[Decision, OuterState]:
+    def scripted(*_):
         return next(script, spent), OuterState(1)
 
     caplog.set_level(logging.INFO, logger="mars_serve.control.governor")
-    # none must be late, which would be told, too
-    slow = replace(PLAN, settings=PLAN.settings.model_copy(update={"period_s": 0.25}))
+    # the period is long enough for no decision to be late, which would be logged
+    slow = replace(BASIS, settings=BASIS.settings.model_copy(update={"period_s": 0.25}))
     async with deciding(scripted, slow) as governor:
         await records_of(governor, 7)
     lines = [each.message for each in caplog.records if each.name == "mars_serve.control.governor"]
@@ -307,18 +304,18 @@ async def test_the_log_has_each_decision_that_says_something_new(
 
 
 class Clock:
-    """Stands until it is moved."""
+    """A clock that stands until the test moves it."""
 
     now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-async def test_a_model_that_was_taken_away_is_forgotten() -> None:
+async def test_a_model_that_is_no_longer_used_is_forgotten():
     clock, before = Clock(), asyncio.all_tasks()
     governor = Governor(fine, clock)
-    await governor.report("m", report_of(), PLAN)
+    await governor.report("m", report_of(), BASIS)
     (loop,) = asyncio.all_tasks() - before
     pinned = await governor.set("m", 0.8)
     await records_of(governor)
@@ -339,11 +336,11 @@ async def test_a_model_that_was_taken_away_is_forgotten() -> None:
     assert loop.cancelled()
 
     state, number, _ = await tick(governor, num_target=1)
-    assert (state.outer.num_replicas, number) == (1, None), "it begins anew"
+    assert (state.outer.num_replicas, number) == (1, None), "it starts afresh"
 
 
-async def test_a_threshold_stays_while_the_only_replicas_start_again() -> None:
-    """Of a model without autoscaling nobody but they would say that it is there."""
+async def test_a_threshold_stays_while_all_replicas_restart():
+    """Nothing else calls the governor for a model without autoscaling."""
     clock = Clock()
     governor = Governor(fine, clock)
     changed = await governor.set("m", 0.8)
@@ -355,10 +352,10 @@ async def test_a_threshold_stays_while_the_only_replicas_start_again() -> None:
 # A new governor
 
 
-async def test_a_new_governor_decides_on_what_the_old_one_knew() -> None:
-    asked: list[OuterState] = []
+async def test_a_new_governor_decides_on_the_old_ones_state():
+    asked = []
 
-    def noting(_snapshot: object, state: OuterState, *_: object) -> tuple[Decision, OuterState]:
+    def noting(_snapshot, state, *_):
         asked.append(state)
         return fine()
 
@@ -366,24 +363,23 @@ async def test_a_new_governor_decides_on_what_the_old_one_knew() -> None:
         state, number, _ = await tick(successor, num_target=5, known=KNOWN)
         assert (state, number) == (KNOWN, None)
 
-        async def gone_on() -> bool:
+        async def gone_on():
             return OuterState(3) in asked
 
         await until(gone_on)
         assert asked[0] == KNOWN.outer
         assert (await records_of(successor))[0].replicas_before == 5
-        # what is handed back from then on is its own
+        # later ticks return its own state
         state, number, _ = await tick(successor, num_target=5, known=KNOWN)
         assert (state.outer, number) == (OuterState(3), 3)
 
 
-async def test_a_new_governor_that_is_told_late_ends_no_replica() -> None:
-    """It has decided on one replica of five when the controller comes with what was known."""
+async def test_a_new_governor_that_gets_the_state_late_stops_no_replica():
+    """It has decided on one replica of five before the controller brings the state."""
 
-    def keeps(snapshot: Any, state: OuterState, *_: object) -> tuple[Decision, OuterState]:
+    def keeps(snapshot, state, *_):
         number = state.num_replicas or len(snapshot.replicas)
-        decision = Decision(number, 0.9, 0.7, 1.0, Reason.STEADY, 1.0, 1.0, 0.0)
-        return decision, OuterState(number)
+        return replace(CALM, num_replicas=number), OuterState(number)
 
     async with deciding(keeps) as successor:
         records = await records_of(successor)
@@ -394,23 +390,23 @@ async def test_a_new_governor_that_is_told_late_ends_no_replica() -> None:
         assert records[-1].decision.num_replicas == 5
 
 
-async def test_replicas_are_overheard_at_the_controller() -> None:
+async def test_silent_replicas_are_overheard_at_the_controller():
     async with deciding(fine) as governor:
         await records_of(governor)
-        await asyncio.sleep(3 * PLAN.settings.period_s)  # without a report
+        await asyncio.sleep(3 * BASIS.settings.period_s)  # without a report
         later = LoadReport("r1", 0.0, 11, 7, 1.0, 1.0, 1.0, 0.0, False, Totals(20, 900, 9, 900))
         stats = later.stats(time.time())
         await governor.tick("m", ["r1"], 1, {"r1": stats, "stranger": {}}, None)
 
-        async def seen() -> bool:
+        async def seen():
             return (await records_of(governor))[-1].num_waiting == 7
 
         await until(seen)
 
 
-async def test_metrics_are_those_of_the_model() -> None:
+async def test_a_models_metrics_leave_out_other_models():
     async with deciding(fine) as governor:
-        await governor.report("other", report_of(), PLAN)
+        await governor.report("other", report_of(), BASIS)
         await records_of(governor)
         lines = (await governor.metrics("m")).splitlines()
     assert 'marsray_autoscaler_replicas{model="m"} 3.0' in lines
