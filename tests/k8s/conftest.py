@@ -1,4 +1,4 @@
-"""The manifests, rendered."""
+"""Fixtures with rendered manifests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def readme() -> str:
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], Any]]:
-    """Imports a program below k8s/ by its path."""
+    """Import a program of k8s/ by its name."""
     folders = [K8S, K8S / "setup" / "common" / "scripts"]
     sys.path[:0] = map(str, folders)
     yield importlib.import_module

@@ -1,4 +1,4 @@
-"""What a user adds to the overlays, and the clusters that are made of components."""
+"""Components that users add to overlays, and the permanent clusters made of components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = "marsray-job-object-store"
 
 @pytest.fixture(scope="module")
 def with_pull_secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The manifests with the line of component image taken in."""
+    """The manifests with the commented line of component image in effect."""
     root = tmp_path_factory.mktemp("manifests") / "k8s"
     shutil.copytree(K8S, root)
     file = root / "components" / "image" / "kustomization.yaml"
@@ -29,9 +29,7 @@ def with_pull_secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*SERVING, *JOBS, *STAYING, "files"])
-def test_one_line_gives_every_pod_of_the_image_the_registrys_account(
-    with_pull_secret: Path, name: str
-) -> None:
+def test_one_line_gives_every_pod_the_registrys_account(with_pull_secret: Path, name: str) -> None:
     pods = rendered(str(with_pull_secret / name)).pods()
     images = [[each["image"].startswith("ghcr.io/") for each in pod.containers] for pod in pods]
     assert any(map(any, images))
@@ -45,7 +43,7 @@ def secrets_of(container: Document) -> list[Document]:
 
 
 def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(render: Any) -> None:
-    """As an overlay of a user's that adds the component."""
+    """An overlay adds the component as a user's would."""
     changed = render("../tests/k8s/object-store-jobs")
     (files,) = (each.spec for each in changed.pods() if each.where == "Pod/marsray-files")
     groups = [changed.cluster["headGroupSpec"], changed.workers]
@@ -54,7 +52,7 @@ def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(re
         assert secrets_of(container) == [{"name": KEYS, "optional": True}]
         (room,) = (each for each in spec["volumes"] if each["name"] == "tmp")
         assert room == {"name": "tmp", "emptyDir": {"sizeLimit": "200Gi"}}
-        # a role of the cloud's is bound to the account
+        # a cloud role is bound to this account
         assert spec["serviceAccountName"] == "marsray-job"
     for group in groups:
         (container,) = group["template"]["spec"]["containers"]
@@ -63,7 +61,7 @@ def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(re
     assert not secrets_of(submitter)
 
 
-def test_the_service_has_no_keys_that_write(render: Any) -> None:
+def test_the_service_has_no_keys_that_may_write(render: Any) -> None:
     for pod in render("../tests/k8s/object-store").pods():
         for container in pod.containers:
             assert KEYS not in [each["name"] for each in secrets_of(container)]
@@ -73,7 +71,7 @@ def test_the_service_has_no_keys_that_write(render: Any) -> None:
     ("staying", "job"),
     [("overlays/submit", "jobs/evaluate"), ("overlays/gpu-submit", "jobs/gpu/evaluate")],
 )
-def test_a_cluster_that_stays_is_that_of_the_jobs_without_a_run(
+def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(
     render: Any, staying: str, job: str
 ) -> None:
     (document,) = render(staying).documents
@@ -90,7 +88,7 @@ def test_a_cluster_that_stays_is_that_of_the_jobs_without_a_run(
     assert stays == ends
 
 
-def test_the_readme_leads_to_the_cluster_that_stays(render: Any, readme: str) -> None:
+def test_the_readme_leads_to_the_permanent_cluster(render: Any, readme: str) -> None:
     for name in STAYING:
         cluster = render(name).ray["metadata"]["name"]  # KubeRay names the Secret like it
         assert f"raycluster/{cluster} " in readme

@@ -25,14 +25,14 @@ def recipe_of(training: Any) -> Recipe:
 
 
 def command_of(name: str) -> Callable[..., Any]:
-    """The function of a command, as the distribution declares it."""
+    """The function of a command, from its entry point."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, function = project["entry-points"]["marsray.commands"][name].partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
-def test_the_entrypoint_is_a_command_line_that_marsray_takes(job: Any) -> None:
+def test_marsray_accepts_the_entrypoint(job: Any) -> None:
     program, name, *arguments = shlex.split(job.ray["spec"]["entrypoint"])
     assert program == "marsray"
     cli = typer.Typer()
@@ -40,7 +40,7 @@ def test_the_entrypoint_is_a_command_line_that_marsray_takes(job: Any) -> None:
     typer.main.get_command(cli).make_context(name, arguments)
 
 
-def test_marsray_takes_the_commands_of_the_readme(readme: str) -> None:
+def test_marsray_accepts_the_commands_of_the_readme(readme: str) -> None:
     lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", readme, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
     assert {name for name, *_ in found} == {"key", "promote"}
@@ -50,17 +50,17 @@ def test_marsray_takes_the_commands_of_the_readme(readme: str) -> None:
         typer.main.get_command(cli).make_context(name, arguments)
 
 
-def test_all_of_them_work_on_the_same_candidate(job: Any) -> None:
+def test_all_jobs_work_on_the_same_candidate(job: Any) -> None:
     entrypoint = job.ray["spec"]["entrypoint"]
     expected = "output=/models/candidates/$CANDIDATE" if " train " in entrypoint else CHECKPOINT
     assert expected in shlex.split(entrypoint)
-    # the submitter's shell fills it in, or the job's
+    # the variable is expanded by the submitter's shell or the job's
     for pod in job.pods():
         names = [each["configMapRef"]["name"] for each in pod.spec["containers"][0]["envFrom"]]
         assert names == ["marsray-candidate"], pod.where
 
 
-def test_what_is_promoted_is_what_is_served(render: Any) -> None:
+def test_the_promoted_link_is_the_one_that_is_served(render: Any) -> None:
     arguments = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
     served = arguments[arguments.index("--service") + 1]
     for name in ("cpu-dev", "gpu", "ha"):
@@ -80,7 +80,7 @@ def test_a_job_ends_and_takes_its_cluster_with_it(job: Any) -> None:
     assert "enableInTreeAutoscaling" not in job.cluster
 
 
-def test_names_of_jobs_differ(render: Any) -> None:
+def test_jobs_have_different_names(render: Any) -> None:
     names = [render(f"jobs/{each}").ray["metadata"]["name"] for each in ("calibrate", "evaluate")]
     names += [
         render(each).ray["metadata"]["name"] for each in ("jobs/promote", "overlays/cpu-dev-train")
@@ -113,7 +113,7 @@ def test_multi_node_training_shards_over_the_nodes(render: Any) -> None:
     assert training.workers["replicas"] > 1
 
 
-def test_a_recipe_uses_what_is_mounted_and_needs_no_network(training: Any) -> None:
+def test_a_recipe_uses_mounted_disks_and_no_network(training: Any) -> None:
     recipe = recipe_of(training)
     data = [*recipe.data.train, *(recipe.evaluation.data if recipe.evaluation else [])]
     assert all(each.startswith("/data/") for each in data)

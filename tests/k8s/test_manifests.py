@@ -30,13 +30,13 @@ def validate(document: str) -> None:
     kubernetes_validate.validate(json.loads(document), VERSION, strict=True)
 
 
-def test_kubernetes_own_kinds_fit_their_schemas(manifests: Any) -> None:
+def test_kubernetes_own_kinds_match_their_schemas(manifests: Any) -> None:
     for document in manifests.documents:
         if document["apiVersion"] not in OTHERS_KINDS:
             validate(json.dumps(document))
 
 
-def test_every_pod_template_fits_the_schema_of_pods(manifests: Any) -> None:
+def test_every_pod_template_matches_the_schema_of_pods(manifests: Any) -> None:
     for pod in manifests.pods():
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod.spec}
         validate(json.dumps(document))
@@ -52,7 +52,7 @@ def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(
             assert document["metadata"]["namespace"] == namespace["metadata"]["name"]
 
 
-def test_every_pod_fits_the_restricted_profile(manifests: Any) -> None:
+def test_every_pod_complies_with_the_restricted_profile(manifests: Any) -> None:
     for pod in manifests.pods():
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True, pod.where
@@ -63,7 +63,7 @@ def test_every_pod_fits_the_restricted_profile(manifests: Any) -> None:
             assert set(volume) - {"name"} <= VOLUMES, (pod.where, volume)
 
 
-def test_every_container_is_without_privileges(manifests: Any) -> None:
+def test_no_container_has_privileges(manifests: Any) -> None:
     for pod in manifests.pods():
         for container in pod.containers:
             where = f"{pod.where}: {container['name']}"
@@ -79,7 +79,7 @@ def assert_restricted(context: Document, where: str) -> None:
     }, where
 
 
-def test_the_autoscaler_that_kuberay_adds_is_without_privileges_too(service: Any) -> None:
+def test_the_autoscaler_that_kuberay_adds_has_no_privileges_either(service: Any) -> None:
     options = service.cluster["autoscalerOptions"]
     assert_restricted(options["securityContext"], "autoscaler")
     assert {"requests", "limits"} <= set(options["resources"])
@@ -124,7 +124,7 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests: Any) -> No
     for pod in manifests.pods():
         mounted = {m["name"] for each in pod.containers for m in each.get("volumeMounts", [])}
         volumes = {each["name"] for each in pod.spec.get("volumes", [])}
-        # the autoscaler's mount is an option, the StatefulSet's claim is beside the template
+        # the autoscaler's mount is in its options, the StatefulSet's claim beside its template
         assert volumes - mounted <= {"api-token"}, pod.where
         assert mounted - volumes <= {"state"}, pod.where
 
@@ -137,7 +137,7 @@ def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests: Any) -> No
             assert "api-token" not in names, pod.where
 
 
-def test_no_secret_is_written_down(manifests: Any) -> None:
+def test_no_manifest_contains_a_secret(manifests: Any) -> None:
     assert not manifests.of_kind("Secret")
     for pod in manifests.pods():
         for container in pod.containers:
@@ -147,7 +147,7 @@ def test_no_secret_is_written_down(manifests: Any) -> None:
 
 
 def test_images_are_pinned_to_the_version(manifests: Any) -> None:
-    """The tag without CUDA, but where there is a GPU."""
+    """Pods have the image without CUDA unless they have a GPU."""
     containers = [each for pod in manifests.pods() for each in pod.containers]
     has_gpus = any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers)
     expected = __version__ if has_gpus else f"{__version__}-cpu"
@@ -156,7 +156,7 @@ def test_images_are_pinned_to_the_version(manifests: Any) -> None:
         assert tag == expected if name.endswith("/marsray") else tag[0].isdigit(), container
 
 
-def test_the_readme_builds_the_images_that_are_named(render: Callable[[str], Any]) -> None:
+def test_the_readme_builds_the_images_that_the_manifests_name(render: Callable[[str], Any]) -> None:
     built = dict(re.findall(r"VARIANT=(\w+) --tag REGISTRY/marsray:(\S+)", README))
     assert built == {"cpu": f"{__version__}-cpu", "gpu": __version__}
     assert set(re.findall(r"docker push REGISTRY/marsray:(\S+)", README)) == set(built.values())
@@ -168,7 +168,7 @@ def test_ray_is_the_installed_version(manifests: Any) -> None:
         assert cluster["authOptions"] == {"mode": "token"}
 
 
-def test_what_is_named_is_there_or_the_readme_says_who_makes_it(
+def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(
     manifests: Any, render: Callable[[str], Any]
 ) -> None:
     there = {
@@ -179,7 +179,7 @@ def test_what_is_named_is_there_or_the_readme_says_who_makes_it(
         assert reference in there | USER_MADE | MADE_BY_OTHERS, reference
 
 
-def test_services_of_others_are_in_the_readme(service: Any) -> None:
+def test_services_that_others_create_are_in_the_readme(service: Any) -> None:
     own = {each["metadata"]["name"] for each in service.of_kind("Service")}
     for ingress in service.of_kind("Ingress"):
         for path in ingress["spec"]["rules"][0]["http"]["paths"]:
@@ -187,7 +187,7 @@ def test_services_of_others_are_in_the_readme(service: Any) -> None:
             assert name in own or f"Service `{name}`" in README
 
 
-def test_the_readme_lists_nothing_that_is_not_used(render: Callable[[str], Any]) -> None:
+def test_the_readme_lists_only_objects_that_are_used(render: Callable[[str], Any]) -> None:
     users = ("object-store", "object-store-jobs")  # overlays that add components
     names = ("overlays/ha", "jobs/promote", *(f"../tests/k8s/{each}" for each in users))
     used = {reference for name in names for reference in named(render(name).documents)}
@@ -195,7 +195,7 @@ def test_the_readme_lists_nothing_that_is_not_used(render: Callable[[str], Any])
 
 
 def named(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every object that something refers to, whatever the way."""
+    """Kind and name of every object that a manifest refers to."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _named_by(key, item)

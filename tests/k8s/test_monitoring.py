@@ -32,7 +32,7 @@ def panels(render: Any) -> list[dict[str, Any]]:
 
 
 def metric_names() -> set[str]:
-    """Every metric that the code has, as Ray's exporter calls it, without the prefix."""
+    """Every metric of the code, by the name of Ray's exporter without its prefix."""
     definitions = [
         each
         for module in (ingress_telemetry, replica_telemetry)
@@ -56,7 +56,7 @@ def expressions(rules: list[dict[str, Any]], panels: list[dict[str, Any]]) -> It
     yield from (target["expr"] for panel in panels for target in panel["targets"])
 
 
-def test_every_metric_that_is_asked_for_exists(
+def test_every_metric_in_a_query_exists(
     rules: list[dict[str, Any]], panels: list[dict[str, Any]]
 ) -> None:
     known = metric_names()
@@ -67,15 +67,13 @@ def test_every_metric_that_is_asked_for_exists(
         assert used or RECORDED.search(expression), expression
 
 
-def test_alerts_use_what_is_recorded(rules: list[dict[str, Any]]) -> None:
+def test_alerts_use_the_recorded_series_and_all_of_them(rules: list[dict[str, Any]]) -> None:
     recorded = {rule["record"] for rule in rules if "record" in rule}
     asked = {name for rule in rules if "alert" in rule for name in RECORDED.findall(rule["expr"])}
     assert asked == recorded
 
 
-def test_alerts_cover_what_may_go_wrong_and_name_the_remedy(
-    rules: list[dict[str, Any]], readme: str
-) -> None:
+def test_every_alert_names_a_remedy_in_the_readme(rules: list[dict[str, Any]], readme: str) -> None:
     alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
     assert set(alerts) == {
         "MarsrayTtftBudgetBurnsFast",
@@ -92,14 +90,14 @@ def test_alerts_cover_what_may_go_wrong_and_name_the_remedy(
             assert f"**{heading}" in readme
 
 
-def test_the_objective_is_that_of_the_service(rules: list[dict[str, Any]]) -> None:
+def test_the_alerts_objective_is_that_of_the_service(rules: list[dict[str, Any]]) -> None:
     bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
     assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}
-    # a bound that the histogram does not have would match nothing
+    # a query matches nothing at a bound that the histogram does not have
     assert set(bounds) <= set(replica_telemetry._TIME_TO_FIRST_TOKEN.buckets)
 
 
-def test_labels_that_are_grouped_by_are_the_metrics(rules: list[dict[str, Any]]) -> None:
+def test_series_are_grouped_by_labels_that_the_metrics_have(rules: list[dict[str, Any]]) -> None:
     collector = ingress_telemetry.IngressTelemetry(["a"])
     collector.count_rejection("a", 503, "queue_full")
     labels = {
@@ -116,7 +114,7 @@ def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_what_is_scraped_is_a_port_of_the_pods(render: Any) -> None:
+def test_prometheus_scrapes_ports_that_the_pods_have(render: Any) -> None:
     service = render("overlays/ha")
     head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     for monitor in service.of_kind("PodMonitor"):
@@ -125,7 +123,7 @@ def test_what_is_scraped_is_a_port_of_the_pods(render: Any) -> None:
                 assert endpoint["port"] in {each["name"] for each in container["ports"]}
 
 
-def test_the_key_for_scraping_is_referred_to(render: Any) -> None:
+def test_the_key_for_scraping_comes_from_a_secret(render: Any) -> None:
     monitors = render("overlays/ha").of_kind("PodMonitor")
     (own,) = (m for m in monitors if m["metadata"]["name"] == "marsray-metrics")
     (endpoint,) = own["spec"]["podMetricsEndpoints"]

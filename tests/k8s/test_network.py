@@ -1,4 +1,4 @@
-"""Who reaches whom, decided from the policies as a network plugin decides it."""
+"""Connections that the network policies allow, evaluated as a network plugin does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Policy = dict[str, Any]
 
 
 class End(NamedTuple):
-    """Who sends or receives: a pod, in a namespace, or an address outside (no namespace)."""
+    """One end of a connection: a pod in a namespace, or an address outside (no namespace)."""
 
     labels: dict[str, str]
     namespace: str | None = "marsray"
@@ -45,7 +45,7 @@ PRIVATE = End({}, None, "10.0.0.7")
 
 
 def reaches(policies: list[Policy], source: End, target: End, port: int) -> bool:
-    """Whether both ends' policies allow it; an end without policies allows all."""
+    """Whether the policies of both ends allow a connection; an end without policies allows all."""
     leaves = source.namespace != "marsray" or allows(policies, source, target, port, "egress")
     enters = target.namespace != "marsray" or allows(policies, target, source, port, "ingress")
     return leaves and enters
@@ -95,16 +95,7 @@ def selects(selector: Policy, labels: dict[str, str]) -> bool:
     )
 
 
-@pytest.fixture
-def policies(render: Callable[[str], Any]) -> Callable[[str], list[Policy]]:
-    def of(name: str) -> list[Policy]:
-        shared = render("setup/common").of_kind("NetworkPolicy")
-        return [*shared, *render(name).of_kind("NetworkPolicy")]
-
-    return of
-
-
-ALLOWED = [
+OPEN_IN_GPU = [
     (INGRESS, WORKER, 8000),
     (OPERATOR, HEAD, 8265),
     (OPERATOR, HEAD, 8000),
@@ -113,10 +104,10 @@ ALLOWED = [
     (HEAD, WORKER, 30000),
     (WORKER, WORKER, 30001),
     (SUBMITTER, JOB_HEAD, 8265),
-    *((HEAD, INTERNET, port) for port in (443, 6443, 8443)),  # the Kubernetes API, wherever it is
+    *((HEAD, INTERNET, port) for port in (443, 6443, 8443)),  # the Kubernetes API at any address
     *((end, dns, 53) for end in (HEAD, WORKER, JOB_HEAD, SUBMITTER) for dns in (DNS, NODE_DNS)),
 ]
-DENIED = [
+CLOSED_IN_BOTH = [
     (INGRESS, HEAD, 8000),
     *((INGRESS, WORKER, port) for port in (6379, 8080, 8265, 8404, 9101, 30000)),
     *((STRANGER, end, port) for end in (HEAD, WORKER, JOB_HEAD) for port in (6379, 8000, 8265)),
@@ -133,79 +124,65 @@ DENIED = [
     (HEAD, METADATA, 443),
     (WORKER, STRANGER, 443),
 ]
+OPEN_IN_HA = [
+    (HEAD, REDIS, 6379),
+    (CLEANUP, REDIS, 6379),
+    (INGRESS, GATEWAY, 80),
+    (GATEWAY, WORKER, 8000),
+    (GATEWAY, End({}, "istio-system"), 15012),
+    (PROMETHEUS, WORKER, 8080),
+    (PROMETHEUS, HEAD, 8000),
+]
+CLOSED_IN_HA = [
+    (WORKER, REDIS, 6379),
+    (JOB_HEAD, REDIS, 6379),
+    (STRANGER, REDIS, 6379),
+    (REDIS, INTERNET, 443),
+    (REDIS, HEAD, 6379),
+    (STRANGER, GATEWAY, 80),
+    (GATEWAY, HEAD, 8265),
+    (INGRESS, WORKER, 8000),  # all requests come through the gateway
+    (PROMETHEUS, WORKER, 8000),
+    (PROMETHEUS, HEAD, 8265),
+]
+JOBS_STORE, SERVICE_STORE = "setup/object-store", "../tests/k8s/object-store"
+CONNECTIONS = [
+    *(("overlays/gpu", *ends, True) for ends in OPEN_IN_GPU),
+    *(
+        (overlay, *ends, False)
+        for overlay in ("overlays/gpu", "overlays/ha")
+        for ends in CLOSED_IN_BOTH
+    ),
+    *(("overlays/ha", *ends, True) for ends in OPEN_IN_HA),
+    *(("overlays/ha", *ends, False) for ends in CLOSED_IN_HA),
+    *((JOBS_STORE, end, INTERNET, 443, True) for end in (JOB_HEAD, FILES)),
+    *((JOBS_STORE, end, POD_IDENTITY, 80, True) for end in (JOB_HEAD, FILES)),
+    (JOBS_STORE, JOB_HEAD, INTERNET, 80, False),
+    (JOBS_STORE, JOB_HEAD, PRIVATE, 443, False),
+    *((JOBS_STORE, JOB_HEAD, METADATA, port, False) for port in (80, 443)),
+    (JOBS_STORE, WORKER, INTERNET, 443, False),
+    (SERVICE_STORE, WORKER, INTERNET, 443, True),
+    (SERVICE_STORE, WORKER, POD_IDENTITY, 80, True),
+    *((SERVICE_STORE, WORKER, METADATA, port, False) for port in (80, 443)),
+    (SERVICE_STORE, HEAD, POD_IDENTITY, 80, False),
+    (SERVICE_STORE, JOB_HEAD, INTERNET, 443, False),
+]
 
 
-@pytest.mark.parametrize(("source", "target", "port"), ALLOWED)
-def test_open(policies: Any, source: End, target: End, port: int) -> None:
-    assert reaches(policies("overlays/gpu"), source, target, port)
-
-
-@pytest.mark.parametrize("overlay", ["overlays/gpu", "overlays/ha"])
-@pytest.mark.parametrize(("source", "target", "port"), DENIED)
-def test_closed(policies: Any, overlay: str, source: End, target: End, port: int) -> None:
-    assert not reaches(policies(overlay), source, target, port)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "port", "is_open"),
-    [
-        (HEAD, REDIS, 6379, True),
-        (CLEANUP, REDIS, 6379, True),
-        (WORKER, REDIS, 6379, False),
-        (JOB_HEAD, REDIS, 6379, False),
-        (STRANGER, REDIS, 6379, False),
-        (REDIS, INTERNET, 443, False),
-        (REDIS, HEAD, 6379, False),
-        (INGRESS, GATEWAY, 80, True),
-        (STRANGER, GATEWAY, 80, False),
-        (GATEWAY, WORKER, 8000, True),
-        (GATEWAY, HEAD, 8265, False),
-        (INGRESS, WORKER, 8000, False),  # all of it through the gateway
-        (GATEWAY, End({}, "istio-system"), 15012, True),
-        (PROMETHEUS, WORKER, 8080, True),
-        (PROMETHEUS, HEAD, 8000, True),
-        (PROMETHEUS, WORKER, 8000, False),
-        (PROMETHEUS, HEAD, 8265, False),
-    ],
-)
-def test_ha(policies: Any, source: End, target: End, port: int, is_open: bool) -> None:
-    assert reaches(policies("overlays/ha"), source, target, port) is is_open
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "port", "is_open"),
-    [
-        *((end, INTERNET, 443, True) for end in (JOB_HEAD, FILES)),
-        *((end, POD_IDENTITY, 80, True) for end in (JOB_HEAD, FILES)),
-        (JOB_HEAD, INTERNET, 80, False),
-        (JOB_HEAD, PRIVATE, 443, False),
-        *((JOB_HEAD, METADATA, port, False) for port in (80, 443)),
-        (WORKER, INTERNET, 443, False),
-    ],
-)
-def test_an_object_store_for_jobs(
-    policies: Any, source: End, target: End, port: int, is_open: bool
+@pytest.mark.parametrize(("manifests", "source", "target", "port", "is_open"), CONNECTIONS)
+def test_a_connection_is_open_only_if_the_manifests_need_it(
+    render: Callable[[str], Any],
+    manifests: str,
+    source: End,
+    target: End,
+    port: int,
+    is_open: bool,
 ) -> None:
-    assert reaches(policies("setup/object-store"), source, target, port) is is_open
+    shared, own = (render(name).of_kind("NetworkPolicy") for name in ("setup/common", manifests))
+    assert reaches([*shared, *own], source, target, port) is is_open
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "port", "is_open"),
-    [
-        (WORKER, INTERNET, 443, True),
-        (WORKER, POD_IDENTITY, 80, True),
-        *((WORKER, METADATA, port, False) for port in (80, 443)),
-        (HEAD, POD_IDENTITY, 80, False),
-        (JOB_HEAD, INTERNET, 443, False),
-    ],
-)
-def test_an_object_store_for_the_service(
-    policies: Any, source: End, target: End, port: int, is_open: bool
-) -> None:
-    assert reaches(policies("../tests/k8s/object-store"), source, target, port) is is_open
-
-
-def test_the_pods_have_the_labels_that_the_policies_choose(manifests: Any) -> None:
+def test_every_pod_has_labels_that_the_policies_select(manifests: Any) -> None:
     known = [SERVING, JOB, REDIS.labels, FILES.labels]
     for pod in manifests.pods():
         assert pod.labels in known, pod.where

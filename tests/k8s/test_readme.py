@@ -1,4 +1,4 @@
-"""The commands of the README name what is there, and ask for what it says."""
+"""The README's commands name existing files, and its figures are those of the manifests."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ ON_CPUS = [each for each in JOBS if "gpu" not in each]
 
 
 def commands(readme: str) -> list[str]:
-    """Lines of the code blocks, with those that go on joined and without comments."""
+    """Lines of the code blocks without comments; continued lines are joined."""
     blocks = re.findall(r"^```sh\n(.+?)^```", readme, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_every_directory_that_is_applied_is_there(readme: str) -> None:
+def test_every_applied_directory_exists(readme: str) -> None:
     named = re.findall(r"-k (k8s/[\w/-]+)", readme)
     assert len(set(named)) > 10
     for directory in named:
         assert (ROOT / directory / "kustomization.yaml").is_file(), directory
 
 
-def test_every_line_is_one_that_a_shell_reads(readme: str) -> None:
+def test_a_shell_can_read_every_line(readme: str) -> None:
     found = commands(readme)
     assert len(found) > 40
     for line in found:
         words = shlex.split(line, comments=True)
         assert words[0] in {"helm", "kubectl", "docker", "marsray", "curl", "export"}, line
-        # zsh takes brackets for a pattern, and kubectl waits 30 s unless told
+        # zsh reads brackets as a pattern, and kubectl waits only 30 s by default
         assert "[" not in re.sub(r"'[^']*'|\"[^\"]*\"", "", line), line
         assert "wait" not in words or any(each.startswith("--timeout=") for each in words), line
 
 
-def test_everything_that_users_make_has_a_command(readme: str) -> None:
+def test_every_object_that_users_create_has_a_command(readme: str) -> None:
     made = re.findall(r"create (secret|configmap)(?: generic| tls| docker-registry)? (\S+)", readme)
     table = re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", readme, re.MULTILINE)
     assert {(kind, name) for kind, name in made} == {(kind.lower(), name) for kind, name in table}
 
 
-def test_the_way_back_goes_to_the_link_that_is_served(render: Any, readme: str) -> None:
+def test_the_rollback_moves_the_link_that_is_served(render: Any, readme: str) -> None:
     gate = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
     (line,) = (each for each in commands(readme) if "marsray promote" in each)
     back = shlex.split(line)
@@ -54,7 +54,7 @@ def test_the_way_back_goes_to_the_link_that_is_served(render: Any, readme: str) 
     assert back[back.index(link) + 1] == gate[gate.index(link) + 1]
 
 
-def test_the_pod_for_files_sleeps_until_it_ends(render: Any) -> None:
+def test_the_files_pod_sleeps_for_four_hours(render: Any) -> None:
     (pod,) = render("files").of_kind("Pod")
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["sleep", str(pod["spec"]["activeDeadlineSeconds"])]
@@ -62,7 +62,7 @@ def test_the_pod_for_files_sleeps_until_it_ends(render: Any) -> None:
 
 
 def requested(manifests: Any) -> tuple[float, float]:
-    """CPUs and bytes that the pods ask for."""
+    """CPUs and bytes that the pods request."""
     assert [each["replicas"] for each in manifests.cluster["workerGroupSpecs"]] == [1]
     containers = [each for pod in manifests.pods() for each in pod.spec["containers"]]
     if manifests.cluster.get("enableInTreeAutoscaling"):
@@ -75,7 +75,7 @@ def cpus(text: str) -> float:
     return int(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
 
 
-def test_the_node_in_the_readme_takes_the_service_and_a_job(render: Any, readme: str) -> None:
+def test_the_readmes_node_has_room_for_the_service_and_a_job(render: Any, readme: str) -> None:
     said = re.search(
         r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
         r"([\d.]+) CPUs and ([\d.]+) GiB, each job for ([\d.]+) and ([\d.]+)\s",

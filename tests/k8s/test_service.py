@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -17,9 +18,9 @@ from mars_serve.deploy.app import application
 from mars_serve.deploy.proxies import _launcher, proxy_environment
 
 K8S = Path(__file__).parents[2] / "k8s"
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - of a pod
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - a pod's address
 STOP_S = 30
-"""Beyond a drain, for a pod to end in."""
+"""Seconds beyond a drain that a pod needs to end."""
 
 
 def config_of(service: Any) -> dict[str, Any]:
@@ -36,11 +37,11 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"]}
 
 
-def test_what_is_generated_is_up_to_date(script: Any, capsys: Any) -> None:
+def test_generated_files_are_up_to_date(script: Any, capsys: Any) -> None:
     assert script("generate").main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_serve_takes_the_configuration(service: Any) -> None:
+def test_ray_serve_accepts_the_configuration(service: Any) -> None:
     config = config_of(service)
     ServeDeploySchema.model_validate(config)
     assert config["http_options"] == {"host": EVERYWHERE, "port": 8000}
@@ -48,24 +49,22 @@ def test_serve_takes_the_configuration(service: Any) -> None:
     assert config["applications"][0]["args"] == source
 
 
-def test_the_application_is_built_and_has_the_deployment_that_is_changed(service: Any) -> None:
+def test_the_application_can_be_built_and_has_the_configured_deployment(service: Any) -> None:
     (found,) = config_of(service)["applications"]
     module, _, name = found["import_path"].partition(":")
-    assert (module, name) == (application.__module__, application.__name__)
+    assert getattr(importlib.import_module(module), name) is application
     built = application(found["args"])
     assert [each["name"] for each in found["deployments"]] == [built._bound_deployment.name]
 
 
-def test_arguments_that_a_cluster_of_kuberays_decides_are_refused(
-    script: Any, tmp_path: Path
-) -> None:
+def test_settings_that_kuberays_cluster_decides_are_refused(script: Any, tmp_path: Path) -> None:
     source = tmp_path / "serve.yaml"
     source.write_text("models: [{name: a, path: b}]\nport: 9000\n")
     with pytest.raises(ValueError, match=r"port: no effect here"):
         script("generate").serve_config(source)
 
 
-def test_workers_come_and_go_with_the_replicas(service: Any) -> None:
+def test_a_worker_holds_one_replica_and_has_its_bounds(service: Any) -> None:
     settings = settings_of(service)
     (model,) = settings.models
     assert model.autoscaling is not None
@@ -79,25 +78,25 @@ def test_workers_come_and_go_with_the_replicas(service: Any) -> None:
     assert settings.proxy.num_replicas <= bounds[0]
 
 
-def test_nothing_runs_on_the_head(service: Any) -> None:
+def test_neither_replicas_nor_ingresses_run_on_the_head(service: Any) -> None:
     assert service.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     (found,) = config_of(service)["applications"][0]["deployments"]
     assert found["ray_actor_options"]["num_cpus"] > 0
 
 
-def test_ray_ends_nodes_later_than_the_policy_ends_replicas(service: Any) -> None:
+def test_ray_removes_nodes_later_than_the_policy_removes_replicas(service: Any) -> None:
     (model,) = settings_of(service).models
     assert model.autoscaling is not None
     options = service.cluster["autoscalerOptions"]
     assert options["version"] == "v2"
     assert options["idleTimeoutSeconds"] > model.autoscaling.scale_in_window_s
-    # what the autoscaler of version 2 demands
+    # the autoscaler of version 2 refuses a restart policy
     for pod in service.pods():
         if pod.where.startswith("RayService"):
             assert "restartPolicy" not in pod.spec
 
 
-def test_everything_waits_for_the_longest_generation(service: Any) -> None:
+def test_every_timeout_covers_the_longest_generation(service: Any) -> None:
     drain_s = settings_of(service).drain_s
     spec = service.workers["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= drain_s + STOP_S
@@ -111,11 +110,10 @@ def test_everything_waits_for_the_longest_generation(service: Any) -> None:
         assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
-def test_proxies_are_set_up_as_marsray_serve_does(service: Any) -> None:
+def test_proxies_have_the_settings_of_marsray_serve(service: Any) -> None:
     with proxy_environment(settings_of(service)) as expected:
         expected = dict(expected)
-    for port in ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",):  # a pod's ports are its own
-        expected.pop(port)
+    del expected["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]  # a pod has its ports to itself
     head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     for container in (head, service.worker_container):
         given = {k: v for k, v in variables(container).items() if k.startswith("RAY_SERVE_")}
@@ -127,7 +125,7 @@ def test_proxies_are_set_up_as_marsray_serve_does(service: Any) -> None:
         assert given["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] == directory["mountPath"]
 
 
-def test_the_program_that_is_started_as_haproxy_is_marsrays(
+def test_marsrays_program_is_started_in_place_of_haproxy(
     service: Any, script: Any, tmp_path: Path
 ) -> None:
     path = variables(service.worker_container)["RAY_SERVE_HAPROXY_BINARY_PATH"]
@@ -152,9 +150,9 @@ def test_keys_and_weights_are_mounted_where_they_are_read(service: Any) -> None:
     assert check["command"][-2:] == ["verify", settings.models[0].path]
 
 
-def test_disruptions_leave_replicas(service: Any) -> None:
+def test_disruption_budgets_keep_replicas(service: Any) -> None:
     for budget in service.of_kind("PodDisruptionBudget"):
-        # RayCluster has no scale subresource, so that a share or maxUnavailable would be refused
+        # RayCluster has no scale subresource: a share or maxUnavailable would be refused
         assert set(budget["spec"]) == {"minAvailable", "selector"}
         if budget["metadata"]["name"] == "marsray-workers":
             assert 0 < budget["spec"]["minAvailable"] < service.workers["minReplicas"]
@@ -171,7 +169,7 @@ def test_ha_survives_a_head_and_a_zone(render: Any) -> None:
     assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
 
 
-def test_ha_upgrades_in_steps_and_the_readme_says_what_that_takes(render: Any, readme: str) -> None:
+def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render: Any, readme: str) -> None:
     service = render("overlays/ha")
     strategy = service.ray["spec"]["upgradeStrategy"]
     assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
@@ -180,21 +178,21 @@ def test_ha_upgrades_in_steps_and_the_readme_says_what_that_takes(render: Any, r
     assert service.workers["minReplicas"] == 3
     assert "at least three GPUs have to be free" in readme
     assert strategy["clusterUpgradeOptions"]["gatewayClassName"] == "istio"
-    # else its pods are refused by the namespace, and its Service is a load balancer
+    # without these settings the namespace refuses its pods, and its Service is a load balancer
     assert "--set gateways.seccompProfile.type=RuntimeDefault" in readme
     assert "--set gatewayClasses.istio.service.spec.type=ClusterIP" in readme
 
 
-def test_a_rollout_is_a_value_of_the_overlay(service: Any, readme: str) -> None:
+def test_the_overlay_has_the_value_that_starts_a_rollout(service: Any, readme: str) -> None:
     text = (K8S / service.name / "kustomization.yaml").read_text(encoding="utf-8")
     (value,) = re.findall(r'/annotations/marsray\.dev~1rollout, value: "(\w+)"', text)
     assert service.workers["template"]["metadata"]["annotations"]["marsray.dev/rollout"] == value
     assert "`marsray.dev~1rollout`" in readme
-    # the next apply would undo a patch of the live object, which is another rollout
+    # the next apply would undo a patch of the live object by another rollout
     assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", readme)
 
 
-def test_ingress_routes_only_what_is_for_outside(render: Any) -> None:
+def test_the_ingress_routes_only_public_paths(render: Any) -> None:
     for name in ("overlays/gpu", "overlays/ha"):
         (ingress,) = render(name).of_kind("Ingress")
         assert ingress["spec"]["tls"][0]["hosts"] == [ingress["spec"]["rules"][0]["host"]]

@@ -4,23 +4,13 @@ from typing import Any
 
 import pytest
 
-from mars_autoscale.policy.decide import OuterSettings
-from mars_serve.engine.settings import EngineSettings
-
 
 @pytest.fixture
 def sizing(script: Any) -> Any:
     return script("sizing")
 
 
-def test_constants_are_the_defaults_of_the_settings(sizing: Any) -> None:
-    engine = EngineSettings()
-    assert engine.memory_fraction == sizing.MEMORY_FRACTION
-    assert engine.page_size_on("cuda") == sizing.PAGE
-    assert OuterSettings().utilization == sizing.UTILIZATION
-
-
-def test_one_row_by_hand(sizing: Any) -> None:
+def test_a_row_equals_the_values_computed_by_hand(sizing: Any) -> None:
     model = sizing.Model("7B", 7.6e9, 28, 4, 128)
     gpu = sizing.Gpu("80 GB", 80e9, 2000e9, 300e12)
     # 57,344 bytes a token; 0.85 x (80 - 1.5 - 15.2) GB / (256 x 57,344)
@@ -30,7 +20,7 @@ def test_one_row_by_hand(sizing: Any) -> None:
     assert sizing.step_s(model, gpu, 64) == pytest.approx(0.002 + 22.716e9 / 1.3e12, rel=1e-4)
 
 
-def test_what_does_not_fit_is_said(sizing: Any) -> None:
+def test_a_model_that_does_not_fit_has_no_pages_and_no_speed(sizing: Any) -> None:
     large = sizing.Model("70B", 70e9, 80, 8, 128)
     small = sizing.Gpu("24 GB", 24e9, 300e9, 121e12)
     assert sizing.num_pages(large, small) == 0

@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_stored_is_verified_through_a_link(
+def test_a_stored_checkpoint_is_verified_through_a_link(
     weights: Any, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "models" / "candidates" / "a"
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_stops_the_worker(
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
 @pytest.mark.parametrize("name", ["calibration.json", "frontier.json"])
-def test_what_calibration_writes_is_no_damage(
+def test_files_that_calibration_writes_are_no_damage(
     weights: Any, source: Path, tmp_path: Path, name: str, before: bool
 ) -> None:
     place = tmp_path / "models" / "a"
@@ -73,7 +73,7 @@ def test_what_calibration_writes_is_no_damage(
     assert weights.main(["verify", str(place)]) == 2
 
 
-def test_a_store_is_fetched_whole_and_once(
+def test_a_checkpoint_is_downloaded_whole_and_once(
     weights: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights.tempfile, "tempdir", None)
@@ -83,7 +83,7 @@ def test_a_store_is_fetched_whole_and_once(
     assert weights.main(["fetch", url, str(target)]) == 0
     assert (target / "sub" / "weights.bin").read_bytes() == b"\0" * 100
     (source / "config.json").write_text("[1]")
-    assert weights.main(["fetch", url, str(target)]) == 0  # a container that is started again
+    assert weights.main(["fetch", url, str(target)]) == 0  # a container that is restarted
     assert (target / "config.json").read_text() == "{}"
 
 
@@ -99,7 +99,7 @@ def test_a_store_is_fetched_whole_and_once(
         ([], "verify DIRECTORY"),
     ],
 )
-def test_mistakes_are_named(
+def test_a_mistake_on_the_command_line_is_named(
     weights: Any,
     source: Path,
     tmp_path: Path,
@@ -114,8 +114,8 @@ def test_mistakes_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_the_object_store_takes_the_place_of_the_disk(render: Any, tmp_path: Path) -> None:
-    """As an overlay of a user's that adds the component."""
+def test_the_object_store_replaces_the_disk(render: Any, tmp_path: Path) -> None:
+    """An overlay adds the component as a user's would."""
     service = render("../tests/k8s/object-store")
     spec = service.workers["template"]["spec"]
     check = spec["initContainers"][0]

@@ -1,4 +1,4 @@
-"""The image's recipe: everything is pinned, and what it names is there."""
+"""Checks that the image's Dockerfile pins all packages and names existing files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINUX = {"sys_platform": "linux", "platform_system": "Linux", "extra": ""}
 
 
 def pins(name):
-    """Each package of a constraints file, its version, and the hashes of its files."""
+    """Version and file hashes of each package in a constraints file."""
     text = (IMAGE / f"constraints-{name}.txt").read_text().replace("\\\n", "")
     found = {}
     for line in text.splitlines():
@@ -47,7 +47,7 @@ def test_every_package_has_hashes(name):
         ("build", PROJECT["build-system"]["requires"]),
     ],
 )
-def test_what_the_project_needs_is_pinned_to_a_version_it_allows(name, wanted):
+def test_every_requirement_is_pinned_to_a_version_that_it_allows(name, wanted):
     found = pins(name)
     for requirement in map(Requirement, wanted):
         assert requirement.marker is None or requirement.marker.evaluate(LINUX)
@@ -55,7 +55,7 @@ def test_what_the_project_needs_is_pinned_to_a_version_it_allows(name, wanted):
         assert requirement.specifier.contains(version), requirement
 
 
-def test_the_variants_differ_in_torch_alone():
+def test_the_variants_differ_only_in_torch_and_its_libraries():
     cpu, gpu = ({key: found[0] for key, found in pins(name).items()} for name in ("cpu", "gpu"))
     assert cpu.pop("torch") == gpu.pop("torch") + "+cpu"
     assert cpu.items() <= gpu.items()
@@ -63,7 +63,7 @@ def test_the_variants_differ_in_torch_alone():
     assert "nvidia-cuda-runtime" in gpu
 
 
-def test_torch_is_the_one_that_the_tests_run_with():
+def test_torch_has_the_version_that_the_tests_use():
     (tested,) = re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())
     assert pins("gpu")["torch"][0] == tested
 
@@ -73,7 +73,7 @@ def test_the_base_image_has_the_ray_of_the_constraints():
     assert {pins(name)["ray"][0] for name in ("cpu", "gpu")} == {version}
 
 
-def test_it_runs_as_a_user_by_number_and_nothing_is_installed_unpinned():
+def test_the_image_runs_as_a_numbered_user_and_installs_only_pinned_packages():
     users = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1])
     installs = re.findall(r"pip install (.+)$", DOCKERFILE, re.MULTILINE)
@@ -83,14 +83,14 @@ def test_it_runs_as_a_user_by_number_and_nothing_is_installed_unpinned():
     assert ":latest" not in DOCKERFILE
 
 
-def test_the_build_context_holds_what_is_copied_and_no_more():
+def test_the_build_context_holds_only_the_copied_files():
     copied = {
         source
         for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
         for source in line.split()[:-1]
     }
     copied.remove("k8s/image/constraints-build.txt")
-    copied.add("k8s/image/constraints-*.txt")  # those of the variants are mounted
+    copied.add("k8s/image/constraints-*.txt")  # the variants' files are mounted
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignore[1] == "*"
     assert {line[1:] for line in ignore if line.startswith("!")} == copied

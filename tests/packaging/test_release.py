@@ -1,4 +1,4 @@
-"""Workflows call what exists and hold no more rights than they need; versions agree."""
+"""Checks that workflows call existing targets with minimal rights and that all versions agree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_workflows_call_make_targets_that_exist():
     assert called <= targets
 
 
-def test_they_name_files_of_the_checkout():
+def test_the_workflows_name_files_of_the_checkout():
     for name in WORKFLOWS:
         text = WORKFLOWS[name].read_text()
         for file in re.findall(r"(?:python3 |file: |uses: \./)(\S+)", text):
@@ -61,19 +61,19 @@ def test_actions_are_pinned_by_commit_with_their_version(name):
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_no_text_of_others_becomes_part_of_a_script(name):
+def test_no_expression_is_pasted_into_a_script(name):
     assert [step["run"] for step in steps(name) if "${{" in step.get("run", "")] == []
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_command_that_fails_within_a_pipe_fails_the_step(name):
-    """The runner's default shell is without pipefail; the one that is asked for has it."""
+def test_a_failing_command_in_a_pipe_fails_its_step(name):
+    """The runner's default shell lacks pipefail; an explicit bash has it."""
     for step in steps(name):
         if re.search(r"[^|]\|[^|]", step.get("run", "")):
             assert step.get("shell") == "bash", step
 
 
-def test_rights_are_given_job_by_job():
+def test_each_job_has_only_the_rights_it_needs():
     for name in WORKFLOWS:
         workflow = load(name)
         assert workflow["permissions"] == {}
@@ -84,7 +84,7 @@ def test_rights_are_given_job_by_job():
     assert "pull_request_target" not in WORKFLOWS["ci"].read_text()
 
 
-def test_only_a_release_pushes_images_and_both_variants_come_with_their_origin():
+def test_only_a_release_pushes_images_and_both_variants_have_provenance():
     (tried,) = [step["with"] for step in steps("ci") if "build-push" in step.get("uses", "")]
     assert tried["push"] is False
     jobs = load("release")["jobs"]
@@ -104,7 +104,7 @@ def test_the_changelog_has_a_section_for_the_version(release_notes):
     assert newest[1] == VERSION
 
 
-def test_the_manifests_name_the_image_of_the_version():
+def test_the_manifests_name_the_versions_image():
     files = list((ROOT / "k8s").rglob("kustomization.yaml"))
     tags = [
         str(image["newTag"])
@@ -118,7 +118,7 @@ def test_the_manifests_name_the_image_of_the_version():
 
 @pytest.fixture
 def project(tmp_path):
-    """A project of version 1.2.0, by the text of its changelog."""
+    """Writes a project of version 1.2.0 with a given changelog; returns its directory."""
 
     def write(changelog):
         (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.0"\n')
@@ -128,7 +128,7 @@ def project(tmp_path):
     return write
 
 
-def test_the_notes_are_the_section_of_the_version_alone(release_notes, project):
+def test_release_notes_are_the_versions_section_of_the_changelog(release_notes, project):
     text = (
         "# Changelog\n\n## [Unreleased]\n- later\n\n## [1.2.0] - 2026-01-02\n### Added\n- this\n\n"
         "## [1.1.0] - 2026-01-01\n- before\n\n[1.2.0]: https://example.org\n"
@@ -146,6 +146,8 @@ def test_the_notes_are_the_section_of_the_version_alone(release_notes, project):
         ("v1.2.0", "## [1.2.0] - 2026-01-02\n\n## [1.1.0] - 2026-01-01\n- old\n", "with content"),
     ],
 )
-def test_a_release_that_does_not_agree_is_refused(release_notes, project, tag, changelog, message):
+def test_a_tag_that_disagrees_with_version_or_changelog_is_refused(
+    release_notes, project, tag, changelog, message
+):
     with pytest.raises(ValueError, match=message):
         release_notes(tag, project(changelog))

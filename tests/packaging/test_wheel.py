@@ -1,4 +1,4 @@
-"""The wheel as it is published: what it holds, and that it works without the checkout."""
+"""Checks the published wheel: its content, and that it works without the checkout."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def content(wheel):
-    """Each file in the wheel and its bytes."""
+    """Bytes of each file in the wheel, by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The directory of programs of an environment with the wheel.
+    """Directory of the programs of an environment in which the wheel is installed.
 
-    It sees the packages of this environment, but not the editable install among them: of a
-    directory that a .pth file adds, Python does not read the .pth files.
+    The environment sees this environment's packages through a .pth file, but not its editable
+    install: Python ignores .pth files in a directory that a .pth file adds.
     """
     directory = tmp_path_factory.mktemp("installed")
     venv.create(directory, with_pip=False, symlinks=True)
@@ -66,7 +66,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture
 def run(installed, tmp_path):
-    """Runs a program of that environment outside the checkout; what it printed."""
+    """Runs a program of that environment outside the checkout; returns its output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(name, *arguments):
@@ -78,7 +78,7 @@ def run(installed, tmp_path):
     return run
 
 
-def test_the_four_packages_are_in_it_whole_and_nothing_else(content):
+def test_the_wheel_holds_the_four_packages_and_nothing_else(content):
     modules = {name for name in content if name.endswith(".py")}
     assert modules == {
         str(path.relative_to(root))
@@ -92,15 +92,15 @@ def test_the_four_packages_are_in_it_whole_and_nothing_else(content):
     assert {f"{package}/py.typed" for package in PACKAGES} <= content.keys()
 
 
-def test_no_secret_is_in_it(content):
+def test_the_wheel_contains_no_secret(content):
     assert [name for name, data in content.items() if SECRET.search(data)] == []
 
 
-def test_it_is_small(wheel):
+def test_the_wheel_is_small(wheel):
     assert wheel.stat().st_size < 1_000_000
 
 
-def test_its_metadata(content):
+def test_the_metadata_are_those_of_the_project(content):
     directory = f"marsray-{PROJECT['version']}.dist-info"
     metadata = message_from_bytes(content[f"{directory}/METADATA"])
     assert metadata["Name"] == "marsray"
@@ -111,13 +111,13 @@ def test_its_metadata(content):
     assert f"{directory}/licenses/LICENSE" in content
 
 
-def test_it_is_imported_from_where_it_was_installed(installed, run):
+def test_the_packages_are_imported_from_the_installation(installed, run):
     code = f"import {', '.join(PACKAGES)}; print({', '.join(f'{p}.__file__' for p in PACKAGES)})"
     for file in run("python", "-c", code).split():
         assert Path(file).is_relative_to(installed.parent)
 
 
-def test_the_command_has_its_version_and_all_commands(run):
+def test_the_installed_command_has_its_version_and_all_commands(run):
     assert run("marsray", "--version") == f"marsray {PROJECT['version']}\n"
     printed = run("marsray", "--help")
     listed = {line.split()[0] for line in printed.splitlines() if line.startswith("  ")}
@@ -125,7 +125,7 @@ def test_the_command_has_its_version_and_all_commands(run):
 
 
 @pytest.mark.full
-def test_it_serves_a_model(installed, trained, tmp_path):
+def test_the_installed_command_serves_a_model(installed, trained, tmp_path):
     port, log = free_port(), tmp_path / "log"
     command = [installed / "marsray", "serve", "--model", f"tiny={trained.model}"]
     with log.open("wb") as output:

@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.errors import UserError
-from mars_train.storage.directories import Alone, Damaged, SaveFailed, Storage, copy_into
+from mars_train.storage.directories import SaveFailed, SingleWriter, Storage, copy_into
 
 
 def verify(directory: str) -> str:
@@ -57,7 +58,7 @@ def store(directory: str, place: str) -> str:
     if storage.is_local:
         Path(storage.root).mkdir(parents=True, exist_ok=True)
     try:
-        storage.save(name, lambda target: copy_into(target, source), Alone())
+        storage.save(name, lambda target: copy_into(target, source), SingleWriter())
     except SaveFailed as error:
         raise UserError(f"{error}; free space there, or check the right to write") from error
     return f"{place} is stored, with its manifest"
