@@ -177,7 +177,14 @@ def write_picture(path: Path, figure: Figure) -> None:
         figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def finish_axes(axes: Axes, *, title: str = "", x: str = "", y: str = "", legend: str = "") -> None:
+def finish_axes(
+    axes: Axes,
+    *,
+    title: str = "",
+    x: str = "",
+    y: str = "",
+    legend: Literal["best", "upper right", "lower right"] | None = None,
+) -> None:
     """Give a diagram its title, the labels of both axes, a grid, and a legend.
 
     Args:
@@ -185,7 +192,7 @@ def finish_axes(axes: Axes, *, title: str = "", x: str = "", y: str = "", legend
         title: title in small type; empty for none.
         x: label of the horizontal axis; empty keeps what it has.
         y: label of the vertical axis; empty keeps what it has.
-        legend: place of the legend, such as ``best``; empty for none.
+        legend: place of the legend; None for none.
     """
     if title:
         axes.set_title(title, fontsize="small")

@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from mars_platform.cli.report import finish_axes, write_picture
 from mars_train.stage.history import History
 
 _SMOOTHED_SHARE = 50
@@ -29,11 +30,8 @@ def plot_curves(histories: Mapping[str, History], path: Path) -> None:
         _draw_thresholds(axes[2], history, "accuracy", "held-out accuracy")
         _draw_thresholds(axes[3], history, "tokens_per_forward", "tokens / forward pass")
         for axis in axes:
-            axis.set_xlabel("step")
-            axis.grid(alpha=0.3)
-            if axis.has_data():
-                axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+            finish_axes(axis, x="step", legend="best" if axis.has_data() else None)
+    write_picture(path, figure)
 
 
 def _draw_losses(axis: Any, stage: str, history: History) -> None:
