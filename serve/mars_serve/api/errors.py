@@ -72,7 +72,7 @@ def check_token_ids(where: str, ids: Collection[int], vocabulary: int) -> None:
     """
     largest = max(ids, default=0)
     if largest >= vocabulary:
-        reason = f"token id {largest} is not below the {vocabulary} known; use the model's own ids"
+        reason = f"token id {largest} is not below {vocabulary}; use ids of the model's tokens"
         raise invalid_value(where, reason)
 
 

@@ -94,7 +94,7 @@ class KeyLimits:
         usage = self._usage_of(caller)
         limit = self._share(caller.max_concurrent)
         if limit is not None and len(usage.running) >= limit:
-            raise _refusal(f"{len(usage.running)} requests are running, the most", _BUSY_S, usage)
+            raise _refusal(f"{len(usage.running)} requests are running already", _BUSY_S, usage)
         waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
         wait_s = max(waits_s, default=0)
         if wait_s:

@@ -245,10 +245,7 @@ def _arguments(text: str) -> dict[str, Any] | str:
         return {}
     try:
         arguments = json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # a model wrote it; the template shows it
+    except (ValueError, RecursionError):  # a model wrote it; the template shows it
         return text
     return arguments if isinstance(arguments, dict) else text
 

@@ -236,7 +236,9 @@ class GenerationRequest(BaseModel):
                 reason = f"{value!r:.80} is not supported; leave it out{allowed}"
                 raise unsupported_value(name, reason)
         if self.stream_options is not None and not self.stream:
-            raise invalid_value("stream_options", "it needs a stream; leave it out or set stream")
+            raise invalid_value(
+                "stream_options", "only streams have options; leave it out or set stream"
+            )
 
 
 def _neutral_fields(body: type[BaseModel]) -> list[tuple[str, Neutral]]:
@@ -313,10 +315,10 @@ class CompletionRequest(GenerationRequest):
         """
         super().refuse_unsupported()
         if self.best_of not in (None, self.n or 1):
-            reason = f"{self.best_of} is not n, which is {self.n or 1}; leave it out"
+            reason = f"{self.best_of} differs from n, which is {self.n or 1}; leave it out"
             raise invalid_value("best_of", reason)
         if self.max_tokens == 0 and not self.echo:
-            raise invalid_value("max_tokens", "0 is for scoring a prompt; set echo, or ask for 1")
+            raise invalid_value("max_tokens", "0 only scores a prompt; set echo or raise it")
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mars_platform.cli.main import show_help_without_command
+from mars_serve.cli.options import AsJson
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
@@ -72,7 +73,7 @@ def decode(
         str | None,
         typer.Option(
             help="Draw the number of tokens accepted per pass from this JSON file or from "
-            "paper-gsm8k-0.95, the default for untrained weights.",
+            "paper-gsm8k-0.95, the default for untrained weights."
         ),
     ] = None,
     agreement: Annotated[
@@ -97,7 +98,7 @@ def decode(
     plot: Annotated[
         Path | None, typer.Option(help="Plot tokens per second over batch size into this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the speed of decoders on the same prompts.
 

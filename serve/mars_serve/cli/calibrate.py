@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from mars_serve.cli.options import (
+    AsJson,
+    Data,
+    Device,
+    Dtype,
+    MaxItems,
+    MaxTokens,
+    let_idle_threads_sleep,
+)
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id, with mars.json.")],
-    data: Annotated[
-        list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
-    ],
+    data: Data,
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -23,16 +30,11 @@ def calibrate(
             ".8, .7, .6 and .5."
         ),
     ] = None,
-    max_items: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of conversations; the first ones are used."),
-    ] = None,
+    max_items: MaxItems = None,
     max_cursors: Annotated[
         int, typer.Option(min=2, help="Largest number of positions at which proposals are scored.")
     ] = 4000,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Largest number of output tokens, if the context has room.")
-    ] = 256,
+    max_tokens: MaxTokens = 256,
     batch: Annotated[
         int,
         typer.Option(min=1, help="Conversations that run at once; set it to a replica's batch."),
@@ -43,18 +45,12 @@ def calibrate(
             "--quick", help="Measure less precisely: 100 conversations, thresholds down to .7."
         ),
     ] = False,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Device to run on; auto is cuda if available."),
-    ] = "auto",
-    dtype: Annotated[
-        Literal["float32", "bf16"] | None,
-        typer.Option(help="Type of the weights; by default float32 on the CPU, bf16 on CUDA."),
-    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot reliability and frontier into this .png or .svg file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a checkpoint's confidence, quality and speed.
 
@@ -67,9 +63,7 @@ def calibrate(
     times on this machine, and writes frontier.json for the autoscaler. A stopped run continues when
     it is started again.
     """
-    # Threads that spin while idle slow a run down many times if other processes need their cores.
-    # The kernels read the variable when they are loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_idle_threads_sleep()
 
     from rich.console import Console
 

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from mars_platform.method.mode import Mode
+from mars_serve.cli.options import (
+    MAX_SEED,
+    AsJson,
+    Data,
+    Device,
+    Dtype,
+    MaxItems,
+    MaxTokens,
+    Model,
+    Temperature,
+    TopP,
+    let_idle_threads_sleep,
+)
 from mars_serve.engine.decoding_options import Outcomes
 
-_MAX_SEED = 2**63 - 1
 _FILE_WIDTH = 128  # columns of a table in a file or pipe
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
+    model: Model,
     prompt: Annotated[str, typer.Option(help="Prompt to complete.")],
     mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.THRESHOLD,
     threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature in [0, 2]; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1].")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=_MAX_SEED, help="Sampling seed; by default random.")
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Sampling seed; by default random.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the output before this string. May be repeated.")
@@ -42,7 +49,7 @@ def generate(
         ),
     ] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt without a chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Complete one prompt, with tokens shaded by forward pass."""
     from rich.console import Console
@@ -68,10 +75,8 @@ def generate(
 
 
 def eval_(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
-    data: Annotated[
-        list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
-    ],
+    model: Model,
+    data: Data,
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -92,32 +97,17 @@ def eval_(
     calibrated: Annotated[
         bool, typer.Option(help="Compare calibrated confidence with thresholds.")
     ] = False,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature in [0, 2]; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1].")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, max=_MAX_SEED, help="Sampling seed of the first conversation.")
+        int, typer.Option(min=0, max=MAX_SEED, help="Sampling seed of the first conversation.")
     ] = 0,
-    max_items: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of conversations; the first ones are used."),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Largest number of output tokens, if the context has room.")
-    ] = 256,
+    max_items: MaxItems = None,
+    max_tokens: MaxTokens = 256,
     batch: Annotated[int, typer.Option(min=1, help="Conversations that run at once.")] = 32,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Device to run on; auto is cuda if available."),
-    ] = "auto",
-    dtype: Annotated[
-        Literal["float32", "bf16"] | None,
-        typer.Option(help="Type of the weights; by default float32 on the CPU, bf16 on CUDA."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
     """Score a checkpoint on held-out conversations.
 
@@ -126,9 +116,7 @@ def eval_(
     are compared by value (1,234 equals 1234, 72.0 equals 72), all else exactly. Rows without an
     answer count towards tokens per forward pass and the share of outputs equal to those of mode ar.
     """
-    # Threads that spin while idle slow a run down many times if other processes need their cores.
-    # The kernels read the variable when they are loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_idle_threads_sleep()
 
     from rich.console import Console
 

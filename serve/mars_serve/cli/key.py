@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from mars_serve.cli.options import AsJson
+
 
 def key(
     name: Annotated[str, typer.Argument(help="Owner of the key, as logs name it.")],
@@ -32,7 +34,7 @@ def key(
         str | None, typer.Option(help="Share cached prefixes with keys of the same tenant.")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Allow the paths below /admin.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make an API key for a server.
 

@@ -31,7 +31,7 @@ from mars_serve.replica.replica import ModelReplica
 _MAX_ONGOING = 100_000
 """Concurrency limit of a replica in Ray Serve, never reached: requests queue in the engine, which
 alone knows its load."""
-_UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - nothing is bound to it: it is what is assumed
+_UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - assumed only; nothing is bound to it
 _DRAIN_POLL_S = 0.2
 """Seconds between two checks whether a replica that shuts down still runs requests."""
 

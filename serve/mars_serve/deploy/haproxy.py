@@ -25,11 +25,11 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 _OWN_LISTENERS = ("frontend prometheus\n", "listen stats\n")
-_NO_ROUTE = re.compile(r"^ +http-request return status 404 .*$", re.MULTILINE)
+_NOT_FOUND = re.compile(r"^ +http-request return status 404 .*$", re.MULTILINE)
 _SPLICE = re.compile(r"^ +option splice-request\n", re.MULTILINE)
 """Option under which HAProxy 2.8 does not notice a client that sent its body in a separate packet
 and then disconnects, so that the engine would work for nobody."""
-_LOST = """\
+_KEEPALIVE = """\
     option srvtcpka
     srvtcpka-idle 4s
     srvtcpka-intvl 3s
@@ -37,13 +37,13 @@ _LOST = """\
 """
 """Options that close connections on which a host that lost power is waited for."""
 _SERVER = re.compile(r"^( +server \S+ \S+ check)\b(?! tcp-ut)", re.MULTILINE)
-_ON_ITS_WAY = " tcp-ut 10s"
+_SEND_TIMEOUT = " tcp-ut 10s"
 """Server option that closes connections on which data was sent to such a host. HAProxy does not
 inherit it from the section of defaults."""
 _RETRY = re.compile(r"^ +retry-on conn-failure$", re.MULTILINE)
 """Ray Serve's retry rule. Alone it covers neither an idle connection that a stopping replica closes
 while a request is sent on it, nor a request that a lost host does not answer."""
-_RETRY_MORE = r"\g<0> empty-response\n    option http-buffer-request"
+_MORE_RETRIES = r"\g<0> empty-response\n    option http-buffer-request"
 """Retry rule with these cases. HAProxy retries only requests that it has received in full."""
 _BACKEND = re.compile(r"backend (\S+)")
 _REPLICA = re.compile(r"^ +server (?!.* backup$).*\n", re.MULTILINE)
@@ -57,7 +57,7 @@ _ERROR = {
 }
 _BODY = json.dumps({"error": _ERROR})
 """Error body in OpenAI's shape."""
-_ANSWER = f"""HTTP/1.1 503 Service Unavailable\r
+_RESPONSE = f"""HTTP/1.1 503 Service Unavailable\r
 Content-Type: application/json\r
 Content-Length: {len(_BODY)}\r
 Cache-Control: no-cache\r
@@ -67,7 +67,7 @@ Retry-After: 1\r
 {_BODY}"""
 
 
-def mended(config: str, error_file: Path, before: str = "") -> str:
+def amended(config: str, error_file: Path, before: str = "") -> str:
     """Return Ray Serve's configuration with marsray's amendments.
 
     It opens no listeners of its own, reports errors as JSON, notices each disconnected client and
@@ -81,21 +81,21 @@ def mended(config: str, error_file: Path, before: str = "") -> str:
     sections = _SECTION.split(config)
     replicas = _replicas_of(before)
     kept = "".join(
-        f"{each}{_LOST}"
+        f"{each}{_KEEPALIVE}"
         if each.startswith("defaults\n")
         else _with_replicas(each, config, replicas)
         for each in sections
         if not each.startswith(_OWN_LISTENERS)
     )
-    kept = _SERVER.sub(rf"\1{_ON_ITS_WAY}", kept)
+    kept = _SERVER.sub(rf"\1{_SEND_TIMEOUT}", kept)
     kept = _SPLICE.sub("", kept)
-    kept = _RETRY.sub(_RETRY_MORE, kept)
+    kept = _RETRY.sub(_MORE_RETRIES, kept)
     kept = _ERROR_FILE.sub(lambda found: f"{found[1]}{error_file}", kept)
     answer = (
         f"    http-request return status 503 content-type application/json "
         f"hdr Retry-After 1 string '{_BODY}'"
     )
-    return _NO_ROUTE.sub(lambda _: answer, kept)
+    return _NOT_FOUND.sub(lambda _: answer, kept)
 
 
 def _replicas_of(config: str) -> dict[str, str]:
@@ -124,10 +124,10 @@ def main(binary: str, arguments: list[str]) -> None:
     """
     file = Path(arguments[arguments.index("-f") + 1])
     error_file = file.with_name("503.http")
-    error_file.write_text(_ANSWER, newline="")
+    error_file.write_text(_RESPONSE, newline="")
     known = file.with_name("before.cfg")
     before = known.read_text() if known.exists() else ""
-    config = mended(file.read_text(), error_file, before)
+    config = amended(file.read_text(), error_file, before)
     file.write_text(config)
     known.write_text(config)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

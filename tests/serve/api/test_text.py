@@ -129,9 +129,7 @@ def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: 
         assert "\ufffd" in name or unicodedata.normalize("NFC", text[offset:]).startswith(name)
 
 
-def test_added_special_tokens_have_no_text_in_an_echo(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_added_special_tokens_have_no_text_in_an_echo(tokenizer: PreTrainedTokenizerBase) -> None:
     with_ends = copy.deepcopy(tokenizer)
     with_ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
@@ -276,9 +274,7 @@ def test_stop_strings_may_span_tokens_that_are_single_bytes(
     assert sum(part.num_tokens for part in parts) == num_tokens
 
 
-def test_the_stop_string_is_kept_on_request(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_stop_string_is_kept_on_request(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = encode(tokenizer, "abab", add_special_tokens=False)
     (part,) = texts_of(tokenizer, [tokens], StopRules(("ba", "bab"), in_output=True))
     assert (part.text, part.is_stopped) == ("aba", True)

@@ -11,7 +11,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy import proxies
-from mars_serve.deploy.haproxy import mended
+from mars_serve.deploy.haproxy import amended
 from mars_serve.deploy.proxies import proxy_environment
 
 
@@ -59,14 +59,14 @@ def servers_in(text: str) -> list[str]:
 def test_only_the_servers_own_address_is_bound(config: str) -> None:
     bound = [line.split() for line in config.splitlines() if line.split()[:1] == ["bind"]]
     assert len(bound) == 3  # metrics and statistics listen on all interfaces
-    text = mended(config, Path("/x/503.http"))
+    text = amended(config, Path("/x/503.http"))
     assert [line.strip() for line in text.splitlines() if line.split()[:1] == ["bind"]] == [
         "bind 127.0.0.1:8000"
     ]
 
 
 def test_errors_of_haproxy_are_json(config: str) -> None:
-    text = mended(config, Path("/x/503.http"))
+    text = amended(config, Path("/x/503.http"))
     for status in (502, 503, 504):
         assert f"errorfile {status} /x/503.http\n" in text
     assert "return status 404" in config
@@ -76,13 +76,13 @@ def test_errors_of_haproxy_are_json(config: str) -> None:
 
 def test_bodies_are_not_spliced(config: str) -> None:
     assert "option splice-request\n" in config
-    text = mended(config, Path("/x/503.http"))
+    text = amended(config, Path("/x/503.http"))
     assert "splice-request" not in text
     assert "    option abortonclose\n    option splice-response\n" in text
 
 
 def test_connections_to_a_lost_host_are_closed(tmp_path: Path) -> None:
-    text = mended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
+    text = amended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
     for _ in range(2):
         sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
         (defaults,) = [section for section in sections if section.startswith("defaults\n")]
@@ -93,17 +93,17 @@ def test_connections_to_a_lost_host_are_closed(tmp_path: Path) -> None:
         assert len(servers) == 3
         assert all(line.count(" check tcp-ut 10s ") == 1 for line in servers)
         built = written(tmp_path, backend_of("one", [], ingress=""))
-        text = mended(built, Path("/x/503.http"), text)  # now with the previous file's lines
+        text = amended(built, Path("/x/503.http"), text)  # now with the previous file's lines
 
 
 def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path: Path) -> None:
     """Ray Serve omits them until it knows again which deployment is the ingress."""
     error_file, other = Path("/x/503.http"), backend_of("two", [3])
-    before = mended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
+    before = amended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
     built = written(tmp_path, backend_of("one", [], ingress=""), other)
     assert servers_in(built) == ["fallback", "replica-3", "fallback"]
     for _ in range(2):
-        before = mended(built, error_file, before)
+        before = amended(built, error_file, before)
         expected = {"fallback", "replica-1", "replica-2", "replica-3"}
         assert set(servers_in(before)) == expected
         assert len(servers_in(before)) == 5
@@ -112,9 +112,9 @@ def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path: Path) -> No
 @pytest.mark.parametrize("ports", [[4], []])
 def test_replicas_that_are_gone_are_dropped(tmp_path: Path, ports: list[int]) -> None:
     error_file = Path("/x/503.http")
-    before = mended(written(tmp_path, backend_of("one", [1, 2])), error_file)
+    before = amended(written(tmp_path, backend_of("one", [1, 2])), error_file)
     now = written(tmp_path, backend_of("one", ports))
-    assert servers_in(mended(now, error_file, before)) == servers_in(now)
+    assert servers_in(amended(now, error_file, before)) == servers_in(now)
 
 
 def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_haproxy_accepts_the_amended_file(config: str, tmp_path: Path) -> None:
         launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
         check = subprocess.run([launcher, "-c", "-f", str(file)], capture_output=True, text=True)
         assert check.returncode == 0, check.stderr
-    assert file.read_text() == mended(config, tmp_path / "503.http")
+    assert file.read_text() == amended(config, tmp_path / "503.http")
 
 
 def test_haproxys_files_are_private_and_removed_at_the_end() -> None:

@@ -141,10 +141,7 @@ VALUES = {
 """Valid and invalid values of each field; validity depends neither on the model nor the limits."""
 
 
-@pytest.mark.parametrize(
-    ("path", "field"),
-    [(path, field) for path in BASES for field in VALUES],
-)
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path in BASES for field in VALUES])
 async def test_exactly_the_described_values_are_accepted(
     client: Any, document: dict[str, Any], path: str, field: str
 ) -> None:

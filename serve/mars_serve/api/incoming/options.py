@@ -57,8 +57,8 @@ def decoding_options(
     """Return the engine's options for a request; absent fields get the model's settings.
 
     Raises:
-        ApiError: status 400, naming the field, its value and what it may be; 403: the key does not
-            allow the tier.
+        ApiError: status 400: a field has a value that cannot be served; 403: the key does not allow
+            the tier.
     """
     tier = tier_of(body, caller)
     mode = _mode(body, settings, checkpoint, tier)
@@ -105,12 +105,13 @@ def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
     """
     strings = tuple(body.stop or ())
     if len(strings) > limits.stop_strings:
-        reason = f"{len(strings)} strings are more than the {limits.stop_strings} that are taken"
+        reason = f"{len(strings)} strings exceed this server's limit of {limits.stop_strings}"
         raise invalid_value("stop", f"{reason}; leave some out")
     longest = max(map(len, strings), default=0)
     if longest > limits.stop_characters:
-        reason = f"a string of {longest} characters is longer than the {limits.stop_characters}"
-        raise invalid_value("stop", f"{reason} that are taken; shorten it")
+        limit = limits.stop_characters
+        reason = f"a string of {longest} characters exceeds this server's limit of {limit}"
+        raise invalid_value("stop", f"{reason}; shorten it")
     return StopRules(
         strings=strings,
         tokens=frozenset(body.stop_token_ids or ()),

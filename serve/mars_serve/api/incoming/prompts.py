@@ -64,7 +64,7 @@ def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSe
     wanted = num_prompts * (body.n or 1)
     if wanted > limits.choices:
         field = "n" if (body.n or 1) > 1 else "prompt"
-        reason = f"{wanted} outputs are more than the {limits.choices} that one request may have"
+        reason = f"{wanted} outputs exceed the limit of {limits.choices} per request"
         raise invalid_value(field, f"{reason}; lower n or send several requests")
 
 
@@ -128,18 +128,18 @@ def checked_max_tokens(
         raise invalid_value(where.partition("[")[0], f"{where} has no tokens; give at least one")
     if limits.prompt_tokens is not None and num_prompt > limits.prompt_tokens:
         raise _too_long(
-            where, f"{num_prompt} tokens are more than the {limits.prompt_tokens} that are taken"
+            where, f"{num_prompt} tokens exceed this server's limit of {limits.prompt_tokens}"
         )
     max_tokens = min(default, limits.output_tokens or default) if given is None else given
     if limits.output_tokens is not None and max_tokens > limits.output_tokens:
-        reason = f"{max_tokens} is more than the {limits.output_tokens} that are given; lower it"
+        reason = f"{max_tokens} exceeds this server's limit of {limits.output_tokens}; lower it"
         raise invalid_value(field, reason)
     if num_prompt + max_tokens > model.max_length:
         place = f" of {where}" if where.endswith("]") else ""
         raise _too_long(
             field,
             f"{num_prompt} prompt tokens{place} and {max_tokens} output tokens make "
-            f"{num_prompt + max_tokens}, more than the {model.max_length} that this model takes; "
+            f"{num_prompt + max_tokens}, more than this model's limit of {model.max_length}; "
             f"shorten the prompt or lower {field}",
         )
     return max_tokens

@@ -46,7 +46,7 @@ def structure_of(body: GenerationRequest) -> Structure | None:
             found.append(Structure(name, make(name, value)))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
-        raise invalid_value(second, f"{first} asks for a structure already; leave one of them out")
+        raise invalid_value(second, f"{first} already gives a grammar; leave one of them out")
     return found[0] if found else None
 
 

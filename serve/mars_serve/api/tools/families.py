@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mars_serve.api.tools.formats import (
-    HERMES_BEGIN,
-    HERMES_END,
-    LLAMA_TAG,
-    MISTRAL_TAG,
-    Family,
-)
+from mars_serve.api.tools.formats import HERMES_BEGIN, HERMES_END, LLAMA_TAG, MISTRAL_TAG, Family
 from mars_serve.api.tools.parser import ReadsWhether, Steps, ToolParser
 
 _NAMED_HEADER = re.compile(r"\s*([\w-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{", re.ASCII)

@@ -96,8 +96,8 @@ def _format_of(checkpoint: Checkpoint) -> CallFormat:
     if form is None:
         raise unsupported_value(
             "tools",
-            "it is not known how this model writes calls; leave them out, or use a model whose "
-            "chat template has the form of Hermes, Llama 3.1 or Mistral",
+            "the format in which this model writes calls is unknown; leave them out, or use a "
+            "model whose chat template has the format of Hermes, Llama 3.1 or Mistral",
         )
     return form
 
@@ -108,7 +108,7 @@ def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
     for tool in tools:
         name = tool.function.name
         if name in by_name:
-            raise invalid_value("tools", f"{name!r} is there twice; give each tool its own name")
+            raise invalid_value("tools", f"two tools are named {name!r}; rename one")
         by_name[name] = tool
     if choice == "none":
         return []

@@ -47,9 +47,7 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
     router = APIRouter()
 
     @router.post(
-        "/v1/completions",
-        response_model=None,
-        responses=generation_described(CompletionResponse),
+        "/v1/completions", response_model=None, responses=generation_described(CompletionResponse)
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
@@ -170,12 +168,12 @@ class _Call:
         kept = tools.kept_special if tools else frozenset[int]()
         hidden = special_tokens(tokenizer) - kept if kept else None
         choices = []
-        for place in range(self.body.n or 1):
-            index = num_before + place
+        for number in range(self.body.n or 1):
+            index = num_before + number
             request = EngineRequest(
                 f"{request_id}-{index}",
                 list(prompt.tokens),
-                with_seed_of(options, place),
+                with_seed_of(options, number),
                 tenant=self.caller.tenant,
             )
             choice = Choice(
@@ -213,7 +211,7 @@ def _structure(body: GenerationRequest, tools: RequestTools | None) -> Structure
     if tools is None or tools.grammar is None:
         return structure
     if structure is not None:
-        reason = f"{structure.field} asks for a structure already; leave it out"
+        reason = f"{structure.field} already gives a grammar; leave it out"
         raise invalid_value("tools", f"{reason}, or set tool_choice to auto without strict tools")
     return Structure("tools", tools.grammar)
 

@@ -144,11 +144,7 @@ def live_state(live: PublishedThreshold) -> dict[str, Any]:
 def _replica_state(report: ReplicaReport) -> dict[str, Any]:
     status = asdict(report.status)
     status["num_reused_tokens"] = status.pop("num_prefix_hit_tokens")  # the field's public name
-    return {
-        "replica": report.replica,
-        "status": status,
-        **live_state(report.live),
-    }
+    return {"replica": report.replica, "status": status, **live_state(report.live)}
 
 
 def _model_entry(model: ServedModel) -> dict[str, Any]:

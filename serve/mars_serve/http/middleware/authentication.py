@@ -49,7 +49,7 @@ class KeyMiddleware:
         key = _bearer_key(scope)
         caller = self._keys.find(key) if key else None
         if caller is None:
-            problem = "this key is not known here" if key else "no key was given"
+            problem = "the key is unknown" if key else "there is no key"
             raise ApiError(
                 401,
                 f"{problem}; send the header 'Authorization: Bearer KEY' with a key of this server",

@@ -57,7 +57,7 @@ class BodyMiddleware:
         if encoding.lower() != "identity":
             raise ApiError(
                 415,
-                "Content-Encoding: compressed bodies are not read; send the JSON as it is",
+                "Content-Encoding: this server reads no compressed bodies; send plain JSON",
                 code="unsupported_encoding",
             )
 
@@ -90,12 +90,16 @@ def _check_type(headers: Headers) -> None:
     """Refuse types other than JSON, which a web page could make a browser send unasked."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
-        raise ApiError(415, "Content-Type: send application/json", code="unsupported_content_type")
+        raise ApiError(
+            415,
+            "Content-Type: this server reads JSON only; send application/json",
+            code="unsupported_content_type",
+        )
 
 
 def _check_json(body: bytes) -> None:
     if not json.detect_encoding(body).startswith("utf-8"):
-        raise ApiError(422, "body: not UTF-8; JSON has to be", code="unparsable")
+        raise ApiError(422, "body: it is not UTF-8, as JSON must be", code="unparsable")
     if _depth(body) > _MAX_DEPTH:
         raise ApiError(
             422,

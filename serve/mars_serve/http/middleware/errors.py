@@ -19,10 +19,7 @@ from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, Requ
 
 RETRY_AFTER_S = 1
 _GRAMMAR = "grammar"  # the engine's name for the field that gives a grammar
-_BODY_NOT_PARSED = (
-    400,
-    "There was an error parsing the body",
-)  # FastAPI's: not UTF-8
+_BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's: not UTF-8
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _MAX_INPUT = 80  # longest value that a message quotes

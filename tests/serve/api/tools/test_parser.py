@@ -142,10 +142,7 @@ def parse(family: Family, *parts: str) -> tuple[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), OUTPUTS)
 def test_calls_and_content_are_separated(
-    family: Family,
-    text: str,
-    content: str | None,
-    calls: list[tuple[str, str]],
+    family: Family, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
     expected = (text if content is None else content, calls)
     assert parse(family, text) == expected

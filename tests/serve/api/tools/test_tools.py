@@ -23,12 +23,7 @@ from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError
 from mars_serve.api.messages import ToolChoice, Tools
-from mars_serve.api.tools import (
-    RequestTools,
-    ToolArguments,
-    ToolStart,
-    prepare_tools,
-)
+from mars_serve.api.tools import RequestTools, ToolArguments, ToolStart, prepare_tools
 from mars_serve.api.tools.formats import Family, find_format
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
@@ -169,8 +164,8 @@ def test_the_call_format_is_found_in_the_template(
     ("template", "message"),
     [
         (CHAT_TEMPLATE, "tools: this model's chat template does not know tools"),
-        (UNKNOWN, "tools: it is not known how this model writes calls"),
-        ("{{ raise_exception('no') if messages | length > 1 else tools }}", "it is not known"),
+        (UNKNOWN, "tools: the format in which this model writes calls is unknown"),
+        ("{{ raise_exception('no') if messages | length > 1 else tools }}", "is unknown"),
     ],
 )
 def test_a_model_without_a_known_call_format_is_refused(
@@ -239,7 +234,7 @@ def test_the_tool_choice_selects_tools_and_forces_calls(
         ([], "required", "tool_choice: 'required' needs tools"),
         ([], NAMED, "tool_choice: 'get_weather' is not one of the tools (none given)"),
         ([TIME_TOOL], NAMED, "tool_choice: 'get_weather' is not one of the tools (get-time)"),
-        ([TIME_TOOL, TIME_TOOL], "auto", "tools: 'get-time' is there twice"),
+        ([TIME_TOOL, TIME_TOOL], "auto", "tools: two tools are named 'get-time'"),
         (
             [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
             "required",
@@ -258,10 +253,7 @@ def test_the_tool_choice_selects_tools_and_forces_calls(
     ],
 )
 def test_unusable_tools_and_choices_are_refused(
-    checkpoint_of: Callable[..., Checkpoint],
-    tools: list[dict[str, Any]],
-    choice: Any,
-    message: str,
+    checkpoint_of: Callable[..., Checkpoint], tools: list[dict[str, Any]], choice: Any, message: str
 ) -> None:
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
         plan_of(checkpoint_of(Family.HERMES), tools, choice)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
+from rest_server import LoopBackend, app_of, client_of, served
 
 
 @pytest.fixture
@@ -99,17 +100,10 @@ def decided() -> Explanation:
 
 
 @pytest.fixture
-async def governed(
-    mars: Checkpoint,
-    loops: dict[str, Any],
-    loop_backend: Any,
-    served: Callable[..., Any],
-    app_of: Callable[..., Any],
-    client_of: Callable[..., Any],
-) -> AsyncIterator[Any]:
+async def governed(mars: Checkpoint, loops: dict[str, Any]) -> AsyncIterator[Any]:
     """Make a client of an autoscaled and a fixed model: ``governed(explanation)``."""
 
-    class Governed(loop_backend):  # type: ignore[misc]
+    class Governed(LoopBackend):  # type: ignore[misc]
         explanation: Explanation | None = None
 
         async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
@@ -126,7 +120,7 @@ async def governed(
 
     backend = Governed(loops["mars"])
     autoscaled = served("mars", mars, backend, autoscaling={"max_replicas": 3})
-    app = app_of(autoscaled, served("plain", mars, loop_backend(loops["mars"])))
+    app = app_of(autoscaled, served("plain", mars, LoopBackend(loops["mars"])))
     before = loops["mars"].live
     async with client_of(app) as client:
 

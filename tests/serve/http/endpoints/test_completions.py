@@ -10,16 +10,13 @@ import pytest
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import decode, encode
 from rest_requests import COMPLETION, COMPLETIONS, PROMPT
+from rest_server import LoopBackend
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
 async def test_a_completion_equals_the_reference_decoder(
-    official: openai.AsyncOpenAI,
-    mars: Checkpoint,
-    threshold: float,
-    as_ids: bool,
-    oracle: Any,
+    official: openai.AsyncOpenAI, mars: Checkpoint, threshold: float, as_ids: bool, oracle: Any
 ) -> None:
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     expected = oracle(ids, threshold)
@@ -57,18 +54,14 @@ async def test_a_completion_has_16_tokens_by_default(client: Any) -> None:
 
 
 async def test_an_end_token_ends_the_output_and_is_counted(
-    mars: Checkpoint,
-    make_loop: Any,
-    client_over: Any,
-    loop_backend: Any,
-    oracle: Any,
+    mars: Checkpoint, make_loop: Any, client_over: Any, oracle: Any
 ) -> None:
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     tokens = oracle(ids, 1.0).tokens
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
     special = replace(mars.special, eos=frozenset({tokens[index]}))
     ending = replace(mars, special=special)
-    async with client_over(loop_backend(make_loop(ending)), ending) as client:
+    async with client_over(LoopBackend(make_loop(ending)), ending) as client:
         body = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == index + 1

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-from fastapi import FastAPI
 
 from mars_platform import __version__
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
+from rest_server import BrokenBackend, app_of, client_of, served
 
 
 async def test_health_and_version_are_reported(client: Any) -> None:
@@ -28,15 +27,8 @@ async def test_ready_reports_every_replica(client: Any) -> None:
     Readiness.model_validate_json(response.text)  # as its schema says
 
 
-async def test_not_ready_while_a_model_has_no_replica(
-    models: list[Any],
-    mars: Checkpoint,
-    served: Callable[..., Any],
-    broken_backend: Any,
-    app_of: Callable[..., FastAPI],
-    client_of: Any,
-) -> None:
-    down = served("down", mars, broken_backend(EngineDied("it has stopped")))
+async def test_not_ready_while_a_model_has_no_replica(models: list[Any], mars: Checkpoint) -> None:
+    down = served("down", mars, BrokenBackend(EngineDied("it has stopped")))
     async with client_of(app_of(*models, down)) as client:
         response = await client.get("/ready")
         assert (response.status_code, response.json()["status"]) == (503, "not_ready")
@@ -60,13 +52,7 @@ async def test_an_unknown_model_is_not_found(official: openai.AsyncOpenAI, name:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_a_models_name_may_contain_slashes(
-    models: list[Any],
-    mars: Checkpoint,
-    served: Callable[..., Any],
-    app_of: Callable[..., FastAPI],
-    client_of: Any,
-) -> None:
+async def test_a_models_name_may_contain_slashes(models: list[Any], mars: Checkpoint) -> None:
     named = served("some/one", mars, models[0].backend)
     async with client_of(app_of(named)) as client:
         assert (await client.get("/v1/models/some/one")).json()["id"] == "some/one"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import httpx2
 import pytest
@@ -11,25 +11,21 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from local_loop import LocalLoop
-from mars_serve.config.served import Backend, ServedModel
+from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from mars_serve.observability.telemetry import ReplicaTelemetry
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
+from rest_server import LoopBackend, app_of, served
 
 NAME = re.compile(r"marsray_[a-z0-9_]+")
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}
 
 
 @pytest.fixture
-def app(
-    loops: dict[str, LocalLoop],
-    loop_backend: type[Backend],
-    served: Callable[..., ServedModel],
-    app_of: Callable[..., FastAPI],
-) -> FastAPI:
+def app(loops: dict[str, LocalLoop]) -> FastAPI:
     """Return an application with a model on two replicas of one engine, and a model on one."""
 
-    class CountingBackend(loop_backend):  # type: ignore[valid-type, misc]
+    class CountingBackend(LoopBackend):  # type: ignore[valid-type, misc]
         def __init__(self, name: str, loop: LocalLoop, num_replicas: int) -> None:
             super().__init__(loop)
             replicas = [f"{name}-{index}" for index in range(num_replicas)]

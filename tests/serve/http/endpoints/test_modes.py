@@ -8,6 +8,7 @@ from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from rest_requests import BODIES, COMPLETION, COMPLETIONS
+from rest_server import LoopBackend, app_of, client_of, served
 
 
 @pytest.mark.parametrize(
@@ -37,14 +38,9 @@ async def test_the_response_reports_the_effective_mode_and_threshold(
 
 
 async def test_the_models_settings_are_the_defaults(
-    loops: dict[str, LocalLoop],
-    mars: Checkpoint,
-    served: Any,
-    app_of: Any,
-    client_of: Any,
-    loop_backend: Any,
+    loops: dict[str, LocalLoop], mars: Checkpoint
 ) -> None:
-    backend = loop_backend(loops["mars"])
+    backend = LoopBackend(loops["mars"])
     tiers = {"default_min_threshold": 0.99}
     low = served("low", mars, backend, confidence_threshold=0.99, tiers=tiers)
     models = [low, served("ar", mars, backend, mode="ar")]
@@ -95,13 +91,13 @@ async def test_a_plain_model_serves_every_tier(client: Any) -> None:
 
 
 @pytest.fixture
-def governed(make_loop: Any, mars: Checkpoint, loop_backend: Any) -> Any:
+def governed(make_loop: Any, mars: Checkpoint) -> Any:
     """Return a backend whose live threshold a test may change."""
-    return loop_backend(make_loop(mars))
+    return LoopBackend(make_loop(mars))
 
 
 async def test_requests_follow_the_servers_threshold_down_to_their_floors(
-    governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint
+    governed: Any, mars: Checkpoint
 ) -> None:
     tiers = {"default_min_threshold": 0.3, "flex_min_threshold": 0.05}
     async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
@@ -124,7 +120,7 @@ async def test_requests_follow_the_servers_threshold_down_to_their_floors(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(
-    governed: Any, served: Any, app_of: Any, client_of: Any, mars: Checkpoint, stream: bool
+    governed: Any, mars: Checkpoint, stream: bool
 ) -> None:
     """The threshold moves from 1 to 0.5 after the first five passes."""
     engine, steps = governed.loop.engine, 0

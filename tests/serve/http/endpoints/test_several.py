@@ -6,6 +6,7 @@ import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, text_of
+from rest_server import LoopBackend, until_idle
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -18,10 +19,7 @@ async def test_several_choices_share_one_prompt(client: Any, path: str) -> None:
     assert usage["prompt_tokens"] == one["usage"]["prompt_tokens"]
     assert usage["completion_tokens"] == 3 * one["usage"]["completion_tokens"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert several["mars"] == {
-        **one["mars"],
-        "forward_passes": 3 * one["mars"]["forward_passes"],
-    }
+    assert several["mars"] == {**one["mars"], "forward_passes": 3 * one["mars"]["forward_passes"]}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -48,18 +46,13 @@ async def test_streams_of_several_choices_interleave(client: Any, path: str) -> 
 
 
 async def test_a_choice_that_cannot_be_queued_ends_the_others(
-    mars: Checkpoint,
-    make_loop: Any,
-    client_over: Any,
-    loop_backend: Any,
-    until_idle: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    mars: Checkpoint, make_loop: Any, client_over: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_loop(mars, max_requests=2)
     ended, cancel = list[str](), loop.engine.cancel
     monkeypatch.setattr(loop.engine, "cancel", lambda name: (ended.append(name), cancel(name)))
     for stream in (False, True):
-        async with client_over(loop_backend(loop)) as client:
+        async with client_over(LoopBackend(loop)) as client:
             body = {**COMPLETION, "n": 3, "max_tokens": 200, "mode": "ar", "stream": stream}
             response = await client.post(COMPLETIONS, json=body)
         client.error_of(response, 503, None)

@@ -8,6 +8,7 @@ from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import OutputText, StopRules, decode, encode
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, PROMPT, text_of
+from rest_server import until_idle
 
 
 def tokens_of(oracle: Any, checkpoint: Checkpoint, path: str, threshold: float) -> list[int]:
@@ -26,7 +27,6 @@ async def test_an_output_ends_at_a_stop_string(
     loops: dict[str, LocalLoop],
     mars: Checkpoint,
     oracle: Any,
-    until_idle: Any,
     path: str,
     threshold: float,
     include: bool,
@@ -55,7 +55,7 @@ async def test_an_output_ends_at_a_stop_string(
 
 
 async def test_a_stop_string_cancels_the_engines_request(
-    loops: dict[str, LocalLoop], client: Any, until_idle: Any, monkeypatch: pytest.MonkeyPatch
+    loops: dict[str, LocalLoop], client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
     ended, cancel = list[str](), engine.cancel

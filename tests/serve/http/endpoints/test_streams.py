@@ -31,6 +31,7 @@ from rest_requests import (
     PROMPT,
     text_of,
 )
+from rest_server import BrokenBackend, app_of, served, until_idle
 
 JSON = {"content-type": "application/json"}
 
@@ -96,7 +97,7 @@ async def test_the_openai_client_reads_streams(official: openai.AsyncOpenAI) -> 
 
 
 async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(
-    app: FastAPI, loops: dict[str, LocalLoop], until_idle: Any, monkeypatch: pytest.MonkeyPatch
+    app: FastAPI, loops: dict[str, LocalLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = loops["mars"].engine
     monkeypatch.setattr(engine, "step", _slowed(engine.step))
@@ -117,10 +118,8 @@ def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutpu
     return slow
 
 
-async def test_an_error_within_a_stream_is_its_last_event(
-    broken_backend: Any, client_over: Any
-) -> None:
-    backend = broken_backend(EngineDied("dead"), num_outputs=2)
+async def test_an_error_within_a_stream_is_its_last_event(client_over: Any) -> None:
+    backend = BrokenBackend(EngineDied("dead"), num_outputs=2)
     async with client_over(backend) as client:
         response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
     assert response.status_code == 200
@@ -187,7 +186,7 @@ async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n
 
 
 async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(
-    mars: Checkpoint, app_of: Any, served: Any
+    mars: Checkpoint,
 ) -> None:
     """The client disconnects while an event is being sent, not while one is awaited."""
     backend = GatedBackend()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_serve.api.text import encode
 from mars_serve.config.served import ServedModel
+from rest_server import app_of, client_of
 
 TEXT = "What is 1 plus 2? Größe 日本"
 USER = {"role": "user", "content": "Count"}
@@ -23,7 +23,7 @@ PROMPT = "<|im_start|>user\nCount<|im_end|>\n"
 
 
 @pytest.fixture(scope="session")
-def alone(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
+def alone(models: list[ServedModel]) -> FastAPI:
     """Return an application with one model."""
     return app_of(models[0])
 
@@ -100,9 +100,7 @@ async def test_detokenize_spells_special_tokens(
     assert response.json() == {"prompt": PROMPT + "<|im_start|>assistant\n"}
 
 
-async def test_the_only_model_needs_no_name(
-    alone: FastAPI, client_of: Callable[[FastAPI], httpx2.AsyncClient]
-) -> None:
+async def test_the_only_model_needs_no_name(alone: FastAPI) -> None:
     async with client_of(alone) as client:
         response = await client.post("/tokenize", json={"prompt": TEXT})
         tokens = response.json()["tokens"]

@@ -11,8 +11,9 @@ import pytest
 from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
+from rest_requests import CHAT
+from rest_server import LoopBackend
 
-CHAT = "/v1/chat/completions"
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n<tools>' }}
 {%- for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
@@ -22,6 +23,7 @@ TEMPLATE = """
 {{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""A template that is short enough for the small model's context."""
 MESSAGES = [{"role": "user", "content": "7?"}]
 
 
@@ -51,17 +53,8 @@ def trained(mars: Checkpoint) -> Iterator[Checkpoint]:
 
 
 @pytest.fixture
-def client(
-    trained: Checkpoint, loops: dict[str, LocalLoop], loop_backend: Any, client_over: Any
-) -> Any:
-    return client_over(loop_backend(loops["mars"]), trained)
-
-
-@pytest.fixture
-def official(client: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        api_key="none", base_url="http://server/v1", http_client=client, max_retries=0
-    )
+def client(trained: Checkpoint, loops: dict[str, LocalLoop], client_over: Any) -> Any:
+    return client_over(LoopBackend(loops["mars"]), trained)
 
 
 def check(call: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 from mars_serve.http.middleware.errors import as_api_error
 from rest_requests import COMPLETIONS
+from rest_server import BrokenBackend, app_of, client_of, served
 
 GOLDEN = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 12, "mode": "exact"}
 COMPLETION = {"model": "mars", "prompt": "x", "max_tokens": 2}
@@ -53,30 +54,22 @@ KEYS = [
 
 
 @pytest.fixture(scope="module")
-def make_app(
-    models: list[ServedModel],
-    mars: Checkpoint,
-    served: Any,
-    broken_backend: Any,
-    app_of: Callable[..., FastAPI],
-) -> Callable[[], FastAPI]:
+def make_app(models: list[ServedModel], mars: Checkpoint) -> Callable[[], FastAPI]:
     """Make applications whose keys have not been used yet."""
-    broken = [served(name, mars, broken_backend(error)) for name, error in BROKEN.items()]
+    broken = [served(name, mars, BrokenBackend(error)) for name, error in BROKEN.items()]
     return lambda: app_of(
         *models, *broken, limits={"body_bytes": BODY_BYTES}, keys={"entries": KEYS}
     )
 
 
 @pytest.fixture
-async def client(
-    make_app: Callable[[], FastAPI], client_of: Any
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(make_app: Callable[[], FastAPI]) -> AsyncIterator[httpx2.AsyncClient]:
     async with client_of(make_app(), headers=bearer("plain")) as client:
         yield client
 
 
 @pytest.fixture
-async def shared(app_of_errors: FastAPI, client_of: Any) -> AsyncIterator[httpx2.AsyncClient]:
+async def shared(app_of_errors: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
     """Yield a client of the application on which all errors are provoked."""
     async with client_of(app_of_errors, headers=bearer("plain")) as client:
         yield client
@@ -88,7 +81,7 @@ def app_of_errors(make_app: Callable[[], FastAPI]) -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def golden(make_app: Callable[[], FastAPI], client_of: Any) -> str:
+def golden(make_app: Callable[[], FastAPI]) -> str:
     """Return the output of the golden request on a server of its own."""
 
     async def ask() -> str:
@@ -296,7 +289,7 @@ async def test_a_key_without_limits_gets_no_limit_headers(client: httpx2.AsyncCl
 
 
 async def test_a_disconnected_client_no_longer_counts_as_running(
-    make_app: Callable[[], FastAPI], client_of: Any
+    make_app: Callable[[], FastAPI],
 ) -> None:
     app = make_app()
     body = json.dumps({**COMPLETION, "max_tokens": 30, "stream": True}).encode()

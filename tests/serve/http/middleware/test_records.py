@@ -24,17 +24,14 @@ import asgi
 from api_keys import bearer, key_entry
 from local_loop import LocalLoop
 from mars_platform.errors import UserError
-from mars_serve.config.served import Backend, ServedModel
+from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import RequestFailed
 from mars_serve.http.middleware.errors import ErrorMiddleware
-from mars_serve.http.middleware.recording import (
-    Recorder,
-    RecordMiddleware,
-    write_records_to_stderr,
-)
+from mars_serve.http.middleware.recording import Recorder, RecordMiddleware, write_records_to_stderr
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
-from mars_serve.observability.telemetry import IngressTelemetry
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from rest_requests import CHAT, COMPLETION, COMPLETIONS, MESSAGES
+from rest_server import BrokenBackend, app_of, client_of, served
 
 Lines = Callable[[], list[dict[str, Any]]]
 BODY = {**COMPLETION, "max_tokens": 5, "mode": "ar"}
@@ -228,12 +225,7 @@ async def test_probes_that_succeed_are_not_logged(client: httpx2.AsyncClient, li
     assert [line["path"] for line in lines()] == ["/v1/models"]
 
 
-async def test_the_log_can_be_turned_off(
-    models: list[ServedModel],
-    app_of: Callable[..., FastAPI],
-    client_of: Callable[..., httpx2.AsyncClient],
-    lines: Lines,
-) -> None:
+async def test_the_log_can_be_turned_off(models: list[ServedModel], lines: Lines) -> None:
     async with client_of(app_of(*models, telemetry={"log_requests": False})) as client:
         await client.get("/v1/models")
     assert lines() == []
@@ -241,15 +233,10 @@ async def test_the_log_can_be_turned_off(
 
 @pytest.fixture
 async def keyed(
-    models: list[ServedModel],
-    loops: dict[str, LocalLoop],
-    broken_backend: Callable[..., Backend],
-    served: Callable[..., ServedModel],
-    app_of: Callable[..., FastAPI],
-    client_of: Callable[..., httpx2.AsyncClient],
+    models: list[ServedModel], loops: dict[str, LocalLoop]
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Yield a client with a key, of a server with a working model and a failing one."""
-    backend = broken_backend(RequestFailed("canary error"), num_outputs=2)
+    backend = BrokenBackend(RequestFailed("canary error"), num_outputs=2)
     broken = served("broken", loops["mars"].engine.checkpoint, backend)
     app = app_of(*models, broken, keys={"entries": [key_entry("mars-canary-key", name="alice")]})
     async with client_of(app, headers=bearer("mars-canary-key")) as client:

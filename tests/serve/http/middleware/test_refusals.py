@@ -11,6 +11,7 @@ from mars_platform.errors import UserError
 from mars_serve.api.text import encode
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, CONVERSATION, PROMPT
+from rest_server import BrokenBackend, app_of, client_of
 
 NAN = float("nan")
 
@@ -46,12 +47,7 @@ NAN = float("nan")
     ],
 )
 async def test_a_field_that_the_model_cannot_serve_is_named(
-    client: Any,
-    path: str,
-    fields: dict[str, Any],
-    status: int,
-    param: str,
-    stream: bool,
+    client: Any, path: str, fields: dict[str, Any], status: int, param: str, stream: bool
 ) -> None:
     body = {**BODIES[path], **fields, "stream": stream}
     await client.refusal(path, body, status, param)
@@ -86,15 +82,13 @@ async def test_stream_options_need_a_stream(client: Any) -> None:
     ],
 )
 async def test_requests_beyond_the_servers_limits_are_refused(
-    models: Any, app_of: Any, client_of: Any, limits: Any, path: str, fields: Any, param: str
+    models: Any, limits: Any, path: str, fields: Any, param: str
 ) -> None:
     async with client_of(app_of(*models, limits=limits)) as client:
         await client.refusal(path, {**BODIES[path], **fields}, 400, param)
 
 
-async def test_the_output_limit_is_also_the_default(
-    models: Any, app_of: Any, client_of: Any
-) -> None:
+async def test_the_output_limit_is_also_the_default(models: Any) -> None:
     async with client_of(app_of(*models, limits={"output_tokens": 7})) as client:
         for path, body in BODIES.items():
             answer = await client.answer(path, {**body, "max_tokens": None})
@@ -144,9 +138,9 @@ async def test_the_openai_client_raises_its_own_errors(official: openai.AsyncOpe
     ],
 )
 async def test_errors_of_a_backend_have_a_status_even_for_streams(
-    broken_backend: Any, client_over: Any, error: Exception, status: int, code: str, stream: bool
+    client_over: Any, error: Exception, status: int, code: str, stream: bool
 ) -> None:
-    async with client_over(broken_backend(error)) as client:
+    async with client_over(BrokenBackend(error)) as client:
         response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": stream})
     message = client.error_of(response, status, None)
     assert response.json()["error"]["code"] == code
@@ -154,11 +148,9 @@ async def test_errors_of_a_backend_have_a_status_even_for_streams(
     assert "secret" not in message
 
 
-async def test_a_refusal_by_the_engine_keeps_its_message_through_ray(
-    broken_backend: Any, client_over: Any
-) -> None:
+async def test_a_refusal_by_the_engine_keeps_its_message_through_ray(client_over: Any) -> None:
     cause = UserError("grammar: it does not parse")
     error = RayTaskError("stream", "a remote traceback", cause).as_instanceof_cause()
-    async with client_over(broken_backend(error)) as client:
+    async with client_over(BrokenBackend(error)) as client:
         response = await client.post(COMPLETIONS, json={**COMPLETION, "guided_regex": "a"})
     assert client.error_of(response, 400, "guided_regex") == "guided_regex: it does not parse"

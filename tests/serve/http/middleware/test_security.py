@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mars_serve.http.middleware.authentication import PUBLIC_PATHS
 from mars_serve.http.middleware.bodies import _MAX_DEPTH, _depth
 from mars_serve.http.middleware.security import add_security
 from rest_requests import CHAT, COMPLETIONS
+from rest_server import app_of, client_of
 
 COMPLETION = {**rest_requests.COMPLETION, "max_tokens": 2}
 BODIES = {path: {**body, "max_tokens": 2} for path, body in rest_requests.BODIES.items()}
@@ -32,7 +33,7 @@ ENTRIES = [key_entry(PLAIN), key_entry(ADMIN, admin=True), key_entry(FLEX, tiers
 
 
 @pytest.fixture(scope="module")
-def keyed(models: list[ServedModel], app_of: Callable[..., FastAPI]) -> FastAPI:
+def keyed(models: list[ServedModel]) -> FastAPI:
     return app_of(*models, keys={"entries": ENTRIES})
 
 
@@ -77,9 +78,7 @@ def expected(method: str, path: str, who: str) -> set[int]:
 
 
 @pytest.mark.parametrize("who", HOLDERS)
-async def test_every_route_is_open_only_to_keys_that_may_use_it(
-    keyed: FastAPI, client_of: Any, who: str
-) -> None:
+async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed: FastAPI, who: str) -> None:
     routes = set(routes_of(keyed))
     assert {("POST", COMPLETIONS), ("GET", "/metrics"), ("GET", "/health")} <= routes
     async with client_of(keyed, headers=bearer(HOLDERS[who])) as client:
@@ -94,7 +93,7 @@ async def test_every_route_is_open_only_to_keys_that_may_use_it(
                 assert response.json()["error"]["type"] == "permission_error"
 
 
-async def test_a_key_may_use_only_its_tiers(keyed: FastAPI, client_of: Any) -> None:
+async def test_a_key_may_use_only_its_tiers(keyed: FastAPI) -> None:
     async with client_of(keyed) as client:
         for key, tier, status in [
             (FLEX, "flex", 200),
@@ -190,7 +189,7 @@ async def test_websockets_are_refused() -> None:
 
 
 async def test_the_openapi_document_says_which_paths_need_a_key(
-    keyed: FastAPI, app: FastAPI, client_of: Any
+    keyed: FastAPI, app: FastAPI
 ) -> None:
     async with client_of(keyed) as client:
         document = (await client.get("/openapi.json")).json()
@@ -272,7 +271,7 @@ async def test_no_log_and_no_response_contains_a_key(
 
 
 async def test_a_changed_key_file_takes_effect_without_a_restart(
-    models: list[ServedModel], app_of: Callable[..., FastAPI], tmp_path: Path
+    models: list[ServedModel], tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [key_entry("old")]}), encoding="utf-8")
@@ -287,7 +286,7 @@ async def test_a_changed_key_file_takes_effect_without_a_restart(
 
 
 async def test_an_open_server_has_admin_paths_only_on_loopback(
-    models: list[ServedModel], app_of: Callable[..., FastAPI], app: FastAPI
+    models: list[ServedModel], app: FastAPI
 ) -> None:
     reachable = app_of(*models, host="192.0.2.1", insecure=True)
     for each, status in ((app, 404), (reachable, 403)):
@@ -296,9 +295,7 @@ async def test_an_open_server_has_admin_paths_only_on_loopback(
         assert (await call(each, "/admin/nothing"))[0] == status
 
 
-async def test_keys_without_an_admin_close_the_admin_paths(
-    models: list[ServedModel], app_of: Callable[..., FastAPI]
-) -> None:
+async def test_keys_without_an_admin_close_the_admin_paths(models: list[ServedModel]) -> None:
     app = app_of(*models, keys={"entries": [key_entry(PLAIN)]})
     status, _, body = await call(app, "/admin/threshold", key=PLAIN)
     assert status == 403

@@ -1,0 +1,44 @@
+"""Options that several of the server's commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+MAX_SEED = 2**63 - 1
+
+Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
+Data = Annotated[
+    list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
+]
+MaxItems = Annotated[
+    int | None,
+    typer.Option(min=1, help="Largest number of conversations; the first ones are used."),
+]
+MaxTokens = Annotated[
+    int, typer.Option(min=1, help="Largest number of output tokens, if the context has room.")
+]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature in [0, 2]; 0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1].")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="Device to run on; auto is cuda if available."),
+]
+Dtype = Annotated[
+    Literal["float32", "bf16"] | None,
+    typer.Option(help="Type of the weights; by default float32 on the CPU, bf16 on CUDA."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def let_idle_threads_sleep() -> None:
+    """Make CPU kernels that are loaded later let their idle threads sleep.
+
+    Threads that spin while idle slow a run down many times if other processes need their cores.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
