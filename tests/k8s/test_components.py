@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def with_pull_secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*SERVING, *JOBS, *STAYING, "files"])
-def test_one_line_gives_every_pod_the_registrys_account(with_pull_secret: Path, name: str) -> None:
+def test_one_line_gives_every_pod_the_registrys_account(with_pull_secret, name):
     pods = rendered(str(with_pull_secret / name)).pods()
     images = [[each["image"].startswith("ghcr.io/") for each in pod.containers] for pod in pods]
     assert any(map(any, images))
@@ -42,7 +41,7 @@ def secrets_of(container: Document) -> list[Document]:
     return [each["secretRef"] for each in container.get("envFrom", []) if "secretRef" in each]
 
 
-def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(render: Any) -> None:
+def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(render):
     """An overlay adds the component as a user's would."""
     changed = render("../tests/k8s/object-store-jobs")
     (files,) = (each.spec for each in changed.pods() if each.where == "Pod/marsray-files")
@@ -61,7 +60,7 @@ def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(re
     assert not secrets_of(submitter)
 
 
-def test_the_service_has_no_keys_that_may_write(render: Any) -> None:
+def test_the_service_has_no_keys_that_may_write(render):
     for pod in render("../tests/k8s/object-store").pods():
         for container in pod.containers:
             assert KEYS not in [each["name"] for each in secrets_of(container)]
@@ -71,9 +70,7 @@ def test_the_service_has_no_keys_that_may_write(render: Any) -> None:
     ("staying", "job"),
     [("overlays/submit", "jobs/evaluate"), ("overlays/gpu-submit", "jobs/gpu/evaluate")],
 )
-def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(
-    render: Any, staying: str, job: str
-) -> None:
+def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(render, staying, job):
     (document,) = render(staying).documents
     assert document["kind"] == "RayCluster"
     stays, ends = document["spec"], copy.deepcopy(render(job).cluster)
@@ -88,7 +85,7 @@ def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(
     assert stays == ends
 
 
-def test_the_readme_leads_to_the_permanent_cluster(render: Any, readme: str) -> None:
+def test_the_readme_leads_to_the_permanent_cluster(render, readme):
     for name in STAYING:
         cluster = render(name).ray["metadata"]["name"]  # KubeRay names the Secret like it
         assert f"raycluster/{cluster} " in readme

@@ -32,7 +32,7 @@ def command_of(name: str) -> Callable[..., Any]:
     return found
 
 
-def test_marsray_accepts_the_entrypoint(job: Any) -> None:
+def test_marsray_accepts_the_entrypoint(job):
     program, name, *arguments = shlex.split(job.ray["spec"]["entrypoint"])
     assert program == "marsray"
     cli = typer.Typer()
@@ -40,7 +40,7 @@ def test_marsray_accepts_the_entrypoint(job: Any) -> None:
     typer.main.get_command(cli).make_context(name, arguments)
 
 
-def test_marsray_accepts_the_commands_of_the_readme(readme: str) -> None:
+def test_marsray_accepts_the_commands_of_the_readme(readme):
     lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", readme, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
     assert {name for name, *_ in found} == {"key", "promote"}
@@ -50,7 +50,7 @@ def test_marsray_accepts_the_commands_of_the_readme(readme: str) -> None:
         typer.main.get_command(cli).make_context(name, arguments)
 
 
-def test_all_jobs_work_on_the_same_candidate(job: Any) -> None:
+def test_all_jobs_work_on_the_same_candidate(job):
     entrypoint = job.ray["spec"]["entrypoint"]
     expected = "output=/models/candidates/$CANDIDATE" if " train " in entrypoint else CHECKPOINT
     assert expected in shlex.split(entrypoint)
@@ -60,7 +60,7 @@ def test_all_jobs_work_on_the_same_candidate(job: Any) -> None:
         assert names == ["marsray-candidate"], pod.where
 
 
-def test_the_promoted_link_is_the_one_that_is_served(render: Any) -> None:
+def test_the_promoted_link_is_the_one_that_is_served(render):
     arguments = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
     served = arguments[arguments.index("--service") + 1]
     for name in ("cpu-dev", "gpu", "ha"):
@@ -68,7 +68,7 @@ def test_the_promoted_link_is_the_one_that_is_served(render: Any) -> None:
         assert [each["path"] for each in content["models"]] == [served]
 
 
-def test_a_job_ends_and_takes_its_cluster_with_it(job: Any) -> None:
+def test_a_job_ends_and_takes_its_cluster_with_it(job):
     spec = job.ray["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert 0 < spec["ttlSecondsAfterFinished"] <= 600
@@ -80,7 +80,7 @@ def test_a_job_ends_and_takes_its_cluster_with_it(job: Any) -> None:
     assert "enableInTreeAutoscaling" not in job.cluster
 
 
-def test_jobs_have_different_names(render: Any) -> None:
+def test_jobs_have_different_names(render):
     names = [render(f"jobs/{each}").ray["metadata"]["name"] for each in ("calibrate", "evaluate")]
     names += [
         render(each).ray["metadata"]["name"] for each in ("jobs/promote", "overlays/cpu-dev-train")
@@ -88,7 +88,7 @@ def test_jobs_have_different_names(render: Any) -> None:
     assert len(set(names)) == 4
 
 
-def test_the_entrypoint_fits_on_a_worker(job: Any) -> None:
+def test_the_entrypoint_fits_on_a_worker(job):
     spec, limits = job.ray["spec"], job.worker_container["resources"]["limits"]
     assert spec.get("entrypointNumCpus", 0) <= int(limits["cpu"])
     assert spec.get("entrypointNumGpus", 0) <= int(limits.get("nvidia.com/gpu", 0))
@@ -98,7 +98,7 @@ def test_the_entrypoint_fits_on_a_worker(job: Any) -> None:
         assert job.workers["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
-def test_the_workers_of_a_recipe_fit_on_the_nodes(training: Any) -> None:
+def test_the_workers_of_a_recipe_fit_on_the_nodes(training):
     recipe, limits = recipe_of(training), training.worker_container["resources"]["limits"]
     scaling, nodes = recipe.scaling, training.workers["replicas"]
     gpus = nodes * int(limits.get("nvidia.com/gpu", 0))
@@ -107,13 +107,13 @@ def test_the_workers_of_a_recipe_fit_on_the_nodes(training: Any) -> None:
     assert needed <= nodes * int(limits["cpu"])
 
 
-def test_multi_node_training_shards_over_the_nodes(render: Any) -> None:
+def test_multi_node_training_shards_over_the_nodes(render):
     training = render("overlays/gpu-multi-node-train")
     assert recipe_of(training).scaling.strategy == "fsdp2"
     assert training.workers["replicas"] > 1
 
 
-def test_a_recipe_uses_mounted_disks_and_no_network(training: Any) -> None:
+def test_a_recipe_uses_mounted_disks_and_no_network(training):
     recipe = recipe_of(training)
     data = [*recipe.data.train, *(recipe.evaluation.data if recipe.evaluation else [])]
     assert all(each.startswith("/data/") for each in data)
@@ -124,7 +124,7 @@ def test_a_recipe_uses_mounted_disks_and_no_network(training: Any) -> None:
     assert recipe_file == f"{mount['mountPath']}/recipe.yaml"
 
 
-def test_a_node_is_drained_before_a_worker_of_a_job_ends(job: Any) -> None:
+def test_a_node_is_drained_before_a_worker_of_a_job_ends(job):
     command = shlex.split(job.worker_container["lifecycle"]["preStop"]["exec"]["command"][-1])
     deadline_s = float(command[command.index("--deadline-remaining-seconds") + 1])
     assert float(command[-1]) == deadline_s

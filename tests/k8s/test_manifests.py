@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,19 @@ def validate(document: str) -> None:
     kubernetes_validate.validate(json.loads(document), VERSION, strict=True)
 
 
-def test_kubernetes_own_kinds_match_their_schemas(manifests: Any) -> None:
+def test_kubernetes_own_kinds_match_their_schemas(manifests):
     for document in manifests.documents:
         if document["apiVersion"] not in OTHERS_KINDS:
             validate(json.dumps(document))
 
 
-def test_every_pod_template_matches_the_schema_of_pods(manifests: Any) -> None:
+def test_every_pod_template_matches_the_schema_of_pods(manifests):
     for pod in manifests.pods():
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod.spec}
         validate(json.dumps(document))
 
 
-def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(
-    manifests: Any, render: Callable[[str], Any]
-) -> None:
+def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(manifests, render):
     (namespace,) = render("setup/common").of_kind("Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for document in manifests.documents:
@@ -52,7 +50,7 @@ def test_everything_is_in_the_namespace_that_enforces_the_restricted_profile(
             assert document["metadata"]["namespace"] == namespace["metadata"]["name"]
 
 
-def test_every_pod_complies_with_the_restricted_profile(manifests: Any) -> None:
+def test_every_pod_complies_with_the_restricted_profile(manifests):
     for pod in manifests.pods():
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True, pod.where
@@ -63,7 +61,7 @@ def test_every_pod_complies_with_the_restricted_profile(manifests: Any) -> None:
             assert set(volume) - {"name"} <= VOLUMES, (pod.where, volume)
 
 
-def test_no_container_has_privileges(manifests: Any) -> None:
+def test_no_container_has_privileges(manifests):
     for pod in manifests.pods():
         for container in pod.containers:
             where = f"{pod.where}: {container['name']}"
@@ -79,26 +77,26 @@ def assert_restricted(context: Document, where: str) -> None:
     }, where
 
 
-def test_the_autoscaler_that_kuberay_adds_has_no_privileges_either(service: Any) -> None:
+def test_the_autoscaler_that_kuberay_adds_has_no_privileges_either(service):
     options = service.cluster["autoscalerOptions"]
     assert_restricted(options["securityContext"], "autoscaler")
     assert {"requests", "limits"} <= set(options["resources"])
 
 
-def test_every_container_has_requests_and_limits(manifests: Any) -> None:
+def test_every_container_has_requests_and_limits(manifests):
     for pod in manifests.pods():
         for container in pod.containers:
             for part in ("requests", "limits"):
                 assert {"cpu", "memory"} <= set(container["resources"][part]), pod.where
 
 
-def test_what_runs_long_has_probes(manifests: Any) -> None:
+def test_what_runs_long_has_probes(manifests):
     for pod in manifests.pods():
         for container in pod.spec["containers"] if pod.is_long_running else []:
             assert {"readinessProbe", "livenessProbe"} <= set(container), pod.where
 
 
-def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifests: Any) -> None:
+def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifests):
     for pod in manifests.pods():
         memory = sum(
             quantity(each["resources"]["limits"]["memory"]) for each in pod.spec["containers"]
@@ -111,7 +109,7 @@ def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifest
                 )
 
 
-def test_the_object_store_fits_into_shared_memory(manifests: Any) -> None:
+def test_the_object_store_fits_into_shared_memory(manifests):
     for cluster in manifests.clusters():
         for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
             volumes = group["template"]["spec"]["volumes"]
@@ -120,7 +118,7 @@ def test_the_object_store_fits_into_shared_memory(manifests: Any) -> None:
             assert int(group["rayStartParams"]["object-store-memory"]) <= limit
 
 
-def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests: Any) -> None:
+def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests):
     for pod in manifests.pods():
         mounted = {m["name"] for each in pod.containers for m in each.get("volumeMounts", [])}
         volumes = {each["name"] for each in pod.spec.get("volumes", [])}
@@ -129,7 +127,7 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests: Any) -> No
         assert mounted - volumes <= {"state"}, pod.where
 
 
-def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests: Any) -> None:
+def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests):
     for pod in manifests.pods():
         assert pod.spec["automountServiceAccountToken"] is False, pod.where
         for container in pod.containers:
@@ -137,7 +135,7 @@ def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests: Any) -> No
             assert "api-token" not in names, pod.where
 
 
-def test_no_manifest_contains_a_secret(manifests: Any) -> None:
+def test_no_manifest_contains_a_secret(manifests):
     assert not manifests.of_kind("Secret")
     for pod in manifests.pods():
         for container in pod.containers:
@@ -146,7 +144,7 @@ def test_no_manifest_contains_a_secret(manifests: Any) -> None:
                     assert "value" not in variable, (pod.where, variable["name"])
 
 
-def test_images_are_pinned_to_the_version(manifests: Any) -> None:
+def test_images_are_pinned_to_the_version(manifests):
     """Pods have the image without CUDA unless they have a GPU."""
     containers = [each for pod in manifests.pods() for each in pod.containers]
     has_gpus = any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers)
@@ -156,21 +154,19 @@ def test_images_are_pinned_to_the_version(manifests: Any) -> None:
         assert tag == expected if name.endswith("/marsray") else tag[0].isdigit(), container
 
 
-def test_the_readme_builds_the_images_that_the_manifests_name(render: Callable[[str], Any]) -> None:
+def test_the_readme_builds_the_images_that_the_manifests_name(render):
     built = dict(re.findall(r"VARIANT=(\w+) --tag REGISTRY/marsray:(\S+)", README))
     assert built == {"cpu": f"{__version__}-cpu", "gpu": __version__}
     assert set(re.findall(r"docker push REGISTRY/marsray:(\S+)", README)) == set(built.values())
 
 
-def test_ray_is_the_installed_version(manifests: Any) -> None:
+def test_ray_is_the_installed_version(manifests):
     for cluster in manifests.clusters():
         assert cluster["rayVersion"] == importlib.metadata.version("ray")
         assert cluster["authOptions"] == {"mode": "token"}
 
 
-def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(
-    manifests: Any, render: Callable[[str], Any]
-) -> None:
+def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(manifests, render):
     there = {
         (each["kind"], each["metadata"]["name"])
         for each in [*manifests.documents, *render("setup/common").documents]
@@ -179,7 +175,7 @@ def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(
         assert reference in there | USER_MADE | MADE_BY_OTHERS, reference
 
 
-def test_services_that_others_create_are_in_the_readme(service: Any) -> None:
+def test_services_that_others_create_are_in_the_readme(service):
     own = {each["metadata"]["name"] for each in service.of_kind("Service")}
     for ingress in service.of_kind("Ingress"):
         for path in ingress["spec"]["rules"][0]["http"]["paths"]:
@@ -187,7 +183,7 @@ def test_services_that_others_create_are_in_the_readme(service: Any) -> None:
             assert name in own or f"Service `{name}`" in README
 
 
-def test_the_readme_lists_only_objects_that_are_used(render: Callable[[str], Any]) -> None:
+def test_the_readme_lists_only_objects_that_are_used(render):
     users = ("object-store", "object-store-jobs")  # overlays that add components
     names = ("overlays/ha", "jobs/promote", *(f"../tests/k8s/{each}" for each in users))
     used = {reference for name in names for reference in named(render(name).documents)}

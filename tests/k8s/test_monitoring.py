@@ -56,9 +56,7 @@ def expressions(rules: list[dict[str, Any]], panels: list[dict[str, Any]]) -> It
     yield from (target["expr"] for panel in panels for target in panel["targets"])
 
 
-def test_every_metric_in_a_query_exists(
-    rules: list[dict[str, Any]], panels: list[dict[str, Any]]
-) -> None:
+def test_every_metric_in_a_query_exists(rules, panels):
     known = metric_names()
     assert len(known) > 30
     for expression in expressions(rules, panels):
@@ -67,13 +65,13 @@ def test_every_metric_in_a_query_exists(
         assert used or RECORDED.search(expression), expression
 
 
-def test_alerts_use_the_recorded_series_and_all_of_them(rules: list[dict[str, Any]]) -> None:
+def test_alerts_use_the_recorded_series_and_all_of_them(rules):
     recorded = {rule["record"] for rule in rules if "record" in rule}
     asked = {name for rule in rules if "alert" in rule for name in RECORDED.findall(rule["expr"])}
     assert asked == recorded
 
 
-def test_every_alert_names_a_remedy_in_the_readme(rules: list[dict[str, Any]], readme: str) -> None:
+def test_every_alert_names_a_remedy_in_the_readme(rules, readme):
     alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
     assert set(alerts) == {
         "MarsrayTtftBudgetBurnsFast",
@@ -90,14 +88,14 @@ def test_every_alert_names_a_remedy_in_the_readme(rules: list[dict[str, Any]], r
             assert f"**{heading}" in readme
 
 
-def test_the_alerts_objective_is_that_of_the_service(rules: list[dict[str, Any]]) -> None:
+def test_the_alerts_objective_is_that_of_the_service(rules):
     bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
     assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}
     # a query matches nothing at a bound that the histogram does not have
     assert set(bounds) <= set(replica_telemetry._TIME_TO_FIRST_TOKEN.buckets)
 
 
-def test_series_are_grouped_by_labels_that_the_metrics_have(rules: list[dict[str, Any]]) -> None:
+def test_series_are_grouped_by_labels_that_the_metrics_have(rules):
     collector = ingress_telemetry.IngressTelemetry(["a"])
     collector.count_rejection("a", 503, "queue_full")
     labels = {
@@ -108,13 +106,13 @@ def test_series_are_grouped_by_labels_that_the_metrics_have(rules: list[dict[str
             assert set(group.split(", ")) <= labels
 
 
-def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
+def test_panels_do_not_overlap(panels):
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len(set(places)) == len(places) > 10
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_prometheus_scrapes_ports_that_the_pods_have(render: Any) -> None:
+def test_prometheus_scrapes_ports_that_the_pods_have(render):
     service = render("overlays/ha")
     head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     for monitor in service.of_kind("PodMonitor"):
@@ -123,7 +121,7 @@ def test_prometheus_scrapes_ports_that_the_pods_have(render: Any) -> None:
                 assert endpoint["port"] in {each["name"] for each in container["ports"]}
 
 
-def test_the_key_for_scraping_comes_from_a_secret(render: Any) -> None:
+def test_the_key_for_scraping_comes_from_a_secret(render):
     monitors = render("overlays/ha").of_kind("PodMonitor")
     (own,) = (m for m in monitors if m["metadata"]["name"] == "marsray-metrics")
     (endpoint,) = own["spec"]["podMetricsEndpoints"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple
 
@@ -171,18 +170,13 @@ CONNECTIONS = [
 
 @pytest.mark.parametrize(("manifests", "source", "target", "port", "is_open"), CONNECTIONS)
 def test_a_connection_is_open_only_if_the_manifests_need_it(
-    render: Callable[[str], Any],
-    manifests: str,
-    source: End,
-    target: End,
-    port: int,
-    is_open: bool,
-) -> None:
+    render, manifests, source, target, port, is_open
+):
     shared, own = (render(name).of_kind("NetworkPolicy") for name in ("setup/common", manifests))
     assert reaches([*shared, *own], source, target, port) is is_open
 
 
-def test_every_pod_has_labels_that_the_policies_select(manifests: Any) -> None:
+def test_every_pod_has_labels_that_the_policies_select(manifests):
     known = [SERVING, JOB, REDIS.labels, FILES.labels]
     for pod in manifests.pods():
         assert pod.labels in known, pod.where

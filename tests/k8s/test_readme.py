@@ -20,14 +20,14 @@ def commands(readme: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_every_applied_directory_exists(readme: str) -> None:
+def test_every_applied_directory_exists(readme):
     named = re.findall(r"-k (k8s/[\w/-]+)", readme)
     assert len(set(named)) > 10
     for directory in named:
         assert (ROOT / directory / "kustomization.yaml").is_file(), directory
 
 
-def test_a_shell_can_read_every_line(readme: str) -> None:
+def test_a_shell_can_read_every_line(readme):
     found = commands(readme)
     assert len(found) > 40
     for line in found:
@@ -38,13 +38,13 @@ def test_a_shell_can_read_every_line(readme: str) -> None:
         assert "wait" not in words or any(each.startswith("--timeout=") for each in words), line
 
 
-def test_every_object_that_users_create_has_a_command(readme: str) -> None:
+def test_every_object_that_users_create_has_a_command(readme):
     made = re.findall(r"create (secret|configmap)(?: generic| tls| docker-registry)? (\S+)", readme)
     table = re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", readme, re.MULTILINE)
     assert {(kind, name) for kind, name in made} == {(kind.lower(), name) for kind, name in table}
 
 
-def test_the_rollback_moves_the_link_that_is_served(render: Any, readme: str) -> None:
+def test_the_rollback_moves_the_link_that_is_served(render, readme):
     gate = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
     (line,) = (each for each in commands(readme) if "marsray promote" in each)
     back = shlex.split(line)
@@ -54,7 +54,7 @@ def test_the_rollback_moves_the_link_that_is_served(render: Any, readme: str) ->
     assert back[back.index(link) + 1] == gate[gate.index(link) + 1]
 
 
-def test_the_files_pod_sleeps_for_four_hours(render: Any) -> None:
+def test_the_files_pod_sleeps_for_four_hours(render):
     (pod,) = render("files").of_kind("Pod")
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["sleep", str(pod["spec"]["activeDeadlineSeconds"])]
@@ -75,7 +75,7 @@ def cpus(text: str) -> float:
     return int(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
 
 
-def test_the_readmes_node_has_room_for_the_service_and_a_job(render: Any, readme: str) -> None:
+def test_the_readmes_node_has_room_for_the_service_and_a_job(render, readme):
     said = re.search(
         r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
         r"([\d.]+) CPUs and ([\d.]+) GiB, each job for ([\d.]+) and ([\d.]+)\s",

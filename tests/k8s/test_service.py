@@ -37,11 +37,11 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"]}
 
 
-def test_generated_files_are_up_to_date(script: Any, capsys: Any) -> None:
+def test_generated_files_are_up_to_date(script, capsys):
     assert script("generate").main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_ray_serve_accepts_the_configuration(service: Any) -> None:
+def test_ray_serve_accepts_the_configuration(service):
     config = config_of(service)
     ServeDeploySchema.model_validate(config)
     assert config["http_options"] == {"host": EVERYWHERE, "port": 8000}
@@ -49,7 +49,7 @@ def test_ray_serve_accepts_the_configuration(service: Any) -> None:
     assert config["applications"][0]["args"] == source
 
 
-def test_the_application_can_be_built_and_has_the_configured_deployment(service: Any) -> None:
+def test_the_application_can_be_built_and_has_the_configured_deployment(service):
     (found,) = config_of(service)["applications"]
     module, _, name = found["import_path"].partition(":")
     assert getattr(importlib.import_module(module), name) is application
@@ -57,14 +57,14 @@ def test_the_application_can_be_built_and_has_the_configured_deployment(service:
     assert [each["name"] for each in found["deployments"]] == [built._bound_deployment.name]
 
 
-def test_settings_that_kuberays_cluster_decides_are_refused(script: Any, tmp_path: Path) -> None:
+def test_settings_that_kuberays_cluster_decides_are_refused(script, tmp_path):
     source = tmp_path / "serve.yaml"
     source.write_text("models: [{name: a, path: b}]\nport: 9000\n")
     with pytest.raises(ValueError, match=r"port: no effect here"):
         script("generate").serve_config(source)
 
 
-def test_a_worker_holds_one_replica_and_has_its_bounds(service: Any) -> None:
+def test_a_worker_holds_one_replica_and_has_its_bounds(service):
     settings = settings_of(service)
     (model,) = settings.models
     assert model.autoscaling is not None
@@ -78,13 +78,13 @@ def test_a_worker_holds_one_replica_and_has_its_bounds(service: Any) -> None:
     assert settings.proxy.num_replicas <= bounds[0]
 
 
-def test_neither_replicas_nor_ingresses_run_on_the_head(service: Any) -> None:
+def test_neither_replicas_nor_ingresses_run_on_the_head(service):
     assert service.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     (found,) = config_of(service)["applications"][0]["deployments"]
     assert found["ray_actor_options"]["num_cpus"] > 0
 
 
-def test_ray_removes_nodes_later_than_the_policy_removes_replicas(service: Any) -> None:
+def test_ray_removes_nodes_later_than_the_policy_removes_replicas(service):
     (model,) = settings_of(service).models
     assert model.autoscaling is not None
     options = service.cluster["autoscalerOptions"]
@@ -96,7 +96,7 @@ def test_ray_removes_nodes_later_than_the_policy_removes_replicas(service: Any) 
             assert "restartPolicy" not in pod.spec
 
 
-def test_every_timeout_covers_the_longest_generation(service: Any) -> None:
+def test_every_timeout_covers_the_longest_generation(service):
     drain_s = settings_of(service).drain_s
     spec = service.workers["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= drain_s + STOP_S
@@ -110,7 +110,7 @@ def test_every_timeout_covers_the_longest_generation(service: Any) -> None:
         assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
-def test_proxies_have_the_settings_of_marsray_serve(service: Any) -> None:
+def test_proxies_have_the_settings_of_marsray_serve(service):
     with proxy_environment(settings_of(service)) as expected:
         expected = dict(expected)
     del expected["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]  # a pod has its ports to itself
@@ -125,9 +125,7 @@ def test_proxies_have_the_settings_of_marsray_serve(service: Any) -> None:
         assert given["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] == directory["mountPath"]
 
 
-def test_marsrays_program_is_started_in_place_of_haproxy(
-    service: Any, script: Any, tmp_path: Path
-) -> None:
+def test_marsrays_program_is_started_in_place_of_haproxy(service, script, tmp_path):
     path = variables(service.worker_container)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     for group in (service.cluster["headGroupSpec"], service.workers):
         launchers = [
@@ -140,7 +138,7 @@ def test_marsrays_program_is_started_in_place_of_haproxy(
     assert program == shlex.split(_launcher(tmp_path).read_text())
 
 
-def test_keys_and_weights_are_mounted_where_they_are_read(service: Any) -> None:
+def test_keys_and_weights_are_mounted_where_they_are_read(service):
     settings = settings_of(service)
     mounts = {m["mountPath"]: m["name"] for m in service.worker_container["volumeMounts"]}
     assert settings.keys.file is not None
@@ -150,7 +148,7 @@ def test_keys_and_weights_are_mounted_where_they_are_read(service: Any) -> None:
     assert check["command"][-2:] == ["verify", settings.models[0].path]
 
 
-def test_disruption_budgets_keep_replicas(service: Any) -> None:
+def test_disruption_budgets_keep_replicas(service):
     for budget in service.of_kind("PodDisruptionBudget"):
         # RayCluster has no scale subresource: a share or maxUnavailable would be refused
         assert set(budget["spec"]) == {"minAvailable", "selector"}
@@ -158,7 +156,7 @@ def test_disruption_budgets_keep_replicas(service: Any) -> None:
             assert 0 < budget["spec"]["minAvailable"] < service.workers["minReplicas"]
 
 
-def test_ha_survives_a_head_and_a_zone(render: Any) -> None:
+def test_ha_survives_a_head_and_a_zone(render):
     service = render("overlays/ha")
     options = service.cluster["gcsFaultToleranceOptions"]
     assert "valueFrom" in options["redisPassword"]
@@ -169,7 +167,7 @@ def test_ha_survives_a_head_and_a_zone(render: Any) -> None:
     assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
 
 
-def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render: Any, readme: str) -> None:
+def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render, readme):
     service = render("overlays/ha")
     strategy = service.ray["spec"]["upgradeStrategy"]
     assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
@@ -183,7 +181,7 @@ def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render: Any, readme: 
     assert "--set gatewayClasses.istio.service.spec.type=ClusterIP" in readme
 
 
-def test_the_overlay_has_the_value_that_starts_a_rollout(service: Any, readme: str) -> None:
+def test_the_overlay_has_the_value_that_starts_a_rollout(service, readme):
     text = (K8S / service.name / "kustomization.yaml").read_text(encoding="utf-8")
     (value,) = re.findall(r'/annotations/marsray\.dev~1rollout, value: "(\w+)"', text)
     assert service.workers["template"]["metadata"]["annotations"]["marsray.dev/rollout"] == value
@@ -192,7 +190,7 @@ def test_the_overlay_has_the_value_that_starts_a_rollout(service: Any, readme: s
     assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", readme)
 
 
-def test_the_ingress_routes_only_public_paths(render: Any) -> None:
+def test_the_ingress_routes_only_public_paths(render):
     for name in ("overlays/gpu", "overlays/ha"):
         (ingress,) = render(name).of_kind("Ingress")
         assert ingress["spec"]["tls"][0]["hosts"] == [ingress["spec"]["rules"][0]["host"]]

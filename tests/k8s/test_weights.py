@@ -22,9 +22,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_stored_checkpoint_is_verified_through_a_link(
-    weights: Any, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stored_checkpoint_is_verified_through_a_link(weights, source, tmp_path, capsys):
     place = tmp_path / "models" / "candidates" / "a"
     assert weights.main(["store", str(source), str(place)]) == 0
     assert (place / MANIFEST).is_file()
@@ -43,14 +41,7 @@ def test_a_stored_checkpoint_is_verified_through_a_link(
         (lambda path: (path / MANIFEST).unlink(), "manifest.json cannot be read"),
     ],
 )
-def test_a_damaged_checkpoint_stops_the_worker(
-    weights: Any,
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Any,
-    message: str,
-) -> None:
+def test_a_damaged_checkpoint_stops_the_worker(weights, source, tmp_path, capsys, damage, message):
     place = tmp_path / "models" / "a"
     weights.main(["store", str(source), str(place)])
     damage(place)
@@ -60,9 +51,7 @@ def test_a_damaged_checkpoint_stops_the_worker(
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
 @pytest.mark.parametrize("name", ["calibration.json", "frontier.json"])
-def test_files_that_calibration_writes_are_no_damage(
-    weights: Any, source: Path, tmp_path: Path, name: str, before: bool
-) -> None:
+def test_files_that_calibration_writes_are_no_damage(weights, source, tmp_path, name, before):
     place = tmp_path / "models" / "a"
     if before:
         (source / name).write_text("{}")
@@ -73,9 +62,7 @@ def test_files_that_calibration_writes_are_no_damage(
     assert weights.main(["verify", str(place)]) == 2
 
 
-def test_a_checkpoint_is_downloaded_whole_and_once(
-    weights: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_downloaded_whole_and_once(weights, source, tmp_path, monkeypatch):
     monkeypatch.setattr(weights.tempfile, "tempdir", None)
     url = "memory://bucket/models/a"
     target = tmp_path / "models" / "current"
@@ -100,21 +87,15 @@ def test_a_checkpoint_is_downloaded_whole_and_once(
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(
-    weights: Any,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+    weights, source, tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(weights.tempfile, "tempdir", None)
     assert weights.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_object_store_replaces_the_disk(render: Any, tmp_path: Path) -> None:
+def test_the_object_store_replaces_the_disk(render, tmp_path):
     """An overlay adds the component as a user's would."""
     service = render("../tests/k8s/object-store")
     spec = service.workers["template"]["spec"]

@@ -24,9 +24,7 @@ def save(path: Path, tensors: dict[str, Tensor], name: str = "model.safetensors"
     return path
 
 
-def test_the_fingerprint_does_not_depend_on_the_split_into_files(
-    tmp_path: Path,
-) -> None:
+def test_the_fingerprint_does_not_depend_on_the_split_into_files(tmp_path):
     whole = weights_fingerprint(save(tmp_path / "whole", WEIGHTS))
     shards = tmp_path / "shards"
     for name, tensor in WEIGHTS.items():
@@ -47,12 +45,12 @@ def test_the_fingerprint_does_not_depend_on_the_split_into_files(
         {"e": torch.ones(1)},
     ],
 )
-def test_other_weights_have_another_fingerprint(tmp_path: Path, changed: dict[str, Tensor]) -> None:
+def test_other_weights_have_another_fingerprint(tmp_path, changed):
     ours = weights_fingerprint(save(tmp_path / "ours", WEIGHTS))
     assert weights_fingerprint(save(tmp_path / "theirs", WEIGHTS | changed)) != ours
 
 
-def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+def test_damaged_weights_are_refused(tmp_path):
     file = save(tmp_path, WEIGHTS) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
