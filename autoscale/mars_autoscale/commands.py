@@ -11,20 +11,23 @@ if TYPE_CHECKING:
     from mars_autoscale.simulation.config import SimulationConfig
     from mars_autoscale.traces.files import TraceRequest
 
-_FILE_WIDTH = 140  # of a table that goes to a file or pipe, where rich assumes 80
+_FILE_WIDTH = 140
+"""Columns of a table that is written to a file or pipe, for which rich assumes 80."""
 
 
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML: replicas, ladder, policies' constants.")],
+    config: Annotated[
+        Path, typer.Argument(help="YAML file: replicas, ladder, settings of policies.")
+    ],
     trace: Annotated[
         Path | None,
-        typer.Option(help="Requests to replay; may end in .gz. Else the config's synthetic ones."),
+        typer.Option(help="Trace to replay, may end in .gz; default: the config's synthetic one."),
     ] = None,
     trace_format: Annotated[
-        str | None, typer.Option(help="azure, mooncake or csv; else guessed from the file.")
+        str | None, typer.Option(help="azure, mooncake or csv; default: guessed from the file.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value of the config; may be repeated.")
+        list[str] | None, typer.Option("--set", help="Set a key=value of the config; repeatable.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the figures to.")
@@ -59,7 +62,7 @@ def simulate(
 def _requests(
     settings: SimulationConfig, trace: Path | None, trace_format: str | None
 ) -> list[TraceRequest]:
-    """The file's, or the config's made-up ones."""
+    """Read the trace file, or generate the config's synthetic trace."""
     from mars_autoscale.traces.files import TraceFormat, read_trace
     from mars_autoscale.traces.synthetic import generate
     from mars_platform.errors import UserError

@@ -1,1 +1,1 @@
-"""What a replica can do: step times and the measured frontier."""
+"""The speed of a replica: step times, and the measured frontier."""

@@ -1,8 +1,9 @@
-"""What a replica can do: step times, and the tokens a second that follow from them.
+"""The speed of a replica: step times, and the tokens per second that follow from them.
 
-A step costs its positions, and a row of a batch costs one in mode ar and its accepted tokens and
-masks in mode threshold. Several tokens a step are faster only while that cost is small against a
-step's fixed part; past the break-even batch plain AR decoding is. Knows no clock and no Ray.
+A step's time depends on its positions. A row has one position in mode ar; in mode threshold it has
+its accepted tokens and its masks. Several tokens per step are faster only while these positions
+cost little beside the step's fixed part; past the break-even batch, plain AR decoding is faster.
+Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from itertools import pairwise
 import numpy as np
 
 _MAX_BATCH = 4096
-"""Rows beyond which no break-even batch is looked for."""
+"""Highest number of rows at which a break-even batch is searched for."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by its positions, between measured points; see `linear_step_time`."""
+    """Seconds of a step by its number of positions, interpolated between measured points."""
 
     positions: tuple[float, ...]
-    """Rising, at least two."""
+    """Numbers of positions, rising, at least two."""
     seconds: tuple[float, ...]
-    """Of steps with so many; positive."""
+    """Seconds of a step with each number of positions; positive."""
 
     def __post_init__(self) -> None:
         assert len(self.positions) == len(self.seconds) >= 2, "a time for each point"
@@ -33,7 +34,10 @@ class StepTime:
         assert min(self.seconds) > 0, "steps take time"
 
     def at(self, positions: float) -> float:
-        """Seconds; past the last point along the last piece, where that one rises."""
+        """Return the seconds of a step.
+
+        Beyond the last point, the last piece is extended if it rises, and the time stays otherwise.
+        """
         last = self.positions[-1]
         if positions <= last:
             return float(np.interp(positions, self.positions, self.seconds))
@@ -42,33 +46,33 @@ class StepTime:
 
 
 def linear_step_time(t0_s: float, positions_to_double: float) -> StepTime:
-    """``t0 * (1 + positions / K)``: a fixed part, mostly the weights' reading, and each position's.
+    """Return ``t0 * (1 + positions / K)``: a fixed part, mostly for reading the weights, and more.
 
     Args:
         t0_s: seconds of a step without positions.
-        positions_to_double: K, the positions that take as long again.
+        positions_to_double: K, the number of positions that doubles the time.
     """
     return StepTime((0.0, positions_to_double), (t0_s, 2 * t0_s))
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A way to decode: one point of a model's trade of quality for speed."""
+    """A way to decode: one point in a model's trade of quality for speed."""
 
     threshold: float
     """τ in (0, 1]; 1 is plain AR decoding."""
     tokens_per_forward: float
-    """Mean tokens that a pass gives a row."""
+    """Mean number of tokens that a pass gives a row."""
     loss: float
     """Points of quality below plain AR decoding, on a scale to 100."""
     num_masks: int = 0
-    """That a row feeds."""
+    """Masks of a row per step."""
     positions_per_row: float | None = None
-    """Mean positions that a row costs in a step, where measured; None takes them from the above."""
+    """Measured mean positions of a row per step; None derives them from the fields above."""
 
     @property
     def positions(self) -> float:
-        """What a row costs in a step: its tokens that are not stored yet, and masks."""
+        """Positions of a row per step: its uncached tokens and its masks."""
         if self.positions_per_row is not None:
             return self.positions_per_row
         return self.tokens_per_forward + self.num_masks if self.num_masks else 1.0
@@ -80,34 +84,37 @@ class Capacity:
 
     step_time: StepTime
     rungs: tuple[Rung, ...]
-    """From plain AR decoding down: falling τ, rising loss."""
+    """Rungs with falling τ and rising loss; the first is the target τ (if 1, plain AR decoding)."""
     max_num_seqs: int
-    """Rows of a step at the most."""
+    """Highest number of rows in a step."""
     prefill_tokens_per_s: float
+    """Prompt tokens that a replica computes each second."""
     exact: Rung | None = None
-    """Mode exact, which loses nothing; None where it is not used."""
+    """Mode exact, which loses no quality; None if it is not used."""
 
     def tokens_per_s(self, rung: Rung, batch: float | None = None) -> float:
-        """Decoded tokens a second of a replica that does nothing else.
+        """Return the tokens that a replica decodes each second if it computes no prompts.
 
         Args:
             rung: how it decodes.
-            batch: rows of each step; None for all slots.
+            batch: rows of each step; None for a full batch.
         """
         rows = self.max_num_seqs if batch is None else batch
         return rows * rung.tokens_per_forward / self.step_time.at(rows * rung.positions)
 
     def gain(self, rung: Rung, batch: float | None = None) -> float:
-        """Times that a rung is faster than plain AR decoding at a batch."""
+        """Return a rung's gain over the target τ: the ratio of their speeds at the same batch."""
         return self.tokens_per_s(rung, batch) / self.tokens_per_s(self.rungs[0], batch)
 
     def useful(self, min_gain: float) -> tuple[Rung, ...]:
-        """The rungs worth their loss with all slots taken: plain AR decoding, and below it those
-        on the upper concave hull of speed over loss that are faster by ``min_gain``.
+        """Return the rungs that are worth their loss with a full batch.
+
+        These are the target τ, and of the lower rungs those on the upper concave hull of speed
+        over loss that reach a gain.
 
         Args:
-            min_gain: at least 1. Rungs between are the dead zone just under τ = 1, where masks
-                cost more than they give.
+            min_gain: lowest gain over the target τ, at least 1. Rungs below it are the dead zone
+                just under τ = 1, where masks cost more than they give.
         """
         best = self.rungs[0]
         candidates = [best]
@@ -117,7 +124,7 @@ class Capacity:
         return tuple(_upper_hull(candidates, [self.tokens_per_s(rung) for rung in candidates]))
 
     def break_even_batch(self, rung: Rung) -> int:
-        """Rows up to which a rung is faster than plain AR decoding; 0 where it never is."""
+        """Return the number of rows up to which a rung is faster than the target τ; 0 if never."""
         for batch in range(1, _MAX_BATCH + 1):
             if self.gain(rung, batch) <= 1.0:
                 return batch - 1
@@ -125,14 +132,14 @@ class Capacity:
 
 
 def mixed(parts: Sequence[tuple[float, Rung]]) -> Rung:
-    """What rows of several rungs are worth together, as one rung.
+    """Return one rung with the mean speed and loss of a mixture of rows.
 
     Args:
-        parts: (share of the output tokens, rung); the shares, positive ones, make 1 together.
-            Slower rows stay for longer, so that their share of a step is larger.
+        parts: (share of the output tokens, rung); the shares are positive and sum to 1. Slower
+            rows stay longer, and have a larger share of the rows of a step.
 
     Returns:
-        A rung whose τ is the lowest, for comparing speeds and losses.
+        A rung with the lowest τ of the parts, for comparing speeds and losses.
     """
     rows = [share / rung.tokens_per_forward for share, rung in parts]
     total = math.fsum(rows)
@@ -146,7 +153,10 @@ def mixed(parts: Sequence[tuple[float, Rung]]) -> Rung:
 
 
 def _upper_hull(rungs: Sequence[Rung], speeds: Sequence[float]) -> list[Rung]:
-    """Those above every line between two others: the others' speed is had cheaper by mixing."""
+    """Return the rungs on the upper concave hull of speed over loss.
+
+    A mixture of two rungs on the hull has the speed of any other rung at a lower loss.
+    """
     hull = list[int]()
     for i, rung in enumerate(rungs):
         while len(hull) >= 2:

@@ -1,9 +1,9 @@
-"""The frontier of a checkpoint: what each threshold costs in quality and gives in speed.
+"""The frontier of a checkpoint: the cost in quality and the gain in speed of each threshold.
 
-Holds the file ``frontier.json`` beside a checkpoint's weights. ``marsray calibrate`` measures and
-writes it; autoscaler and simulator read it. A file that is damaged, contradicts itself or belongs
-to other weights is refused as a whole: plain AR decoding (`ar_only`) is safe, a wrong figure is
-not. Knows no load.
+It is kept in the file ``frontier.json`` beside the checkpoint's weights. ``marsray calibrate``
+measures and writes it; the autoscaler and the simulator read it. A file that is damaged,
+contradicts itself or belongs to other weights is refused as a whole, because plain AR decoding
+(`ar_only`) is safe and a wrong figure is not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mars_platform.errors import UserError
 
 FRONTIER_FILE = "frontier.json"
 MAX_SPEED_DIP = 0.02
-"""Share by which a lower threshold may give fewer tokens a pass: the noise of measuring."""
+"""Share by which a lower threshold may give fewer tokens per pass, as the noise of measuring."""
 
 _REMEDY = "run marsray calibrate again"
 
@@ -37,14 +37,14 @@ _AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class StepTable(Settings):
-    """Measured seconds of a step."""
+    """Measured seconds of a step, over its positions and the cached tokens that it reads."""
 
     positions: tuple[_Finite, ...] = Field(min_length=2)
-    """Positions of the whole step, rising."""
+    """Numbers of positions of the whole step, rising."""
     stored: tuple[_Finite, ...] = Field(min_length=2)
-    """Stored tokens that all rows together read, rising."""
+    """Numbers of cached tokens that all rows together read, rising."""
     seconds: tuple[tuple[_Positive, ...], ...]
-    """[positions, stored]."""
+    """Seconds of a step, [positions, stored]."""
 
     @field_validator("positions", "stored")
     @classmethod
@@ -59,25 +59,25 @@ class StepTable(Settings):
         cls, seconds: tuple[tuple[float, ...], ...], info: ValidationInfo
     ) -> tuple[tuple[float, ...], ...]:
         if not {"positions", "stored"} <= info.data.keys():
-            return seconds  # the grids' own problems are said
+            return seconds  # the grids' errors are reported
         rows, columns = len(info.data["positions"]), len(info.data["stored"])
         if [len(row) for row in seconds] != [columns] * rows:
             raise ValueError(f"must be {rows} rows, one a position, of {columns} times each")
         return seconds
 
     def at_stored(self, stored: float) -> StepTime:
-        """Times over positions, linear between measured ones.
+        """Return the step times over positions, for a number of cached tokens.
 
         Args:
-            stored: tokens that all rows together read; off the grid as in `StepTime.at`.
+            stored: cached tokens that all rows together read; interpolated as in `StepTime.at`.
         """
-        # one row's times go over stored tokens by the rule that steps' go over positions
+        # each row of the table is interpolated by the same rule as step times over positions
         seconds = tuple(StepTime(self.stored, row).at(stored) for row in self.seconds)
         return StepTime(self.positions, seconds)
 
 
 class LogLikelihood(Settings):
-    """Mean log-likelihood of output tokens under the plain AR model, in nats a token."""
+    """Mean log-likelihood of output tokens under the plain AR model, in nats per token."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     mean: float
@@ -89,24 +89,24 @@ class LogLikelihood(Settings):
 
 
 class FrontierPoint(Settings):
-    """One way to decode, as it was measured."""
+    """Measured quality and speed of one way to decode."""
 
     mode: Literal["ar", "threshold", "exact"]
-    """Way of decoding."""
+    """Decoding mode."""
     threshold: float = Field(gt=0, le=1)
-    """τ; below 1 in mode threshold, and 1 in the others, which have none."""
+    """τ, below 1 in mode threshold; 1 in the other modes, which have none."""
     quality: _Percent
-    """Per cent of items, by the file's measure."""
+    """Percentage of items, by the frontier's measure."""
     quality_low: _Percent
     """Lower end of the quality's 95% interval."""
     quality_high: _Percent
     """Upper end of the quality's 95% interval."""
     tokens_per_forward: _AtLeastOne
-    """Mean tokens that a pass gives a row."""
+    """Mean number of tokens that a pass gives a row."""
     positions_per_row: _AtLeastOne
-    """Mean positions that a row costs in a step."""
+    """Mean number of positions of a row in a step."""
     log_likelihood: LogLikelihood | None = None
-    """Of its outputs, where measured; for people to read."""
+    """Log-likelihood of its outputs, for people to read; None if not measured."""
 
     @field_validator("threshold")
     @classmethod
@@ -128,35 +128,35 @@ class FrontierPoint(Settings):
 
 
 class Frontier(Settings):
-    """Content of ``frontier.json`` but for its checksum; one that exists is free of contradictions.
+    """Content of ``frontier.json`` except its checksum, free of contradictions.
 
-    Make one of measured figures with `mars_platform.config.build_settings`, so that a contradiction
-    is the user's to read: as τ falls, tokens a pass must not fall by more than `MAX_SPEED_DIP`, and
-    quality must not rise by more than the intervals allow.
+    As τ falls, tokens per pass must not fall by more than `MAX_SPEED_DIP`, and quality must not
+    rise by more than the intervals allow. Build one with `mars_platform.config.build_settings`,
+    which reports a contradiction as a `UserError`.
     """
 
     format_version: Literal[1] = 1
-    """Version of this file's layout."""
+    """Version of the file's layout."""
     weights: str
-    """`weights_fingerprint` of the model that it was measured on."""
+    """`weights_fingerprint` of the measured model."""
     hardware: str
-    """Device that it was measured on, in words."""
+    """Device that the model was measured on, in words."""
     dtype: str
     """Number type of the weights."""
     measure: Literal["accuracy", "agreement"]
-    """What quality is: right answers, or answers that equal plain AR decoding's."""
+    """Measure of quality: right answers, or answers equal to those of plain AR decoding."""
     num_items: int = Field(ge=1)
-    """Items that quality was measured on."""
+    """Number of items that quality was measured on."""
     items: str | None = None
-    """SHA-256 sum of those, hexadecimal: two models compare only on the same ones."""
+    """SHA-256 sum of the items, hexadecimal; two models can be compared only on the same items."""
     window: int = Field(ge=1)
-    """Masks that a row feeds in mode threshold."""
+    """Masks of a row per step in mode threshold."""
     step_seconds: StepTable
     """Times of decoding steps."""
     prefill_tokens_per_s: _Positive
-    """Prompt tokens a second of a replica that does nothing else."""
+    """Prompt tokens that a replica computes each second if it decodes nothing."""
     points: tuple[FrontierPoint, ...]
-    """In any order; one of mode ar, at most one of mode exact, and one for each threshold."""
+    """Points in any order: one of mode ar, at most one of mode exact, one for each threshold."""
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:
@@ -189,23 +189,23 @@ class Frontier(Settings):
 
     @property
     def _ladder(self) -> list[FrontierPoint]:
-        """Plain AR decoding, then mode threshold with falling τ."""
+        """Points of plain AR decoding and then of mode threshold, with falling τ."""
         points = [point for point in self.points if point.mode != "exact"]
         return sorted(points, key=lambda point: -point.threshold)
 
     @property
     def checksum(self) -> str:
-        """SHA-256 sum of the content as JSON without spaces and with sorted keys, hexadecimal."""
+        """SHA-256 sum of the content as JSON with sorted keys and no spaces, hexadecimal."""
         told = self.model_dump(exclude_none=True)
         canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def rungs(self) -> tuple[Rung, ...]:
-        """Plain AR decoding, then mode threshold with falling τ.
+        """Return the rungs of plain AR decoding and then of mode threshold, with falling τ.
 
-        Loss and tokens a pass never fall along them: where measured figures do, within what noise
-        explains, the closest rising ones stand in their place (isotonic regression). No rung loses
-        less than nothing, and none is slower than plain AR decoding.
+        Loss and tokens per pass never fall along the rungs: measured figures that fall, within the
+        noise allowed, are replaced by the closest rising ones (isotonic regression). No loss is
+        negative, and no rung gives fewer tokens per pass than plain AR decoding.
         """
         ar, *below = self._ladder
         losses = _rising([ar.quality - point.quality for point in below])
@@ -219,7 +219,7 @@ class Frontier(Settings):
         )
 
     def exact_rung(self) -> Rung | None:
-        """Mode exact, which loses nothing by design; None where it was not measured."""
+        """Return the rung of mode exact, which loses no quality; None if it was not measured."""
         exact = (point for point in self.points if point.mode == "exact")
         return next((self._rung(point, point.tokens_per_forward) for point in exact), None)
 
@@ -230,17 +230,18 @@ class Frontier(Settings):
     def capacity(
         self, max_num_seqs: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
     ) -> Capacity:
-        """What a replica on the measured hardware can do.
+        """Return the speed of a replica on the measured hardware.
 
         Args:
-            max_num_seqs: rows of a step at the most, at least 1.
-            mean_stored_tokens: that a row reads, at least 0; all slots are taken to read so many.
-            target_threshold: the highest τ that is used.
+            max_num_seqs: highest number of rows in a step, at least 1.
+            mean_stored_tokens: mean number of cached tokens that a row reads, at least 0; step
+                times are those of a full batch of such rows.
+            target_threshold: highest τ that is used.
 
         Raises:
-            UserError: that τ was not measured.
+            UserError: the target was not measured.
         """
-        assert max_num_seqs >= 1, "a replica has a slot"
+        assert max_num_seqs >= 1, "a replica has at least one row"
         rungs = tuple(rung for rung in self.rungs() if rung.threshold <= target_threshold)
         if not rungs or rungs[0].threshold != target_threshold:
             known = ", ".join(f"{rung.threshold:g}" for rung in self.rungs())
@@ -254,25 +255,25 @@ class Frontier(Settings):
 
 
 def ar_only(step_time: StepTime, max_num_seqs: int, prefill_tokens_per_s: float) -> Capacity:
-    """What to work with where a frontier is refused, of which nothing is used; alert the operator.
+    """Return a capacity with plain AR decoding alone, for use when a frontier is refused.
 
     Args:
-        step_time: assumed, or seen in the steps that replicas took.
-        max_num_seqs: rows of a step at the most.
-        prefill_tokens_per_s: assumed, or seen.
+        step_time: assumed or measured step times.
+        max_num_seqs: highest number of rows in a step.
+        prefill_tokens_per_s: assumed or measured prompt tokens per second.
     """
     return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), max_num_seqs, prefill_tokens_per_s)
 
 
 def read_frontier(path: Path) -> Frontier:
-    """``frontier.json`` of a checkpoint directory.
+    """Read ``frontier.json`` from a checkpoint directory.
 
     Args:
         path: the directory, with the weights.
 
     Raises:
-        UserError: there is no such file, or it is damaged, of another version or another model's,
-            or its figures contradict each other. Names the file, the field and the remedy.
+        UserError: the file is missing, damaged, of another version or of another model, or its
+            figures contradict each other. The message names file, field and remedy.
     """
     file = path / FRONTIER_FILE
     try:
@@ -296,10 +297,10 @@ def read_frontier(path: Path) -> Frontier:
 
 
 def write_frontier(path: Path, frontier: Frontier) -> Path:
-    """Write ``frontier.json`` into a directory, whole or not at all; one there is replaced.
+    """Write ``frontier.json`` into a directory, whole or not at all, and replace an existing one.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         UserError: the file cannot be written.
@@ -309,7 +310,7 @@ def write_frontier(path: Path, frontier: Frontier) -> Path:
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The closest sequence, by least squares, that never falls: neighbours that do are averaged."""
+    """Return the closest sequence, by least squares, that never falls."""
     pools = list[list[float]]()
     for value in values:
         pools.append([value])

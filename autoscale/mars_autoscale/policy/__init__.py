@@ -1,1 +1,1 @@
-"""The policy: how many replicas there are, and how far τ may go."""
+"""The policy of both loops: how many replicas there are, and how far τ may go."""

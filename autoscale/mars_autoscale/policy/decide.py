@@ -1,4 +1,4 @@
-"""Decides how many replicas there should be, and how far τ may go, from what arrives.
+"""Decides how many replicas there should be, and how far τ may go.
 
 Replicas follow the token rate at the target τ, never concurrency: a lower τ empties the queue, and
 a policy that counts concurrency would stop replicas just while quality is paying. Replicas also
@@ -190,7 +190,7 @@ def _needed_now(
     capacity: Capacity,
     settings: OuterSettings,
 ) -> float:
-    """Return the replicas needed for what arrives and waits, before rounding."""
+    """Return the replicas that arriving and waiting requests need, before rounding."""
     is_busy = _is_busy(replicas, capacity, settings)
     rate = demand.sizing_demand(demand_history, is_busy, settings.burst)
     rate *= demand.trend(demand_history, settings.cold_start_s, settings.max_trend)

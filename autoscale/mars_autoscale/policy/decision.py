@@ -1,4 +1,4 @@
-"""What the outer loop decides, what it remembers, and the record of a decision.
+"""The outer loop's decision, its state, and the record of a decision.
 
 Imports no Ray or torch.
 """
@@ -21,7 +21,7 @@ class ThresholdRange:
     flex_floor_threshold: float = 1.0
     """Lowest τ for tier flex."""
     feed_forward: float = 1.0
-    """Gain over the target τ that the ready replicas need to carry what arrives."""
+    """Gain over the target τ that the ready replicas need to carry the arrivals."""
     is_saturated: bool = False
     """Whether nothing is left to give: the highest number of replicas is ordered, and those that
     serve are full and at their lowest τ. Requests that would come too late should be refused, as a
@@ -40,11 +40,11 @@ class Reason(StrEnum):
     STEADY = "steady"
     """There are as many replicas as needed."""
     LOAD = "load"
-    """What arrives, or waits, needs more replicas."""
+    """The arriving or waiting requests need more replicas."""
     DEBT = "debt"
     """τ has been low for long: quality pays for work that one more replica should do."""
     BURSTS = "bursts"
-    """What arrives needs fewer replicas, but bursts that have recurred need all of them."""
+    """The arrivals need fewer replicas, but bursts that have recurred need all of them."""
     IDLE = "idle"
     """Fewer replicas are needed, and have been for a while."""
     WAITING = "waiting"
@@ -73,7 +73,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class OuterState:
-    """What `decide` remembers from one decision to the next; plain data that can be pickled."""
+    """The memory of `decide` from one decision to the next; plain data that can be pickled."""
 
     num_replicas: int = 0
     """Replicas ordered by the last decision; 0 before the first."""

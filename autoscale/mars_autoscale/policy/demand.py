@@ -1,4 +1,4 @@
-"""How many replicas carry what arrives.
+"""Computes how many replicas carry the arrivals.
 
 A demand is the number of replicas that it keeps busy: at the target τ, unless said otherwise.
 Imports no Ray or torch.
@@ -44,7 +44,7 @@ def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
 
 
 def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float:
-    """Return the gain over the target τ at which the ready replicas carry what arrives.
+    """Return the gain over the target τ at which the ready replicas carry the arrivals.
 
     It is 1 if prompts alone fill the replicas, as no τ makes those faster.
     """

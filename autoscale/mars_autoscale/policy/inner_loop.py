@@ -28,7 +28,7 @@ _RungPair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Look:
-    """What the inner loop sees of its replica at one moment."""
+    """The state of a replica, as its inner loop sees it at one moment."""
 
     now_s: float
     """Time in seconds on any clock; a jump of the clock costs one look."""
@@ -47,7 +47,7 @@ class Look:
 
 @dataclass(frozen=True)
 class InnerLoopDecision:
-    """How a replica decodes live requests, and what that gives and costs."""
+    """How a replica decodes live requests, with the gain and the loss of that."""
 
     live: LiveDecoding
     gain: float = 1.0
@@ -60,7 +60,7 @@ class InnerLoopDecision:
 
 @dataclass
 class InnerState:
-    """What the inner loop remembers from one look to the next."""
+    """The memory of an inner loop from one look to the next."""
 
     rungs: _RungPair = (0, 0)
     """Rungs in use by tier default and tier flex."""

@@ -1,4 +1,4 @@
-"""What the outer loop observes: the loads of replicas and the rates of arrival.
+"""The observations of the outer loop: loads of replicas and rates of arrival.
 
 Imports no Ray or torch.
 """
@@ -36,7 +36,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What arrives at all replicas together, as rates over a window."""
+    """Rates of arrival at all replicas together, over a window."""
 
     requests_per_s: float
     prompt_tokens_per_s: float

@@ -34,7 +34,7 @@ Decide = Callable[[Snapshot, OuterState, Capacity, OuterSettings], DecisionAndSt
 
 @dataclass(frozen=True)
 class AutoscalingBasis:
-    """What a model is autoscaled by: a replica's speed on each rung, and the settings.
+    """The basis of a model's autoscaling: a replica's speed on each rung, and the settings.
 
     All of its replicas have the same one, except during an update.
     """
@@ -52,7 +52,7 @@ class AutoscalingBasis:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What the cluster says about a model's replicas."""
+    """The cluster controller's view of a model's replicas."""
 
     ready: frozenset[str]
     """Names of the replicas that serve."""
@@ -62,7 +62,7 @@ class ClusterView:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What survives a restart of the outer loop."""
+    """The part of an outer loop that survives a restart."""
 
     outer: OuterState = field(default_factory=OuterState)
     mean_output_tokens: float = 0.0

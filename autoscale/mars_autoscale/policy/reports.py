@@ -1,4 +1,4 @@
-"""What replicas report to the outer loop.
+"""The reports of replicas to the outer loop.
 
 Imports no Ray or torch.
 """
@@ -26,7 +26,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Totals:
-    """What a replica has counted since it started."""
+    """Counts of a replica since its start."""
 
     arrived: int = 0
     """Requests that have arrived."""
@@ -40,7 +40,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a replica reports twice a second."""
+    """A replica's report, which it sends twice a second."""
 
     replica: str
     """Name of the replica, unique among all that ever ran."""

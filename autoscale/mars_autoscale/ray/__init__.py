@@ -1,1 +1,1 @@
-"""Ray Serve's side of autoscaling."""
+"""The policy that Ray Serve's controller calls."""

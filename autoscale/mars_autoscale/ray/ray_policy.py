@@ -72,7 +72,7 @@ def _stats(context: AutoscalingContext) -> dict[str, dict[str, float]]:
 
 
 class _ControllerView(NamedTuple):
-    """What Serve's controller knows about a deployment."""
+    """The knowledge of Serve's controller about a deployment."""
 
     ready: list[str]
     """Names of the replicas that serve."""

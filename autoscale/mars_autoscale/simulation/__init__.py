@@ -1,1 +1,1 @@
-"""Replays traces against autoscaling policies, as events; the policies are the real ones."""
+"""Simulates a cluster under autoscaling policies, the real one among them."""

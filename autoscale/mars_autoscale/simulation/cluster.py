@@ -22,7 +22,7 @@ _SHARE_HALF_LIFE_S = 5.0
 
 @dataclass(slots=True)
 class Served:
-    """What became of a request."""
+    """A request and its outcome."""
 
     request: TraceRequest
     first_token_s: float | None = None

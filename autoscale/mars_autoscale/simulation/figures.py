@@ -1,4 +1,4 @@
-"""Computes the figures of a simulated run, and their means over runs."""
+"""Computes the figures of a simulated run and their means over runs, and lists their columns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mars_autoscale.simulation.cluster import Served
 from mars_autoscale.simulation.run import SimulationResult
+from mars_platform.cli.report import Column
 from mars_platform.tier import Tier
 
 
@@ -43,6 +44,37 @@ class PolicyFigures(TierFigures):
     """Number of changes of the number of replicas."""
     by_class: dict[Tier, TierFigures]
     """Figures of each tier that the trace has."""
+
+
+def policy_columns(objective_ttft_s: float, hours: str = ".2f") -> list[Column]:
+    """Return the columns of a table with one row for each policy.
+
+    Args:
+        objective_ttft_s: seconds in which the first token should come.
+        hours: format of the replica-hours.
+    """
+    first, *quality, rejected = tier_columns(objective_ttft_s)
+    return [
+        first,
+        *quality,
+        Column("replica-hours", "replica_hours", hours),
+        Column("τ changes", "threshold_changes", ".0f"),
+        Column("replica changes", "replica_changes", ".0f"),
+        rejected,
+    ]
+
+
+def tier_columns(objective_ttft_s: float) -> list[Column]:
+    """Return the columns of `TierFigures`, after the name of the policy."""
+    return [
+        Column("policy", "policy"),
+        Column(f"first token in {objective_ttft_s:g} s", "slo_attainment", ".1%"),
+        Column("p50, s", "ttft_p50_s", ".2f"),
+        Column("p99, s", "ttft_p99_s", ".1f"),
+        Column("loss, points", "quality_loss_mean", ".2f"),
+        Column("p99", "quality_loss_p99", ".1f"),
+        Column("rejected", "rejected", ".0f"),
+    ]
 
 
 def figures_of(

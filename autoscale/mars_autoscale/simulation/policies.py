@@ -14,7 +14,7 @@ from mars_platform.method.live import LiveDecoding
 
 @dataclass(frozen=True)
 class Target:
-    """What a policy wants from now on."""
+    """A policy's decision, which holds until the next one."""
 
     num_replicas: int
     """Replicas to order, including those that are starting."""

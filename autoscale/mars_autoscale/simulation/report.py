@@ -12,40 +12,11 @@ from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 
 from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
+from mars_autoscale.simulation.figures import policy_columns, tier_columns
 from mars_platform.cli.report import Column, table_of, write_json, write_picture
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
-
-
-def policy_columns(objective_ttft_s: float, hours: str = ".2f") -> list[Column]:
-    """Return the columns of a table with one row for each policy.
-
-    Args:
-        objective_ttft_s: seconds in which the first token should come.
-        hours: format of the replica-hours.
-    """
-    first, *quality, rejected = _tier_columns(objective_ttft_s)
-    return [
-        first,
-        *quality,
-        Column("replica-hours", "replica_hours", hours),
-        Column("τ changes", "threshold_changes", ".0f"),
-        Column("replica changes", "replica_changes", ".0f"),
-        rejected,
-    ]
-
-
-def _tier_columns(objective_ttft_s: float) -> list[Column]:
-    return [
-        Column("policy", "policy"),
-        Column(f"first token in {objective_ttft_s:g} s", "slo_attainment", ".1%"),
-        Column("p50, s", "ttft_p50_s", ".2f"),
-        Column("p99, s", "ttft_p99_s", ".1f"),
-        Column("loss, points", "quality_loss_mean", ".2f"),
-        Column("p99", "quality_loss_p99", ".1f"),
-        Column("rejected", "rejected", ".0f"),
-    ]
 
 
 def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> RenderableType:
@@ -58,7 +29,7 @@ def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> R
     table = table_of(policy_columns(objective_ttft_s), rows, [bound])
     if len(comparison.policies[0].figures.by_class) < 2:
         return table
-    policy, *figures = _tier_columns(objective_ttft_s)
+    policy, *figures = tier_columns(objective_ttft_s)
     columns = [policy, Column("class", "class"), *figures]
     return Group(table, table_of(columns, _tier_rows(comparison)))
 

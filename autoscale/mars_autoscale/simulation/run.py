@@ -36,7 +36,7 @@ class ClusterSample:
 
 @dataclass
 class SimulationResult:
-    """What a policy made of a trace."""
+    """The outcome of a trace under a policy."""
 
     served: list[Served] = field(default_factory=list)
     """Every request, by arrival."""

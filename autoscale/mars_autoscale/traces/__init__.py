@@ -1,1 +1,1 @@
-"""Request traces: files that others publish, and synthetic ones."""
+"""Request traces: published files, and synthetic ones."""

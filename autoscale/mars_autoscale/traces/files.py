@@ -1,7 +1,6 @@
-"""Request traces and their files: reading those that others publish, and writing our own.
+"""Request traces and their files: reads published formats and writes marsray's own.
 
-A trace is a list of `TraceRequest` in order of arrival. Knows nothing of what serves it;
-`mars_autoscale.traces.synthetic` makes traces that come from no file.
+A trace is a list of `TraceRequest` in order of arrival.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ class TraceFormat(StrEnum):
     MOONCAKE = "mooncake"
     """JSONL with ``timestamp`` in milliseconds, ``input_length`` and ``output_length``."""
     CSV = "csv"
-    """CSV with ``arrival_s,prompt_tokens,output_tokens`` and, where wanted, ``class``."""
+    """CSV with ``arrival_s,prompt_tokens,output_tokens`` and optionally ``class``, the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request as the simulator needs it: when, how much, for whom."""
+    """Arrival, size and tier of one request."""
 
     arrival_s: float
-    """Seconds since the trace began."""
+    """Arrival in seconds since the trace began."""
     prompt_tokens: int
     output_tokens: int
-    """At least 1."""
+    """Number of output tokens, at least 1."""
     tier: Tier = Tier.DEFAULT
 
 
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[TraceRequest]:
-    """Read a trace file, compressed where its name ends in ``.gz``.
+    """Read a trace file, which is decompressed if its name ends in ``.gz``.
 
-    An output of 0 tokens becomes 1: a server always gives at least one. Timestamps without an
-    offset count as UTC; columns and keys beyond a format's own are ignored.
+    An output of 0 tokens becomes 1, because a server always gives at least one. Timestamps without
+    an offset count as UTC; columns and keys that the format does not define are ignored.
 
     Args:
         path: the file.
         trace_format: its layout; None guesses it from the first line.
 
     Returns:
-        The requests by arrival, to 1 µs; the first arrives at 0 s.
+        The requests by arrival, rounded to 1 µs; the first arrives at 0 s.
 
     Raises:
         UserError: the file cannot be read or holds no request, the format cannot be guessed, or a
-            row is bad, with its line.
+            row is invalid; the message names its line.
     """
     try:
-        # bytes that are not UTF-8 are let through, so that the row that holds them is named
+        # bytes that are not UTF-8 are replaced; the error then names the row that holds them
         with _open(path, "rt", "utf-8-sig", errors="replace") as file:
             first = file.readline()
             row_model = _ROW_MODELS[trace_format or _guess_format(path, first)]
@@ -85,10 +84,9 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[Trac
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """Write a trace in the csv format, arrivals to 1 µs; compressed if the name ends in ``.gz``.
+    """Write a trace in the csv format, compressed if the name ends in ``.gz``.
 
-    `read_trace` gives the same trace back, if its first request arrives at 0 s; else all are
-    earlier by as much.
+    Arrivals are rounded to 1 µs. `read_trace` shifts them to a first arrival at 0 s.
 
     Raises:
         UserError: the file cannot be written.
@@ -110,8 +108,8 @@ def _unix_seconds(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-class _Row(BaseModel):
-    """A row of any format; the aliases are the format's own names."""
+class _TraceRow(BaseModel):
+    """A row of a trace file; each format's class gives its column names as aliases."""
 
     arrival_s: float
     prompt_tokens: int
@@ -121,13 +119,13 @@ class _Row(BaseModel):
         return TraceRequest(self.arrival_s, self.prompt_tokens, max(1, self.output_tokens))
 
 
-class _AzureRow(_Row):
+class _AzureRow(_TraceRow):
     arrival_s: Annotated[float, BeforeValidator(_unix_seconds)] = Field(alias="TIMESTAMP")
     prompt_tokens: int = Field(alias="ContextTokens", ge=0)
     output_tokens: int = Field(alias="GeneratedTokens", ge=0)
 
 
-class _MooncakeRow(_Row):
+class _MooncakeRow(_TraceRow):
     arrival_s: Annotated[float, AfterValidator(lambda time_ms: time_ms / 1000)] = Field(
         alias="timestamp", allow_inf_nan=False
     )
@@ -135,7 +133,7 @@ class _MooncakeRow(_Row):
     output_tokens: int = Field(alias="output_length", ge=0)
 
 
-class _CsvRow(_Row):
+class _CsvRow(_TraceRow):
     arrival_s: float = Field(allow_inf_nan=False)
     prompt_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
@@ -145,14 +143,14 @@ class _CsvRow(_Row):
         return replace(super().request(), tier=self.tier)
 
 
-_ROW_MODELS: dict[TraceFormat, type[_Row]] = {
+_ROW_MODELS: dict[TraceFormat, type[_TraceRow]] = {
     TraceFormat.AZURE: _AzureRow,
     TraceFormat.MOONCAKE: _MooncakeRow,
     TraceFormat.CSV: _CsvRow,
 }
 
 
-def _columns(row_model: type[_Row]) -> list[str]:
+def _columns(row_model: type[_TraceRow]) -> list[str]:
     fields = row_model.model_fields.items()
     return [field.alias or name for name, field in fields if field.is_required()]
 
@@ -178,7 +176,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _csv_rows(
-    path: Path, lines: Iterable[str], row_model: type[_Row]
+    path: Path, lines: Iterable[str], row_model: type[_TraceRow]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     reader = csv.reader(lines, skipinitialspace=True)
     try:
@@ -195,7 +193,7 @@ def _csv_rows(
         raise UserError(f"{path}:{reader.line_num}: {error}; correct or remove the row") from error
 
 
-def _check_header(path: Path, header: list[str], row_model: type[_Row]) -> None:
+def _check_header(path: Path, header: list[str], row_model: type[_TraceRow]) -> None:
     missing = [name for name in _columns(row_model) if name not in header]
     if header and missing:
         raise UserError(
@@ -204,7 +202,7 @@ def _check_header(path: Path, header: list[str], row_model: type[_Row]) -> None:
 
 
 def _read_row(
-    path: Path, line: int, row: str | dict[str, str], row_model: type[_Row]
+    path: Path, line: int, row: str | dict[str, str], row_model: type[_TraceRow]
 ) -> TraceRequest:
     try:
         if isinstance(row, str):

@@ -1,6 +1,6 @@
-"""Traces that come from no file: others' multiplied, and wholly synthetic ones.
+"""Makes traces: synthetic ones, and changed versions of given ones.
 
-Knows nothing of what serves them. Everything random comes from the seed that is given.
+All randomness comes from a given seed.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 
 MAX_REQUESTS = 10_000_000
-"""Of a trace that is made here: more would not fit into an ordinary machine's memory."""
+"""Highest number of requests in a trace made here; more would not fit into usual memory."""
 
 _TAIL_INDEX = 1.5
-"""Pareto's alpha: a finite mean, three times the least, and no finite variance."""
+"""Alpha of the Pareto distribution, whose mean is three times its minimum and whose variance is
+infinite."""
 
 
 class Spike(Settings):
-    """A time in which the rate of requests is another; where spikes overlap, they multiply."""
+    """A span of time in which the rate of requests is multiplied; overlapping spikes multiply."""
 
     at_s: float = Field(ge=0, allow_inf_nan=False)
-    """Its begin, in seconds since the trace began."""
+    """Begin of the spike, in seconds since the trace began."""
     for_s: float = Field(gt=0, allow_inf_nan=False)
-    """Its length in seconds."""
+    """Length of the spike in seconds."""
     times: float = Field(ge=0, allow_inf_nan=False)
-    """What the rate is multiplied by; 0 is an outage."""
+    """Factor of the rate; 0 is an outage."""
 
 
 class TraceChange(Settings):
-    """What `changed` makes of a trace. The defaults leave it as it is."""
+    """Changes that `changed` makes to a trace; the defaults change nothing."""
 
     cut_s: float | None = Field(default=None, gt=0)
-    """Requests of the given trace that arrive later are dropped; None keeps all."""
+    """Seconds into the given trace after which requests are dropped; None keeps all."""
     multiply: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Times that each request is repeated, on average; below 1 some are dropped."""
+    """Mean number of copies of each request; below 1, some requests are dropped."""
     shift_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """Seconds by which each repetition is late at the most; on average it is half of that."""
+    """Longest delay in seconds of a copy; the mean delay is half of it."""
     spikes: tuple[Spike, ...] = ()
-    """Times in which ``multiply`` is greater or smaller, by the arrival in the given trace."""
+    """Spans of the given trace in which ``multiply`` is greater or smaller."""
     classes: dict[Tier, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Share of each class, drawn for each request; together 1. Empty keeps the trace's own, which
-    is ``default`` where the file names none."""
+    """Share of each tier, drawn per request; the shares sum to 1. Empty keeps the trace's tiers,
+    which are ``default`` if the file names none."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -62,30 +63,30 @@ class TraceChange(Settings):
 
 
 class Ramp(Settings):
-    """A lasting change of the rate: linear from where the one before left it."""
+    """A lasting change of the rate, linear from the level after the ramp before."""
 
     at_s: float = Field(ge=0, allow_inf_nan=False)
-    """Its begin, in seconds since the trace began."""
+    """Begin of the ramp, in seconds since the trace began."""
     for_s: float = Field(gt=0, allow_inf_nan=False)
-    """Seconds that it takes."""
+    """Length of the ramp in seconds."""
     times: float = Field(ge=0, allow_inf_nan=False)
-    """What the mean rate is multiplied by at its end and ever after, until the next ramp."""
+    """Factor of the mean rate from the ramp's end until the next ramp."""
 
 
 class Lengths(Settings):
-    """Numbers of tokens: lognormal, with a share of far longer ones."""
+    """A lognormal distribution of numbers of tokens, with a share of far larger ones."""
 
     mean: float = Field(ge=1, allow_inf_nan=False)
-    """Tokens on average, before the tail and ``max`` change it."""
+    """Mean number of tokens, before the tail and ``max`` change it."""
     sigma: float = Field(default=0.0, ge=0, le=5)
-    """Standard deviation of the logarithm; 0 makes all lengths alike."""
+    """Standard deviation of the logarithm; 0 makes all lengths equal."""
     max: int = Field(ge=1)
-    """Tokens at the most; longer ones are cut to it."""
+    """Highest number of tokens; larger ones are cut to it."""
     tail_share: float = Field(default=0.0, ge=0, le=1)
     """Share of requests that are in the heavy tail."""
     tail_times: float = Field(default=10.0, ge=1, allow_inf_nan=False)
-    """What those of the tail are multiplied by at the least. How much exactly is Pareto's with
-    index 1.5: on average three times as much."""
+    """Lowest factor of the lengths in the tail. It has a Pareto distribution with index 1.5, and
+    its mean is three times this."""
 
     @model_validator(mode="after")
     def _check_max(self) -> Self:
@@ -95,24 +96,24 @@ class Lengths(Settings):
 
 
 class SyntheticTrace(Settings):
-    """What `generate` makes a trace from."""
+    """Rates and lengths of a trace that `generate` makes."""
 
     duration_s: float = Field(gt=0, allow_inf_nan=False)
-    """No request arrives later."""
+    """Length of the trace in seconds."""
     mean_rate_per_s: float = Field(gt=0, allow_inf_nan=False)
-    """Requests a second, over whole periods and without spikes and ramps."""
+    """Mean requests per second over whole periods, without spikes and ramps."""
     diurnal_amplitude: float = Field(default=0.0, ge=0, le=1)
     """Share of the mean by which the rate rises and falls, as a sine that starts at the mean."""
     diurnal_period_s: float = Field(default=86400.0, gt=0, allow_inf_nan=False)
-    """Seconds of one such wave."""
+    """Period of that sine in seconds."""
     spikes: tuple[Spike, ...] = ()
-    """They multiply the rate for a while."""
+    """Spans in which the rate is multiplied."""
     ramps: tuple[Ramp, ...] = ()
-    """They multiply it for good; each begins after the one before has ended."""
+    """Lasting changes of the rate; each begins after the one before has ended."""
     prompt: Lengths
-    """Of the prompts."""
+    """Lengths of the prompts."""
     output: Lengths
-    """Of the outputs; drawn independently of the prompts'."""
+    """Lengths of the outputs, drawn independently of the prompts'."""
 
     @model_validator(mode="after")
     def _check_ramps_and_size(self) -> Self:
@@ -130,14 +131,14 @@ class SyntheticTrace(Settings):
 
     @property
     def peak_rate_per_s(self) -> float:
-        """A rate that is never exceeded."""
+        """Requests per second that are never exceeded."""
         edges = [edge for s in self.spikes for edge in (s.at_s, s.at_s + s.for_s)]
         spike = spike_factor(self.spikes, np.array([0.0, *edges])).max()
         ramp = max([1.0, *(ramp.times for ramp in self.ramps)])
         return float(self.mean_rate_per_s * (1 + self.diurnal_amplitude) * ramp * spike)
 
     def rate_at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Requests a second at each time.
+        """Return the requests per second at each time.
 
         Args:
             times_s: [times], seconds since the trace began.
@@ -158,20 +159,20 @@ class SyntheticTrace(Settings):
 
 
 def generate(settings: SyntheticTrace, seed: int) -> list[TraceRequest]:
-    """A trace from a Poisson process whose rate changes over time.
+    """Generate a trace by a Poisson process whose rate changes over time.
 
-    The first request arrives at 0 s and begins the trace; the process brings all others.
+    The first request arrives at 0 s; the process gives all others.
 
     Args:
         settings: rates and lengths.
-        seed: not negative; the same one gives the same trace.
+        seed: seed of the randomness, at least 0; the same seed gives the same trace.
 
     Returns:
         The requests by arrival.
     """
     rng = np.random.default_rng(seed)
     peak = settings.peak_rate_per_s
-    # thinning: a process at the peak rate, of which each arrival stays with rate / peak
+    # thinning: each arrival of a process at the peak rate stays with probability rate / peak
     num_candidates = rng.poisson(peak * settings.duration_s)
     candidates = np.sort(rng.uniform(0, settings.duration_s, num_candidates))
     stays = rng.random(num_candidates) * peak < settings.rate_at(candidates)
@@ -183,16 +184,17 @@ def generate(settings: SyntheticTrace, seed: int) -> list[TraceRequest]:
 
 
 def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> list[TraceRequest]:
-    """A trace with more or fewer requests, and of other classes.
+    """Return a trace with more or fewer requests, and with other tiers.
 
-    With f as ``multiply`` times the spikes' factor at its arrival, a request is repeated
-    floor(f + uniform(0, 1)) times, and each repetition arrives uniform(0, ``shift_s``) seconds
-    later. Where f is 1 it stays as it is. The time axis remains the given trace's.
+    Let f be ``multiply`` times the spikes' factor at a request's arrival. The request is copied
+    floor(f + uniform(0, 1)) times, and each copy arrives uniform(0, ``shift_s``) seconds later. If
+    f is 1, the request stays as it is. The time axis is not stretched.
 
     Args:
-        trace: by arrival.
-        change: what to do.
-        seed: not negative; the same one gives the same trace, on arrivals whatever the classes.
+        trace: requests by arrival.
+        change: changes to make.
+        seed: seed of the randomness, at least 0; the same seed gives the same arrivals, whatever
+            the tiers.
 
     Returns:
         The requests by arrival.
@@ -208,7 +210,7 @@ def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> li
         raise UserError(
             f"multiply: it makes more than {MAX_REQUESTS} requests; lower it or the spikes' times"
         )
-    # the whole part first: 1 + uniform(0, 1) could round up to 2
+    # compares the fraction alone, because 1 + uniform(0, 1) could round up to 2
     whole = np.floor(factors)
     repeats = (whole + (rng.random(len(kept)) < factors - whole)).astype(np.int64)
     source = np.repeat(np.arange(len(kept)), repeats)  # [repetitions], an index into kept
@@ -218,14 +220,14 @@ def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> li
         raise UserError("multiply: no request is left of the trace; raise it, or raise cut_s")
     order = np.argsort(times, kind="stable")
     picked = [replace(kept[source[i]], arrival_s=float(times[i])) for i in order]
-    return _with_classes(picked, change.classes, rng)
+    return _with_tiers(picked, change.classes, rng)
 
 
 def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What spikes multiply the rate by at each time; 1 outside them.
+    """Return the factor by which spikes multiply the rate at each time; 1 outside them.
 
     Args:
-        spikes: in any order.
+        spikes: spikes in any order.
         times_s: [times], seconds since the trace began.
 
     Returns:
@@ -238,19 +240,19 @@ def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArr
     return factor
 
 
-def _with_classes(
+def _with_tiers(
     trace: list[TraceRequest], shares: dict[Tier, float], rng: np.random.Generator
 ) -> list[TraceRequest]:
     if not shares:
         return trace
-    names = list(Tier)  # in this order, whatever the order of the shares
-    weights = np.array([shares.get(name, 0.0) for name in names])
-    drawn = rng.choice(len(names), size=len(trace), p=weights / weights.sum())
-    return [replace(r, tier=names[i]) for r, i in zip(trace, drawn, strict=True)]
+    tiers = list(Tier)  # a fixed order, whatever the order of the shares
+    weights = np.array([shares.get(tier, 0.0) for tier in tiers])
+    drawn = rng.choice(len(tiers), size=len(trace), p=weights / weights.sum())
+    return [replace(r, tier=tiers[i]) for r, i in zip(trace, drawn, strict=True)]
 
 
 def _draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64 [num]."""
+    """Return random numbers of tokens, int64 [num]."""
     tokens = rng.lognormal(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, num)
     in_tail = rng.random(num) < lengths.tail_share
     times = lengths.tail_times * (1 + rng.pareto(_TAIL_INDEX, num))

@@ -1,4 +1,4 @@
-"""What live requests are decoded with: the one type that autoscaler, replica and engine share.
+"""The live decoding parameters, which autoscaler, replica and engine share.
 
 Imports no Ray, torch or HTTP library.
 """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does
 
 @dataclass(frozen=True)
 class PublishedThreshold:
-    """What the governor tells a model's replicas about the live τ; the latest version counts."""
+    """A live τ, or a range for it, that the governor has published to a model's replicas."""
 
     version: int
     """Number that grows with every change."""
