@@ -12,17 +12,17 @@ def capacity(*rungs, slots=16):
     return Capacity(linear_step_time(0.032, 128), (AR, *rungs), slots, 20_000)
 
 
-def test_step_time_between_and_past_its_points():
+def test_step_times_are_interpolated_and_extended():
     measured = StepTime((1, 8, 64), (0.010, 0.012, 0.040))
     assert measured.at(0) == 0.010
     assert measured.at(4.5) == pytest.approx(0.011)
     assert measured.at(120) == pytest.approx(0.068)
-    assert StepTime((1, 8), (0.02, 0.01)).at(100) == 0.01, "a fall does not go on"
+    assert StepTime((1, 8), (0.02, 0.01)).at(100) == 0.01, "a falling last piece is not extended"
     assert linear_step_time(0.032, 128).at(256) == pytest.approx(0.096)
 
 
-def test_speed_and_break_even():
-    """By hand: 16 rows take 16 positions plainly and 16 * 4.695 at 0.95."""
+def test_speeds_and_the_break_even_batch():
+    """By hand: 16 rows have 16 positions in mode ar and 16 * 4.695 at τ = 0.95."""
     both = capacity(SURE)
     assert both.tokens_per_s(AR) == pytest.approx(16 / (0.032 * (1 + 16 / 128)))
     assert both.tokens_per_s(SURE) == pytest.approx(16 * 1.695 / (0.032 * (1 + 75.12 / 128)))
@@ -32,14 +32,14 @@ def test_speed_and_break_even():
     assert both.break_even_batch(AR) == 0
 
 
-def test_the_dead_zone_is_skipped():
+def test_rungs_in_the_dead_zone_are_not_useful():
     barely = Rung(0.99, 1.2, 0.1, 3)
     assert capacity(barely, SURE).useful(1.05) == (AR, SURE)
     assert capacity(SURE, slots=30).useful(1.0) == (AR,)
 
 
-def test_what_a_mixture_of_others_beats_is_skipped():
-    dear = Rung(0.9, 1.72, 6.0, 3)  # hardly faster than SURE, at far more loss
+def test_a_rung_below_a_mixture_of_others_is_not_useful():
+    dear = Rung(0.9, 1.72, 6.0, 3)  # hardly faster than SURE, and loses far more
     deep = Rung(0.8, 2.5, 7.0, 3)
     assert capacity(SURE, dear, deep).useful(1.0) == (AR, SURE, deep)
 
@@ -50,7 +50,7 @@ def test_what_a_mixture_of_others_beats_is_skipped():
     ),
     st.integers(1, 64),
 )
-def test_useful_rungs_are_faster_and_dearer_each(points, slots):
+def test_each_useful_rung_is_faster_and_loses_more(points, slots):
     rungs = [
         Rung(1 - (i + 1) / 20, tokens, loss, 3)
         for i, (tokens, loss) in enumerate(

@@ -4,7 +4,6 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -31,13 +30,11 @@ STEP_SECONDS = {
     "seconds": [[0.010, 0.012], [0.014, 0.017], [0.030, 0.035]],
 }
 
-Content = dict[str, Any]
-
-# The frontiers of these tests
+# Frontiers for these tests
 
 
 def save_model(path, value=0.0):
-    """Weights into a directory; their fingerprint."""
+    """Save weights in a directory; returns their fingerprint."""
     save_file({"embed.weight": torch.full((2, 3), value)}, path / "model.safetensors")
     return weights_fingerprint(path)
 
@@ -102,7 +99,7 @@ def _model(tmp_path):
 
 
 def write_content(model, edit=lambda content: None):
-    """A sealed file whose content was edited before."""
+    """Write a frontier file with an edited content and the checksum of that; returns its path."""
     content = content_of(weights_fingerprint(model), some_points())
     edit(content)
     file = model / FRONTIER_FILE
@@ -124,9 +121,9 @@ def rising(draw, start=0.0):
 
 @st.composite
 def noisy_points(draw):
-    """Quality and speed go up and down as τ falls, as far as a valid frontier allows."""
+    """Draw points whose quality and speed rise and fall with τ, as far as a frontier allows."""
     thresholds = draw(st.lists(st.floats(0.01, 0.99), unique=True, max_size=8))
-    points = list[Content]()
+    points = []
     speed, limit = 1.0, 100.0
     for i, threshold in enumerate([1.0, *sorted(thresholds, reverse=True)]):
         quality = draw(st.floats(0, 100))
@@ -171,7 +168,7 @@ def frontiers(draw, weights="none"):
 
 @pytest.fixture(name="shared", scope="module")
 def _shared():
-    """A model for all of a property's examples."""
+    """Return a model that all examples of a property share."""
     with TemporaryDirectory() as path:
         save_model(Path(path))
         yield Path(path)
@@ -182,7 +179,7 @@ def _shared():
 
 @settings(derandomize=True, deadline=None)
 @given(data=st.data())
-def test_any_frontier_comes_back_as_it_was_written(shared, data):
+def test_any_frontier_is_read_as_it_was_written(shared, data):
     frontier = data.draw(frontiers(weights_fingerprint(shared)))
     assert write_frontier(shared, frontier) == shared / FRONTIER_FILE
     assert read_frontier(shared) == frontier
@@ -199,7 +196,7 @@ def test_a_changed_byte_is_refused_or_changes_nothing(shared, place, byte):
     check_refused_or_equal(shared, frontier)
 
 
-def test_no_digit_can_be_changed(model):
+def test_a_changed_digit_is_refused(model):
     frontier = frontier_of(some_points(), weights_fingerprint(model))
     file = write_frontier(model, frontier)
     raw = file.read_bytes()
@@ -249,7 +246,7 @@ def test_a_directory_that_is_not_there_cannot_be_written(tmp_path):
 
 
 def at(*keys):
-    """``at(*keys)(value)`` puts a value into a place of the content."""
+    """Return a function of a value that returns an edit, which sets that value at the keys."""
 
     def to(value):
         def edit(content):
@@ -304,7 +301,7 @@ REFUSED = [
     ("points.2.quality_low", at("points", 2, "quality_low")(79.6), "must hold quality, 79.5"),
     ("points.2.tokens_per_forward", at("points", 2, "tokens_per_forward")(0.9), "equal to 1"),
     ("points.2.positions_per_row", at("points", 2, "positions_per_row")(0.0), "equal to 1"),
-    # 3% at once, and 1.9% twice
+    # a fall of 3% at once, and twice of 1.9%
     (
         "points.1.tokens_per_forward",
         points_are(
@@ -353,31 +350,25 @@ def test_a_refusal_names_file_field_and_remedy(model, field, edit, reason):
     assert message.endswith(REMEDY)
 
 
-def test_what_the_refusals_were_made_of_is_accepted(model):
+def test_the_unedited_file_is_accepted(model):
     write_content(model)
     assert read_frontier(model) == frontier_of(some_points(), weights_fingerprint(model))
 
 
-def test_what_noise_explains_is_accepted(model):
+def test_a_contradiction_within_the_noise_is_accepted(model):
     lower = point("threshold", 0.8, 81.9, 1.97, 4.0)
     write_content(model, points_are(AR, point("threshold", 0.9, 80.0, 2.0, 4.0), lower))
     assert len(read_frontier(model).points) == 3
 
 
-@pytest.mark.parametrize("checksum", [None, "", 7, "0" * 64])
-def test_a_wrong_checksum_is_refused(model, checksum):
-    file = write_content(model)
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"checksum": checksum}))
-    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: checksum: .*; {REMEDY}"):
-        read_frontier(model)
-
-
-def test_a_missing_checksum_is_refused(model):
+@pytest.mark.parametrize(
+    "checksum", [{}, {"checksum": None}, {"checksum": ""}, {"checksum": 7}, {"checksum": "0" * 64}]
+)
+def test_a_wrong_or_missing_checksum_is_refused(model, checksum):
     file = write_content(model)
     content = json.loads(file.read_text())
     del content["checksum"]
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content | checksum))
     with pytest.raises(UserError, match=f"{FRONTIER_FILE}: checksum: .*; {REMEDY}"):
         read_frontier(model)
 
@@ -393,7 +384,7 @@ def test_a_missing_checksum_is_refused(model):
     ],
     ids=["empty", "cut", "latin", "deep", "list"],
 )
-def test_what_is_no_json_object_is_refused(model, raw, reason):
+def test_a_file_without_a_json_object_is_refused(model, raw, reason):
     (model / FRONTIER_FILE).write_bytes(raw)
     with pytest.raises(UserError, match=f"{FRONTIER_FILE}: .*{reason}.*; {REMEDY}"):
         read_frontier(model)
@@ -404,7 +395,7 @@ def test_a_missing_file_is_refused(model):
         read_frontier(model)
 
 
-def test_retrained_weights_refuse_the_frontier(model):
+def test_a_frontier_of_other_weights_is_refused(model):
     write_content(model)
     save_model(model, 1.0)
     with pytest.raises(UserError, match=f"{FRONTIER_FILE}: weights: .*; {REMEDY}"):
@@ -414,7 +405,7 @@ def test_retrained_weights_refuse_the_frontier(model):
 # Rungs
 
 
-def test_rungs_are_ar_and_the_thresholds_in_falling_order():
+def test_rungs_are_plain_ar_and_then_the_falling_thresholds():
     assert frontier_of(list(reversed(some_points()))).rungs() == (
         Rung(1.0, 1.0, 0.0, 0, 1.0),
         Rung(0.95, 1.5, 0.5, 3, 4.5),
@@ -423,7 +414,7 @@ def test_rungs_are_ar_and_the_thresholds_in_falling_order():
     )
 
 
-def test_rungs_average_what_falls():
+def test_falling_figures_are_averaged():
     rungs = frontier_of(
         [
             AR,
@@ -460,7 +451,7 @@ def test_the_exact_rung_loses_nothing():
 # Capacity
 
 
-def test_step_times_are_bilinear():
+def test_step_times_are_interpolated_bilinearly():
     content = content_of("none", some_points())
     positions, stored = [0.0, 10.0, 40.0], [0.0, 1000.0, 5000.0]
 
@@ -470,21 +461,21 @@ def test_step_times_are_bilinear():
     table = [[seconds(p, s) for s in stored] for p in positions]
     content["step_seconds"] = {"positions": positions, "stored": stored, "seconds": table}
     frontier = build_settings(content, Frontier, source="measured")
-    # within pieces, on a point, and past the last one of either
+    # between measured values, at them, and beyond the last of positions and of cached tokens
     for rows, mean in [(4, 100.0), (4, 250.0), (4, 700.0), (10, 900.0), (1, 0.0)]:
         step_time = frontier.capacity(rows, mean).step_time
         for p in [0.0, 3.0, 10.0, 25.0, 100.0]:
             assert step_time.at(p) == pytest.approx(seconds(p, rows * mean))
 
 
-def test_times_that_fall_in_the_last_piece_do_not_fall_on():
+def test_times_that_fall_at_the_end_of_the_table_fall_no_further():
     content = content_of("none", some_points())
     content["step_seconds"]["seconds"][0] = [0.012, 0.010]
     frontier = build_settings(content, Frontier, source="measured")
     assert frontier.capacity(100, 512.0).step_time.at(1.0) == 0.010
 
 
-def test_capacity_prices_rows_by_their_measured_positions():
+def test_speeds_follow_from_the_measured_positions_of_rows():
     frontier = frontier_of(some_points())
     capacity = frontier.capacity(8)
     assert capacity == frontier.capacity(8, 512.0)
@@ -494,17 +485,16 @@ def test_capacity_prices_rows_by_their_measured_positions():
     expected = 8 * 1.8 / capacity.step_time.at(8 * 4.75)
     assert capacity.tokens_per_s(rung) == pytest.approx(expected)
     exact = frontier.exact_rung()
-    assert exact is not None
     expected = 8 * 1.9 / capacity.step_time.at(8 * 16.0)
     assert capacity.tokens_per_s(exact) == pytest.approx(expected)
 
 
-def test_positions_that_were_not_measured_are_tokens_and_masks():
+def test_positions_that_were_not_measured_are_derived_from_tokens_and_masks():
     assert Rung(0.9, 1.8, 1.0, num_masks=3).positions == pytest.approx(4.8)
     assert Rung(1.0, 1.0, 0.0).positions == 1.0
 
 
-def test_without_a_frontier_there_is_plain_ar_decoding_only():
+def test_without_a_frontier_there_is_only_plain_ar_decoding():
     capacity = ar_only(linear_step_time(0.02, 128), max_num_seqs=16, prefill_tokens_per_s=5000.0)
     assert capacity.rungs == (Rung(threshold=1.0, tokens_per_forward=1.0, loss=0.0),)
     assert capacity.useful(1.05) == capacity.rungs

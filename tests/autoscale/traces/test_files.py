@@ -44,7 +44,7 @@ CONTENT = {
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("guessed", [True, False])
 @pytest.mark.parametrize("trace_format", list(TraceFormat))
-def test_each_format_gives_the_same_trace_sorted_from_0(file, trace_format, guessed, ending):
+def test_each_format_gives_the_same_sorted_trace(file, trace_format, guessed, ending):
     path = file(CONTENT[trace_format], f"trace{ending}")
     trace = read_trace(path, None if guessed else trace_format)
     later_s = 0.052 if trace_format is TraceFormat.MOONCAKE else 0.052009
@@ -59,7 +59,7 @@ def test_azure_timestamps_may_have_an_offset_and_lack_a_fraction(file):
     assert [request.prompt_tokens for request in trace] == [3, 1, 5]
 
 
-def test_csv_takes_classes_other_columns_a_byte_order_mark_and_any_line_end(file):
+def test_csv_may_have_tiers_other_columns_a_byte_order_mark_and_any_line_end(file):
     text = "\ufeffclass, arrival_s,note,prompt_tokens,output_tokens\r\nflex, 1,a,2,3\r\n\r\n"
     assert read_trace(file(text)) == [TraceRequest(0.0, 2, 3, Tier.FLEX)]
 
@@ -114,7 +114,7 @@ GOOD_JSON = '{"timestamp": 0, "input_length": 1, "output_length": 1}\n'
         (GOOD_JSON.replace("0,", '"0",'), 1, "timestamp: .*'0'"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(file, text, line, problem):
+def test_an_invalid_row_is_named_by_file_and_line(file, text, line, problem):
     path = file(text)
     with pytest.raises(UserError, match=f"^{path}:{line}: .*{problem}") as raised:
         read_trace(path)

@@ -47,18 +47,20 @@ def near(measured, expected, deviation):
     assert abs(measured - expected) < 3 * deviation, (measured, expected, deviation)
 
 
-def test_the_default_change_keeps_the_trace_and_its_classes():
+def test_the_default_change_keeps_the_trace_and_its_tiers():
     trace = [TraceRequest(0.0, 1, 1, Tier.FLEX), *regular(100)[1:]]
     assert changed(trace, TraceChange(), seed=0) == trace
 
 
-def test_cutting_drops_what_arrives_later():
+def test_cutting_drops_later_requests():
     assert changed(regular(), TraceChange(cut_s=20), seed=0) == regular(201)
 
 
 @pytest.mark.parametrize("multiply", [0.3, 1.5, 2.2, 3.0])
-def test_multiplying_gives_so_many_requests_each_at_most_shift_s_late(multiply):
-    trace = [TraceRequest(10.0 * i, i, 1) for i in range(10_000)]  # the prompt tells which it is
+def test_multiplied_requests_have_the_right_number_and_delay(multiply):
+    trace = [
+        TraceRequest(10.0 * i, i, 1) for i in range(10_000)
+    ]  # the prompt identifies the request
     result = changed(trace, TraceChange(multiply=multiply, shift_s=3.0), seed=1)
     part = multiply % 1
     near(len(result), 10_000 * multiply, math.sqrt(10_000 * part * (1 - part)) + 0.1)
@@ -69,7 +71,7 @@ def test_multiplying_gives_so_many_requests_each_at_most_shift_s_late(multiply):
     near(late.mean(), 1.5, 3 / math.sqrt(12 * len(result)))
 
 
-def test_changed_traces_are_sorted_and_depend_on_the_seed_alone():
+def test_changed_traces_are_sorted_and_depend_only_on_the_seed():
     change = TraceChange(multiply=2.2, classes={"default": 0.5, "flex": 0.5})
     first = changed(regular(), change, seed=3)
     assert first == changed(regular(), change, seed=3)
@@ -77,15 +79,15 @@ def test_changed_traces_are_sorted_and_depend_on_the_seed_alone():
     assert (np.diff(arrivals(first)) >= 0).all()
 
 
-def test_spikes_multiply_where_they_are_and_nothing_moves_elsewhere():
+def test_spikes_multiply_requests_and_change_nothing_outside():
     spikes = (Spike(at_s=100, for_s=50, times=3.5), Spike(at_s=300, for_s=50, times=0))
     result = changed(regular(), TraceChange(spikes=spikes, shift_s=1.0), seed=0)
     near(count(result, 100, 151), 500 * 3.5 + 10, math.sqrt(500 * 0.25))
     assert count(result, 301, 350) == 0
-    outside = [r for r in result if not 100 <= r.arrival_s < 151 and not 300 <= r.arrival_s < 350]
-    untouched = [
-        r for r in regular() if not 100 <= r.arrival_s < 151 and not 300 <= r.arrival_s < 350
-    ]
+    outside, untouched = (
+        [r for r in trace if not 100 <= r.arrival_s < 151 and not 300 <= r.arrival_s < 350]
+        for trace in (result, regular())
+    )
     assert outside == untouched
 
 
@@ -95,7 +97,7 @@ def test_overlapping_spikes_multiply_each_other():
     assert spike_factor(spikes, times).tolist() == [1, 2, 6, 6, 3, 3, 1]
 
 
-def test_classes_are_drawn_by_their_shares_and_leave_arrivals_alone():
+def test_tiers_are_drawn_by_their_shares_and_leave_arrivals_alone():
     shares = {"flex": 0.3, "priority": 0.1, "default": 0.6}
     plain = changed(regular(), TraceChange(multiply=2), seed=5)
     drawn = changed(regular(), TraceChange(multiply=2, classes=shares), seed=5)
@@ -107,11 +109,11 @@ def test_classes_are_drawn_by_their_shares_and_leave_arrivals_alone():
     assert changed(regular(), TraceChange(multiply=2, classes=reordered), seed=5) == drawn
 
 
-def test_shares_near_1_are_taken():
+def test_shares_that_sum_to_nearly_1_are_accepted():
     third = 0.3333333
     change = TraceChange(classes=dict.fromkeys(Tier, third))
     numbers = Counter(request.tier for request in changed(regular(), change, seed=0))
-    assert min(numbers[name] for name in Tier) > 3000
+    assert min(numbers[tier] for tier in Tier) > 3000
 
 
 @pytest.mark.parametrize(
@@ -124,12 +126,12 @@ def test_shares_near_1_are_taken():
         ({"spikes": [{"at_s": 0, "for_s": 0, "times": 2}]}, "spikes.0.for_s"),
     ],
 )
-def test_a_bad_change_names_its_field(content, message):
+def test_an_invalid_change_names_its_field(content, message):
     with pytest.raises(UserError, match=f"^change: {message}"):
         build_settings(content, TraceChange, source="change")
 
 
-def test_changes_that_leave_nothing_or_far_too_much_are_refused():
+def test_changes_that_leave_no_request_or_far_too_many_are_refused():
     with pytest.raises(UserError, match="multiply: no request"):
         changed(regular(3), TraceChange(multiply=1e-9), seed=0)
     with pytest.raises(UserError, match=f"multiply: .*{MAX_REQUESTS}"):
@@ -142,12 +144,12 @@ def test_a_steady_synthetic_trace_is_a_poisson_process():
     gaps = np.diff(arrivals(trace))
     near(len(gaps), 50_000, math.sqrt(50_000))
     near(gaps.mean(), 0.2, 0.2 / math.sqrt(50_000))
-    near(gaps.std(), 0.2, 0.2 / math.sqrt(50_000) * math.sqrt(2))  # an exponential's
+    near(gaps.std(), 0.2, 0.2 / math.sqrt(50_000) * math.sqrt(2))  # of an exponential distribution
     assert gaps.min() >= 0
     assert trace[-1].arrival_s < 10_000
 
 
-def test_the_diurnal_wave_shows_in_the_rates():
+def test_the_rates_follow_the_diurnal_wave():
     made = synthetic(
         duration_s=8000, mean_rate_per_s=10, diurnal_amplitude=0.8, diurnal_period_s=4000
     )
@@ -157,7 +159,7 @@ def test_the_diurnal_wave_shows_in_the_rates():
         near(count(trace, begin_s, begin_s + 2000), expected, math.sqrt(expected))
 
 
-def test_ramps_and_spikes_show_in_the_rates():
+def test_the_rates_follow_ramps_and_spikes():
     made = synthetic(
         duration_s=4000,
         mean_rate_per_s=10,
@@ -192,37 +194,37 @@ def test_the_rate_never_exceeds_the_peak(spikes, ramps, amplitude):
     assert rates.max() <= made.peak_rate_per_s * (1 + 1e-12)
 
 
-def test_synthetic_traces_depend_on_the_seed_alone():
+def test_synthetic_traces_depend_only_on_the_seed():
     made = synthetic(duration_s=100, mean_rate_per_s=5, output=Lengths(mean=9, sigma=1, max=99))
     assert generate(made, seed=0) == generate(made, seed=0)
     assert generate(made, seed=0) != generate(made, seed=1)
 
 
-def test_synthetic_traces_survive_a_file(tmp_path):
+def test_synthetic_traces_can_be_written_and_read(tmp_path):
     trace = generate(synthetic(duration_s=100, mean_rate_per_s=5), seed=0)
     write_trace(tmp_path / "trace.csv", trace)
     read = read_trace(tmp_path / "trace.csv")
     assert arrivals(read) == pytest.approx(arrivals(trace), abs=1e-6)
 
 
-def test_lengths_are_lognormal_with_the_mean_that_was_asked_for():
+def test_lengths_are_lognormal_with_the_given_mean():
     output = Lengths(mean=300, sigma=0.8, max=10**9)
     trace = generate(synthetic(duration_s=10_000, mean_rate_per_s=5, output=output), seed=3)
     tokens = np.array([request.output_tokens for request in trace])
     deviation = 300 * math.sqrt(math.exp(0.8**2) - 1)
     near(tokens.mean(), 300, deviation / math.sqrt(len(tokens)))
-    near(np.log(tokens).std(), 0.8, 0.8 / math.sqrt(2 * len(tokens)) + 0.001)  # rounding's
+    near(np.log(tokens).std(), 0.8, 0.8 / math.sqrt(2 * len(tokens)) + 0.001)  # for rounding
     assert {request.prompt_tokens for request in trace} == {10}
 
 
-def test_a_share_of_lengths_is_in_a_heavy_tail_up_to_the_maximum():
+def test_a_share_of_lengths_has_a_heavy_tail_up_to_the_maximum():
     prompt = Lengths(mean=100, max=5000, tail_share=0.05, tail_times=10)
     trace = generate(synthetic(duration_s=10_000, mean_rate_per_s=5, prompt=prompt), seed=4)
     tokens = np.array([request.prompt_tokens for request in trace])
     num = len(tokens)
     assert set(tokens[tokens < 1000]) == {100}
     near((tokens > 100).sum(), 0.05 * num, math.sqrt(0.05 * 0.95 * num))
-    share = 0.05 * 2**-1.5  # Pareto's with index 1.5: twice the least and more
+    share = 0.05 * 2**-1.5  # Pareto with index 1.5: at least twice the minimum
     near((tokens >= 2000).sum(), share * num, math.sqrt(share * num))
     assert tokens.max() == 5000
 
@@ -239,13 +241,13 @@ def test_a_share_of_lengths_is_in_a_heavy_tail_up_to_the_maximum():
         ),
     ],
 )
-def test_bad_synthetic_settings_name_their_field(content, message):
+def test_invalid_synthetic_settings_name_their_field(content, message):
     lengths = {"mean": 5, "max": 10}
     base = {"duration_s": 100, "mean_rate_per_s": 1, "prompt": lengths, "output": lengths}
     with pytest.raises(UserError, match=f"^synthetic: {message}"):
         build_settings({**base, **content}, SyntheticTrace, source="synthetic")
 
 
-def test_settings_refuse_what_is_infinite():
+def test_infinite_settings_are_refused():
     with pytest.raises(ValidationError, match="finite"):
         Spike(at_s=math.inf, for_s=1, times=1)
