@@ -107,7 +107,7 @@ def make_engine() -> Callable[..., Engine]:
 
 @pytest.fixture(scope="session")
 def cached() -> Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]:
-    """What an ordinary forward pass caches: [layers, tokens, kv_heads, head_dim] each."""
+    """Keys and values that a plain pass caches: [layers, tokens, kv_heads, head_dim] each."""
 
     def run(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
         cache = DynamicCache()

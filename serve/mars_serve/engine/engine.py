@@ -115,7 +115,7 @@ class Engine:
             max_drafts=max_drafts,
             enable_prefix_caching=settings.enable_prefix_caching,
         )
-        self._attention = attention_of(
+        self.attention = attention_of(
             weights,
             settings,
             num_pages=self.num_pages,
@@ -124,7 +124,7 @@ class Engine:
         )
         self._runner = ModelRunner(
             weights,
-            self._attention,
+            self.attention,
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
             batch_invariant=settings.batch_invariant,
@@ -483,7 +483,7 @@ class Engine:
         return tokens, FinishReason.LENGTH if is_full else None
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
-        self._attention.recover()
+        self.attention.recover()
         self._end(request, FinishReason.ERROR)
         return StepOutput(request.id, [], request.finish_reason, error=str(error))
 

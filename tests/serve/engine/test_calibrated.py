@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.conftest import Trained
 
+from engines import run as run_requests
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.errors import UserError
@@ -56,11 +57,7 @@ def run(
         Request(str(index), list(prompt), options[index % len(options)])
         for index, prompt in enumerate(prompts)
     ]
-    for request in requests:
-        engine.add(request)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = [output for each in run_requests(engine, requests).values() for output in each]
     assert all(output.error is None for output in outputs)
     return requests, outputs
 

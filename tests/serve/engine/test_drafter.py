@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import Trained
 
+from engines import run as run_requests
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
@@ -60,13 +61,7 @@ def run(
         Request(str(index), list(item.prompt), options[index % len(options)])
         for index, item in enumerate(items)
     ]
-    for request in requests:
-        engine.add(request)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-        engine.check_integrity()
-    assert engine.status().num_free_pages == engine.num_pages
+    outputs = [output for each in run_requests(engine, requests).values() for output in each]
     assert all(output.error is None for output in outputs)
     return [request.tokens[request.num_prompt :] for request in requests], outputs
 

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from engine_requests import make_request
+from engines import Engines, Models, oracle, output_of, passes_of, prompt_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
-from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
-from mars_serve.engine.engine import Engine
+from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
@@ -31,79 +31,32 @@ MIXED = [
     (Mode.AR, 0.05),
 ]
 
-Models = Callable[[str], PreTrainedModel]
-Engines = Callable[..., Engine]
-Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
-Passes = dict[str, list[list[int]]]
-
 
 def random_prompt(source: random.Random, length: int) -> list[int]:
     return [source.randrange(4, 64) for _ in range(length)]
 
 
 def random_requests(count: int, kinds: list[tuple[Mode, float]], seed: int = 0) -> list[Request]:
-    """Ragged requests, every fifth with a prompt that does not fit one step."""
+    """Requests of different lengths, every fifth with a prompt longer than one step."""
     source, requests = random.Random(seed), []
     for index in range(count):
         length = source.randint(70, 150) if index % 5 == 2 else source.randint(1, 40)
         mode, threshold = kinds[index % len(kinds)]
-        options = DecodingOptions(source.randint(1, 20), mode, threshold)
-        requests.append(Request(str(index), random_prompt(source, length), options))
+        max_tokens, prompt = source.randint(1, 20), random_prompt(source, length)
+        options = {"mode": mode, "threshold": threshold}
+        requests.append(make_request(str(index), prompt, max_tokens, **options))
     return requests
 
 
-def one_request(
+def request_of(
     length: int, max_tokens: int, *, threshold: float = 1.0, name: str = "one", seed: int = 0
 ) -> Request:
-    options = DecodingOptions(max_tokens, Mode.THRESHOLD, threshold)
-    return Request(name, random_prompt(random.Random(seed), length), options)
+    prompt = random_prompt(random.Random(seed), length)
+    return make_request(name, prompt, max_tokens, threshold=threshold)
 
 
 def flat(parts: Iterable[list[Any]]) -> list[Any]:
     return [item for part in parts for item in part]
-
-
-def prompt_of(request: Request) -> list[int]:
-    return request.tokens[: request.num_prompt]
-
-
-def output_of(request: Request) -> list[int]:
-    return request.tokens[request.num_prompt :]
-
-
-def run(engine: Engine, requests: list[Request], *, at_once: int = 6) -> Passes:
-    """Step to the end; after the first few, a request joins at each step."""
-    queue, passes = deque(requests), defaultdict(list)
-    for _ in range(min(at_once, len(queue))):
-        engine.add(queue.popleft())
-    while queue or engine.has_work:
-        for output in engine.step():
-            passes[output.request_id].append(output.tokens)
-        engine.check_integrity()
-        if queue:
-            engine.add(queue.popleft())
-    assert engine.status().num_free_pages == engine.settings.num_pages
-    return passes
-
-
-def oracle(
-    model: PreTrainedModel,
-    request: Request,
-    special: SpecialTokens = SPECIAL,
-    *,
-    block_size: int = BLOCK_SIZE,
-    mask: int = MASK,
-) -> list[list[int]]:
-    options = request.options
-    return reference.decode(
-        model,
-        prompt_of(request),
-        special,
-        max_tokens=options.max_tokens,
-        threshold=1.0 if options.mode is Mode.AR else options.threshold,
-        num_masks=block_size,
-        mask_token_id=mask,
-    ).passes
 
 
 def generate(model: PreTrainedModel, request: Request) -> list[int]:
@@ -129,9 +82,9 @@ def test_one_token_a_step_equals_oracle_and_generate(
     tiny_model: Models, make_engine: Engines, family: str
 ) -> None:
     model, requests = tiny_model(family), random_requests(20, AR)
-    passes = run(make_engine(model, SPECIAL), requests)
+    passes = passes_of(run(make_engine(model, SPECIAL), requests))
     for request in requests:
-        assert passes[request.id] == oracle(model, request)
+        assert passes[request.id] == oracle(model, request, SPECIAL)
         assert output_of(request) == generate(model, request)
     reasons = Counter(request.finish_reason for request in requests)
     assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH}
@@ -142,9 +95,9 @@ def test_passes_equal_oracle_in_a_mixed_batch(
     tiny_model: Models, make_engine: Engines, family: str
 ) -> None:
     model, requests = tiny_model(family), random_requests(25, MIXED, seed=1)
-    passes = run(make_engine(model, SPECIAL), requests)
+    passes = passes_of(run(make_engine(model, SPECIAL), requests))
     for request in requests:
-        assert passes[request.id] == oracle(model, request), request.options
+        assert passes[request.id] == oracle(model, request, SPECIAL), request.options
         assert output_of(request) == flat(passes[request.id])
     lengths = Counter(len(tokens) for tokens in flat(passes.values()))
     assert lengths[1] > 0
@@ -152,26 +105,16 @@ def test_passes_equal_oracle_in_a_mixed_batch(
     assert max(lengths) <= BLOCK_SIZE + 1
 
 
-@pytest.mark.parametrize("sizes", [{"page_size": 1}, {"page_size": 7}, {"max_num_seqs": 1}])
-def test_sizes_do_not_change_passes(
-    tiny_model: Models, make_engine: Engines, sizes: dict[str, int]
-) -> None:
-    requests = random_requests(10, MIXED, seed=2)
-    passes = run(make_engine(tiny_model("qwen2"), SPECIAL, num_pages=400, **sizes), requests)
-    for request in requests:
-        assert passes[request.id] == oracle(tiny_model("qwen2"), request)
-
-
-def test_window_that_fills_a_whole_step(tiny_model: Models, make_engine: Engines) -> None:
+def test_a_window_may_fill_a_whole_step(tiny_model: Models, make_engine: Engines) -> None:
     model = tiny_model("llama")
     requests = [
-        one_request(30 + 20 * index, 70, threshold=0.04, name=str(index), seed=index)
+        request_of(30 + 20 * index, 70, threshold=0.04, name=str(index), seed=index)
         for index in range(3)
     ]
     engine = make_engine(model, ENDLESS, block_size=64, max_num_batched_tokens=65)
-    passes = run(engine, requests)
+    passes = passes_of(run(engine, requests))
     for request in requests:
-        assert passes[request.id] == oracle(model, request, ENDLESS, block_size=64)
+        assert passes[request.id] == oracle(model, request, ENDLESS, num_masks=64)
     assert any(len(tokens) > 1 for tokens in flat(passes.values()))
 
 
@@ -179,17 +122,19 @@ def test_plain_checkpoint_decodes_one_token_a_step(
     tiny_model: Models, make_engine: Engines
 ) -> None:
     requests = random_requests(6, AR, seed=3)
-    passes = run(make_engine(tiny_model("qwen3"), SPECIAL, block_size=None), requests)
+    passes = passes_of(run(make_engine(tiny_model("qwen3"), SPECIAL, block_size=None), requests))
     for request in requests:
-        assert passes[request.id] == oracle(tiny_model("qwen3"), request)
+        assert passes[request.id] == oracle(tiny_model("qwen3"), request, SPECIAL)
 
 
-def test_neighbours_do_not_matter(tiny_model: Models, make_engine: Engines) -> None:
+def test_passes_do_not_depend_on_other_requests(tiny_model: Models, make_engine: Engines) -> None:
     model = tiny_model("qwen2")
     batch = random_requests(13, MIXED, seed=4)
-    together = run(make_engine(model, SPECIAL, max_num_seqs=13, num_pages=400), batch, at_once=13)
+    together = passes_of(
+        run(make_engine(model, SPECIAL, max_num_seqs=13, num_pages=400), batch, at_once=13)
+    )
     for request in random_requests(13, MIXED, seed=4):
-        alone = run(make_engine(model, SPECIAL), [request])
+        alone = passes_of(run(make_engine(model, SPECIAL), [request]))
         assert alone[request.id] == together[request.id]
 
 
@@ -197,22 +142,25 @@ def test_neighbours_do_not_matter(tiny_model: Models, make_engine: Engines) -> N
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_end_token_inside_an_accepted_run_ends_at_once(
+def test_an_end_token_inside_an_accepted_run_ends_at_once(
     tiny_model: Models, make_engine: Engines, index: int
 ) -> None:
     request, end, expected = _ends_inside_a_pass(tiny_model("qwen2"), index)
     special = SpecialTokens(frozenset({end, 62, 63}), ENDLESS.never_emitted)
     engine = make_engine(tiny_model("qwen2"), special)
-    assert run(engine, [request])[request.id] == expected
+    assert passes_of(run(engine, [request]))[request.id] == expected
     assert request.finish_reason is FinishReason.STOP
 
 
 def _ends_inside_a_pass(model: PreTrainedModel, index: int) -> tuple[Request, int, list[list[int]]]:
-    """A request, a token at place ``index`` of one of its passes that stands nowhere before and
-    is not its pass's last, and the passes up to it.
+    """Find a request with a token inside one of its passes that has not come before.
+
+    Returns:
+        The request, the token, which stands at ``index`` of its pass and is not the last there, and
+        the passes up to the token.
     """
     for seed in range(50):
-        request = one_request(6, 24, threshold=0.02, seed=seed)
+        request = request_of(6, 24, threshold=0.02, seed=seed)
         before: list[list[int]] = []
         for tokens in oracle(model, request, ENDLESS):
             earlier = {62, 63, *flat(before), *tokens[:index]}
@@ -235,13 +183,13 @@ def test_each_of_several_end_tokens_ends(tiny_model: Models, make_engine: Engine
 
 
 def test_mask_and_padding_are_never_emitted(tiny_model: Models, make_engine: Engines) -> None:
-    """Take as mask and padding the two tokens that would be emitted most."""
+    """Mask and padding are the two tokens that would otherwise be emitted most."""
     model, free = tiny_model("qwen2"), SpecialTokens(frozenset(), frozenset())
     requests = random_requests(10, MIXED, seed=6)
     common = Counter(t for r in requests for t in flat(oracle(model, r, free)))
     (mask, _), (pad, _) = common.most_common(2)
     special = SpecialTokens(frozenset(), frozenset({mask, pad}))
-    passes = run(make_engine(model, special, mask=mask), requests)
+    passes = passes_of(run(make_engine(model, special, mask=mask), requests))
     for request in requests:
         assert not {mask, pad} & set(output_of(request))
         assert passes[request.id] == oracle(model, request, special, mask=mask)
@@ -251,36 +199,12 @@ def test_mask_and_padding_are_never_emitted(tiny_model: Models, make_engine: Eng
 def test_an_accepted_run_stays_within_max_tokens(
     tiny_model: Models, make_engine: Engines, max_tokens: int
 ) -> None:
-    request = one_request(5, max_tokens, threshold=1e-9)  # accepts every proposal
-    passes = run(make_engine(tiny_model("qwen2"), ENDLESS), [request])[request.id]
+    request = request_of(5, max_tokens, threshold=1e-9)  # accepts every proposal
+    engine = make_engine(tiny_model("qwen2"), ENDLESS)
+    passes = passes_of(run(engine, [request]))[request.id]
     full, rest = divmod(max_tokens, BLOCK_SIZE + 1)
     assert [len(tokens) for tokens in passes] == [BLOCK_SIZE + 1] * full + [rest] * (rest > 0)
     assert request.finish_reason is FinishReason.LENGTH
-
-
-# Keys and values
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masks_leave_no_keys_or_values(
-    tiny_model: Models, make_engine: Engines, cached: Cached, family: str
-) -> None:
-    model = tiny_model(family)
-    engine = make_engine(model, ENDLESS)
-    request = one_request(90, 40, threshold=1e-9)
-    engine.add(request)
-    while request.num_output < 12:
-        engine.step()
-    assert request.finish_reason is None
-    keys, values = cached(model, request.tokens[: request.num_cached])
-    for stored, expected in (
-        (engine._attention.keys, keys),
-        (engine._attention.values, values),
-    ):
-        own = stored[:, request.pages].transpose(2, 3).flatten(1, 2)  # [layers, slots, kv_heads, d]
-        torch.testing.assert_close(own[:, : request.num_cached], expected, rtol=1e-4, atol=1e-4)
-        assert own[:, : request.num_cached].abs().sum() > 0
-        assert own[:, request.num_cached :].abs().sum() == 0
 
 
 # Cancelling
@@ -298,39 +222,36 @@ def test_cancelling_frees_pages_and_leaves_the_others_alone(
 ) -> None:
     model = tiny_model("llama")
     engine = make_engine(model, SPECIAL, max_num_seqs=3, num_pages=200)
-    victim = one_request(150, 60, name="victim")
+    victim = request_of(150, 60, name="victim")
     others = random_requests(8, MIXED, seed=7)
     order = [*others, victim] if stage == "waiting" else [victim, *others]
     for request in order:
         engine.add(request)
-    passes = defaultdict(list)
+    outputs = list[StepOutput]()
     while not STAGES[stage](victim):
-        _step_into(passes, engine)
+        outputs += engine.step()
     held, free = len(victim.pages), engine.status().num_free_pages
     assert (held == 0) == (stage == "waiting")
     engine.cancel("victim")
     engine.check_integrity()
     assert engine.status().num_free_pages == free + held
     assert victim.finish_reason is FinishReason.CANCELLED
-    given = len(passes["victim"])
     while engine.has_work:
-        _step_into(passes, engine)
-    assert len(passes["victim"]) == given
-    assert engine.status().num_free_pages == engine.settings.num_pages
+        further = engine.step()
+        assert "victim" not in {output.request_id for output in further}
+        outputs += further
+        engine.check_integrity()
+    assert engine.status().num_free_pages == engine.num_pages
     for request in others:
-        assert passes[request.id] == oracle(model, request)
+        own = [output.tokens for output in outputs if output.request_id == request.id]
+        assert own == oracle(model, request, SPECIAL)
 
 
-def _step_into(passes: Passes, engine: Engine) -> None:
-    assert engine.has_work
-    for output in engine.step():
-        passes[output.request_id].append(output.tokens)
-    engine.check_integrity()
-
-
-def test_cancelling_what_is_not_there_is_no_error(tiny_model: Models, make_engine: Engines) -> None:
+def test_an_unknown_or_ended_request_can_be_cancelled(
+    tiny_model: Models, make_engine: Engines
+) -> None:
     engine = make_engine(tiny_model("qwen2"), SPECIAL)
-    request = one_request(3, 2)
+    request = request_of(3, 2)
     run(engine, [request])
     engine.cancel(request.id)
     engine.cancel("never seen")
@@ -344,13 +265,13 @@ def test_cancelling_what_is_not_there_is_no_error(tiny_model: Models, make_engin
 @pytest.mark.parametrize(
     ("request_", "block_size", "field", "details"),
     [
-        (one_request(0, 4), 4, "prompt", ["no tokens"]),
-        (one_request(250, 7), 4, "max_tokens", ["250", "7", "257", "256"]),
-        (one_request(3, 4, threshold=0.5), None, "mode", ["mars.json", "'ar'"]),
+        (request_of(0, 4), 4, "prompt", ["no tokens"]),
+        (request_of(250, 7), 4, "max_tokens", ["250", "7", "257", "256"]),
+        (request_of(3, 4, threshold=0.5), None, "mode", ["mars.json", "'ar'"]),
     ],
     ids=["empty", "too long", "plain checkpoint"],
 )
-def test_check_refuses_naming_the_field(
+def test_a_refusal_names_the_field(
     tiny_model: Models,
     make_engine: Engines,
     request_: Request,
@@ -366,16 +287,18 @@ def test_check_refuses_naming_the_field(
     assert not engine.has_work
 
 
-def test_check_refuses_what_the_pages_cannot_hold(tiny_model: Models, make_engine: Engines) -> None:
+def test_a_request_that_the_pages_cannot_hold_is_refused(
+    tiny_model: Models, make_engine: Engines
+) -> None:
     engine = make_engine(tiny_model("qwen2"), SPECIAL, num_pages=5)
-    engine.check(one_request(12, 8))
+    engine.check(request_of(12, 8))
     with pytest.raises(UserError, match=r"^max_tokens: .* more than the 20 that fit"):
-        engine.check(one_request(13, 8))
+        engine.check(request_of(13, 8))
 
 
-def test_longest_request_fits(tiny_model: Models, make_engine: Engines) -> None:
-    model, request = tiny_model("qwen2"), one_request(252, 4, threshold=0.05)
-    passes = run(make_engine(model, ENDLESS), [request])
+def test_the_longest_request_fits(tiny_model: Models, make_engine: Engines) -> None:
+    model, request = tiny_model("qwen2"), request_of(252, 4, threshold=0.05)
+    passes = passes_of(run(make_engine(model, ENDLESS), [request]))
     assert passes[request.id] == oracle(model, request, ENDLESS)
 
 
@@ -387,8 +310,8 @@ def test_a_long_prompt_is_chunked_while_others_advance(
     tiny_model: Models, make_engine: Engines, long_comes_first: bool
 ) -> None:
     engine = make_engine(tiny_model("qwen2"), ENDLESS, num_pages=300)
-    short = [one_request(2 + i, 40, threshold=0.3, name=str(i), seed=i) for i in range(4)]
-    long = one_request(200, 4, threshold=0.3, name="long")
+    short = [request_of(2 + i, 40, threshold=0.3, name=str(i), seed=i) for i in range(4)]
+    long = request_of(200, 4, threshold=0.3, name="long")
     for request in [long, *short] if long_comes_first else [*short, long]:
         engine.add(request)
     num_steps = 0

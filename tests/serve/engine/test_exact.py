@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from mars_platform.checkpoint.directory import Checkpoint, load_model, read_chec
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.attention.selection import choose_attention
+from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.batch import BatchRow
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
 from mars_serve.engine.engine import Engine
@@ -266,15 +264,10 @@ def test_each_committed_token_is_fed_once(
 def test_cached_keys_and_values_are_those_of_a_plain_pass(
     model: PreTrainedModel, checkpoint: Checkpoint, prompts: list[list[int]], cached: Cached
 ) -> None:
-    """That holds for accepted drafts, and for slots that held refused drafts before."""
-    made = list[Attention]()
-
-    def choose(*args: Any, **sizes: int) -> Attention:
-        made.append(choose_attention(*args, **sizes))
-        return made[-1]
-
-    settings = EngineSettings(max_num_seqs=4, num_pages=60)
-    engine = Engine(checkpoint, settings, attention_of=choose)
+    """This includes accepted drafts, and slots that held refused drafts before."""
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
+    attention = engine.attention
+    assert isinstance(attention, GatheredAttention)
     request = Request("one", list(prompts[0]), LAYOUTS["all"])
     engine.add(request)
     lengths = []
@@ -283,7 +276,7 @@ def test_cached_keys_and_values_are_those_of_a_plain_pass(
         if request.finish_reason is not None:
             break
         keys, values = cached(model, request.tokens[: request.num_cached])
-        for part, plain in ((made[0].keys, keys), (made[0].values, values)):
+        for part, plain in ((attention.keys, keys), (attention.values, values)):
             own = part[:, request.pages].transpose(2, 3).flatten(1, 2)
             torch.testing.assert_close(own[:, : request.num_cached], plain, rtol=1e-4, atol=1e-4)
     assert max(lengths) > 1

@@ -1,4 +1,4 @@
-"""Which models the engine serves, unchanged, and which it refuses by name; and in which types."""
+"""Families of models that the engine serves unchanged or refuses by name, and their types."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine_requests import make_request
+from engines import oracle, passes_of, run
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,
@@ -17,8 +19,6 @@ from mars_platform.checkpoint.directory import (
     read_checkpoint,
 )
 from mars_platform.errors import UserError
-from mars_platform.method import reference
-from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
@@ -51,29 +51,11 @@ def build_engine(model: PreTrainedModel, *, mask: int = 3, **options: Any) -> En
 
 
 def requests() -> list[Request]:
-    options = DecodingOptions(12, threshold=0.1, window=4)
+    prompts = [[4 + (7 * row + 5 * i) % 60 for i in range(4 + 33 * row)] for row in range(3)]
     return [
-        Request(str(row), [4 + (7 * row + 5 * i) % 60 for i in range(4 + 33 * row)], options)
-        for row in range(3)
+        make_request(str(row), prompt, 12, threshold=0.1, window=4)
+        for row, prompt in enumerate(prompts)
     ]
-
-
-def run(engine: Engine) -> dict[str, list[list[int]]]:
-    passes: dict[str, list[list[int]]] = {}
-    for request in requests():
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            passes.setdefault(output.request_id, []).append(output.tokens)
-    engine.check_integrity()
-    return passes
-
-
-def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
-    return reference.decode(
-        model, request.tokens, SPECIAL, max_tokens=12, threshold=0.1, num_masks=4, mask_token_id=3
-    ).passes
 
 
 @pytest.mark.parametrize(
@@ -89,16 +71,18 @@ def oracle(model: PreTrainedModel, request: Request) -> list[list[int]]:
 )
 def test_further_decoders_are_served_unchanged(family: str, changes: dict[str, Any]) -> None:
     model = build(family, **changes)
-    passes = run(build_engine(model))
+    passes = passes_of(run(build_engine(model), requests()))
     for request in requests():
-        assert passes[request.id] == oracle(model, request)
+        assert passes[request.id] == oracle(model, request, SPECIAL)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [("bert", {}, "'bert', whose attention is not causal"), ("mamba", {}, "cannot be replaced")],
 )
-def test_others_are_refused_by_name(family: str, changes: dict[str, Any], words: str) -> None:
+def test_other_families_are_refused_by_name(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=f"^model: .*{words}"):
         build_engine(build(family, **changes))
 
@@ -109,21 +93,19 @@ def test_a_mask_without_an_embedding_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_types(dtype: torch.dtype) -> None:
+def test_a_model_runs_in_a_narrow_type(dtype: torch.dtype) -> None:
     """The first tokens are the oracle's; later ones may part at near-ties."""
     model = build("qwen2").to(dtype)
     engine = build_engine(model)
-    passes = run(engine)
-    assert engine._attention.keys.dtype == dtype
+    assert engine.attention.keys.dtype == dtype
+    passes = passes_of(run(engine, requests()))
     for request in requests():
-        assert passes[request.id][0][0] == oracle(model, request)[0][0]
+        assert passes[request.id][0][0] == oracle(model, request, SPECIAL)[0][0]
         assert sum(map(len, passes[request.id])) == 12
 
 
 def test_a_checkpoint_is_loaded_in_a_narrow_type(mars_dir: Path) -> None:
     engine = Engine(read_checkpoint(mars_dir), EngineSettings(num_pages=20), dtype=torch.bfloat16)
-    engine.add(Request("one", [5, 6, 7], DecodingOptions(8, threshold=0.1)))
-    tokens = []
-    while engine.has_work:
-        tokens += [token for output in engine.step() for token in output.tokens]
-    assert 1 <= len(tokens) <= 8
+    request = make_request("one", [5, 6, 7], 8, threshold=0.1)
+    run(engine, [request])
+    assert 1 <= request.num_output <= 8

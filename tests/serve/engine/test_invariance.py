@@ -1,4 +1,4 @@
-"""A request's numbers in company and alone: equal tokens, and equal bits where asked for."""
+"""A request's numbers among others and alone: equal tokens, and equal bits if batch-invariant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = {
         24, threshold=0.05, window=3, sampling=Sampling(0.8, top_p=0.9, seed=7)
     ),
 }
-"""Thresholds that random weights of this size reach at times."""
+"""Options by name, with thresholds that random weights of this size sometimes reach."""
 EXACT = {
     "all": DecodingOptions(24, Mode.EXACT, outcomes=Outcomes.ALL, window=4),
     "last": DecodingOptions(24, Mode.EXACT, outcomes=Outcomes.LAST, window=3),
@@ -45,7 +45,7 @@ Result = tuple[list[StepOutput], Tensor]
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Wide enough for matrix products to take different paths for different numbers of rows."""
+    """A model so wide that matrix products take different paths for different numbers of rows."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=500,
@@ -78,7 +78,7 @@ def company() -> list[Request]:
 
 
 def run(engine: Engine, requests: list[Request], *, gap: int = 0) -> dict[str, Result]:
-    """Each request's outputs and, as they were before its last pass, its stored keys."""
+    """Return each request's outputs, and its cached keys as of its last pass but one."""
     outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
     keys: dict[str, Tensor] = {}
     waiting, step = list(requests), 0
@@ -88,8 +88,8 @@ def run(engine: Engine, requests: list[Request], *, gap: int = 0) -> dict[str, R
         step += 1
         for output in engine.step():
             outputs[output.request_id].append(output)
-        for request in engine._scheduler.running:
-            own = engine._attention.keys[:, request.pages].transpose(2, 3).flatten(1, 2)
+        for request in (request for request in requests if request.pages):
+            own = engine.attention.keys[:, request.pages].transpose(2, 3).flatten(1, 2)
             keys[request.id] = own[:, : request.num_cached].clone()
     return {request.id: (outputs[request.id], keys[request.id]) for request in requests}
 
@@ -100,7 +100,7 @@ def assert_same_bits(one: Result, other: Result) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_in_company_as_alone(
+def test_a_request_gives_the_same_tokens_among_others_and_alone(
     model: PreTrainedModel, make_engine: Callable[..., Engine], batch_invariant: bool
 ) -> None:
     sizes = {"num_pages": 400, "max_num_seqs": 9, "batch_invariant": batch_invariant}
@@ -117,13 +117,13 @@ def test_in_company_as_alone(
     assert len(counts) > 1
 
 
-def test_checked_drafts_in_company_as_alone(
+def test_mode_exact_gives_the_same_bits_among_others_and_alone(
     model: PreTrainedModel, make_engine: Callable[..., Engine]
 ) -> None:
-    """Mode exact, with positions enough for no group of masks to give way to neighbours."""
+    """There are enough positions for all groups of masks of all requests."""
     repetitive = copy.deepcopy(model)
     with torch.no_grad():
-        repetitive.lm_head.weight[10:16] *= 3  # of few tokens masks guess some right
+        repetitive.lm_head.weight[10:16] *= 3  # masks guess some of so few tokens right
     sizes = {
         "num_pages": 400,
         "max_num_seqs": 9,
@@ -147,7 +147,7 @@ def test_checked_drafts_in_company_as_alone(
 def test_bits_do_not_depend_on_chunks(
     model: PreTrainedModel, make_engine: Callable[..., Engine]
 ) -> None:
-    """Chunks of 65 positions, of which neighbours take some, or the whole prompt in one."""
+    """A prompt is fed in chunks of at most 65 positions, or whole in one step."""
     few = make_engine(
         model, SPECIAL, num_pages=400, max_num_batched_tokens=65, batch_invariant=True
     )
@@ -159,7 +159,7 @@ def test_bits_do_not_depend_on_chunks(
         assert_same_bits(run(many, [request])[request.id], chunked[request.id])
 
 
-def test_bits_survive_preemption_and_prefix_reuse(
+def test_bits_survive_preemption_and_prefix_hits(
     model: PreTrainedModel, make_engine: Callable[..., Engine]
 ) -> None:
     roomy = make_engine(model, SPECIAL, num_pages=400, batch_invariant=True)
@@ -175,7 +175,7 @@ def test_bits_survive_preemption_and_prefix_reuse(
         assert_same_bits(again[request.id], alone)
 
 
-def test_tiles_multiply_each_row_alike(model: PreTrainedModel) -> None:
+def test_a_tiled_layer_multiplies_each_row_alike(model: PreTrainedModel) -> None:
     torch.manual_seed(1)
     linear = model.model.layers[0].mlp.gate_proj
     tiled, inputs = TiledLinear(linear, tile=16), torch.randn(1, 40, 192)

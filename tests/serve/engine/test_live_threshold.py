@@ -1,15 +1,16 @@
-"""A threshold that moves under running requests: what each pass does with it."""
+"""A live τ that changes while requests run, and the τ that each pass uses."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
 
+from engines import Engines, Models, Outputs
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
@@ -26,9 +27,6 @@ from mars_serve.engine.request import Request
 PAD, MASK, BLOCK_SIZE = 0, 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({PAD, MASK}))
 LIVE = DecodingOptions(24, threshold=None)
-Models = Callable[[str], PreTrainedModel]
-Engines = Callable[..., Engine]
-Outputs = dict[str, list[StepOutput]]
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def requests_with(options: DecodingOptions, count: int = 5, name: str = "r") -> 
 def run(
     engine: Engine, requests: list[Request], live: Iterable[float | LiveDecoding] = ()
 ) -> Outputs:
-    """Outputs where each step begins with the next entry of ``live``, and the last one stays."""
+    """Run requests, each step with the next entry of ``live``; the last entry stays."""
     outputs = defaultdict[str, list[StepOutput]](list)
     changes = (each if isinstance(each, LiveDecoding) else LiveDecoding(each) for each in live)
     for request in requests:
@@ -61,7 +59,7 @@ def run(
 def replayed(
     model: PreTrainedModel, request: Request, outputs: list[StepOutput]
 ) -> list[list[int]]:
-    """The plain decoder's passes with the thresholds and windows that the engine reports."""
+    """Decode plainly with the thresholds and windows that the engine reported."""
     return reference.decode(
         model,
         request.tokens[: request.num_prompt],
@@ -131,7 +129,7 @@ def test_an_engine_that_adapts_windows_feeds_masks_at_once(
 ) -> None:
     engine = make_engine(model, SPECIAL)
     flat = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
-    engine._chooser = WindowChooser(flat, BLOCK_SIZE)
+    engine.adapt_windows(flat)
     neighbours = requests_with(replace(LIVE, threshold=0.9), 1, "pinned")  # choices are kept
     outputs = run(engine, requests_with(LIVE, 1) + neighbours, [1.0, 1.0, 0.9, 0.9, 1.0])
     assert [output.num_masks > 0 for output in outputs["r0"][:5]] == [0, 0, 1, 1, 0]

@@ -1,4 +1,4 @@
-"""What requests hold of the pool, and that nothing grows with their number."""
+"""Pages that requests hold, and memory that does not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Engines = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """As small as they come, with a context for long prefixes."""
+    """A tiny model with a context that holds long prefixes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -61,7 +61,7 @@ def test_no_request_holds_more_than_a_page_beyond_its_tokens(
     most = 0
     while engine.has_work:
         engine.step()
-        running = engine._scheduler.running
+        running = [request for request in requests if request.pages]
         held = engine.num_pages - engine.status().num_free_pages
         ideal = sum(request.num_cached for request in running) / PAGE
         assert held <= ideal + len(running)
@@ -69,10 +69,10 @@ def test_no_request_holds_more_than_a_page_beyond_its_tokens(
     assert most > 20
 
 
-def test_a_shared_prefix_is_stored_and_computed_once(
+def test_a_shared_prefix_is_cached_and_computed_once(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
-    """32 requests at once, with 512 tokens in common, in a pool that could not hold them twice."""
+    """32 concurrent requests share 512 tokens, in a pool too small to hold these twice."""
     prefix, own, max_tokens = prompt(512, 0), 20, 10
     pages_of_one = -(-(own + max_tokens) // PAGE)
     engine = make_engine(

@@ -19,7 +19,7 @@ def chain(tokens: str, tenant: str = "") -> list[bytes]:
 
 
 def hold(pool: PagePool, tokens: str) -> list[int]:
-    """What a request does that feeds these tokens."""
+    """Allocate and register pages as a request that feeds these tokens does."""
     keys = chain(tokens)
     pages = pool.match(keys)
     pages += pool.allocate(len(keys) - len(pages))

@@ -1,8 +1,8 @@
-"""Random schedules: whatever arrives, waits, shares, is preempted or cancelled, the output of every
-request is the oracle's for the windows that it was given.
+"""Random schedules of requests that arrive, wait, share prefixes, are preempted and cancelled: the
+output of each request is its oracle's for the windows that it was given.
 
-The oracle of greedy requests is the plain decoder. That of others, which sample or have a grammar,
-is an engine that serves nothing else meanwhile: in mode ar for those of mode exact, too.
+The oracle of greedy requests is the plain decoder. The oracle of requests that sample or have a
+grammar is an engine that serves nothing else, in mode ar if the request is in mode exact.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Arrival:
 
     step: int
     family: int
-    """Prompts of a family begin alike."""
+    """Number of the family; prompts of a family begin alike."""
     length: int
     options: DecodingOptions
     tenant: str
     cancelled_after: int | None
-    """Steps from its arrival, or None."""
+    """Steps from the arrival to the cancellation; None for no cancellation."""
 
     def request(self, name: str) -> Request:
         source = torch.Generator().manual_seed(self.family)
@@ -104,7 +104,7 @@ _SAMPLINGS = st.builds(
 
 
 def _replayable(options: DecodingOptions) -> DecodingOptions:
-    """With a window of its own where a replay in an engine has to have the same."""
+    """Pin the window of a request whose oracle is an engine, which has to use the same one."""
     if options.mode is Mode.THRESHOLD and not options.is_plain and options.window is None:
         return replace(options, window=3)
     return options
@@ -126,7 +126,7 @@ _OPTIONS = st.builds(
     num_logprobs=st.sampled_from([None, None, 0, 2]),
 ).map(_replayable)
 _LIVE = st.lists(st.sampled_from([0.02, 0.05, 0.1, 0.5, 1.0]), min_size=1, max_size=5)
-"""What the live threshold is step by step, over and over."""
+"""Live thresholds of consecutive steps, repeated from the start."""
 _ARRIVALS = st.builds(
     Arrival,
     step=st.integers(0, 12),
@@ -197,7 +197,7 @@ def solo() -> Engine:
 
 @pytest.fixture(scope="module")
 def seen() -> Counter[str]:
-    """What the schedules met."""
+    """Counts of what the schedules have met."""
     return Counter()
 
 

@@ -3,14 +3,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_requests import make_request
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
+from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
@@ -37,35 +39,18 @@ def make_scheduler(
     )
 
 
-def one_request(
-    name: str,
-    prompt: int | list[int],
-    max_tokens: int = 4,
-    *,
-    threshold: float = 0.5,
-    window: int | None = None,
-    tier: Tier = Tier.DEFAULT,
-    tenant: str = "",
-    mode: Mode = Mode.THRESHOLD,
-    outcomes: Outcomes | None = None,
-) -> Request:
-    """A request of a given prompt, or of a random one of a given length."""
-    if isinstance(prompt, int):
-        prompt = [random.Random(name).randrange(10_000) for _ in range(prompt)]
-    options = DecodingOptions(
-        max_tokens, mode, threshold, window=window, tier=tier, outcomes=outcomes
-    )
-    return Request(name, list(prompt), options, tenant=tenant)
+def request_of(name: str, prompt: int | list[int], max_tokens: int = 4, **options: Any) -> Request:
+    return make_request(name, prompt, max_tokens, **{"threshold": 0.5, **options})
 
 
 class Steps:
-    """An engine without a model: what a slot stores stands for the whole prefix it is of."""
+    """An engine without a model; each slot holds a number that stands for its whole prefix."""
 
     def __init__(self, scheduler: Scheduler, source: random.Random | None = None) -> None:
         self.scheduler = scheduler
         self.source = source or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
-        self.num_computed = 0  # committed tokens that were fed
+        self.num_computed = 0  # committed tokens fed so far
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -79,29 +64,29 @@ class Steps:
         *,
         fails: bool = False,
     ) -> list[ScheduledRow]:
-        works = self.scheduler.schedule(choose)
+        rows = self.scheduler.schedule(choose)
         self.scheduler.check_integrity()
         if check is not None:
-            check(works)
-        for work in works:
-            self._read(work.request)
+            check(rows)
+        for row in rows:
+            self._read(row.request)
         if fails:
-            return works
-        for work in works:
-            self._write(work)
-        for work in works:
+            return rows
+        for row in rows:
+            self._write(row)
+        for row in rows:
             num_right = 0
-            if work.reads_logits:
-                most = work.num_proposed
-                num_right = self._accept(work, num_accepted or self.source.randint(1, most))
-            self.scheduler.commit_cached(work, num_right)
-            if work.request.num_left == 0:
-                self.scheduler.finish(work.request)
+            if row.reads_logits:
+                most = row.num_proposed
+                num_right = self._accept(row, num_accepted or self.source.randint(1, most))
+            self.scheduler.commit_cached(row, num_right)
+            if row.request.num_left == 0:
+                self.scheduler.finish(row.request)
         self.scheduler.check_integrity()
-        return works
+        return rows
 
     def run(self, max_steps: int = 1000) -> None:
-        """Step to the end."""
+        """Step until all requests have ended."""
         while self.scheduler.running or self.scheduler.waiting:
             assert self.step(), "requests remain and nothing moves"
             max_steps -= 1
@@ -109,38 +94,38 @@ class Steps:
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
 
     def _read(self, request: Request) -> None:
-        for place, expected in enumerate(self._contents(request)[: request.num_cached]):
-            assert self.slots[self._slot(request, place)] == expected, "reads what is another's"
+        for index, expected in enumerate(self._contents(request)[: request.num_cached]):
+            assert self.slots[self._slot(request, index)] == expected, "reads another prefix"
 
-    def _write(self, work: ScheduledRow) -> None:
-        self.num_computed += work.num_tokens
-        contents, start = self._contents(work.request), work.request.num_cached
-        for place in range(start, start + work.num_tokens + work.num_drafts):
-            page, slot = self._slot(work.request, place)
+    def _write(self, row: ScheduledRow) -> None:
+        self.num_computed += row.num_tokens
+        contents, start = self._contents(row.request), row.request.num_cached
+        for index in range(start, start + row.num_tokens + row.num_drafts):
+            page, slot = self._slot(row.request, index)
             holders = [item for item in self.scheduler.running if page in item.pages]
-            assert holders == [work.request], "writes to a page that others read"
-            self.slots[page, slot] = contents[place]
+            assert holders == [row.request], "writes to a page that others read"
+            self.slots[page, slot] = contents[index]
 
-    def _accept(self, work: ScheduledRow, num_accepted: int) -> int:
-        """Commit tokens, in mode exact drafts above all; return how many drafts were right."""
-        request = work.request
-        count = min(num_accepted, work.num_proposed, request.num_left)
+    def _accept(self, row: ScheduledRow, num_accepted: int) -> int:
+        """Commit tokens, in mode exact leading drafts first; return the number of right drafts."""
+        request = row.request
+        count = min(num_accepted, row.num_proposed, request.num_left)
         if request.options.mode is not Mode.EXACT:
             request.tokens += self.source.choices([0, 1], k=count)
             return 0
         drafts = [draft.token for draft in request.drafts[: count - 1]]
         request.tokens += [*drafts, self.source.choice([0, 1])]
-        tokens = self.source.choices([0, 1], k=work.masks[count - 1])
+        tokens = self.source.choices([0, 1], k=row.masks[count - 1])
         request.drafts = [Draft(token, 0.5) for token in tokens]
         return len(drafts)
 
-    def _slot(self, request: Request, place: int) -> tuple[int, int]:
-        index, slot = divmod(place, self.scheduler.pool.page_size)
-        return request.pages[index], slot
+    def _slot(self, request: Request, index: int) -> tuple[int, int]:
+        page, offset = divmod(index, self.scheduler.pool.page_size)
+        return request.pages[page], offset
 
     @staticmethod
     def _contents(request: Request) -> list[int]:
-        """Of committed tokens and of the drafts behind them."""
+        """Numbers that stand for the prefixes of a request's tokens and drafts."""
         contents = [hash(request.tenant)]
         for token in [*request.tokens, *(draft.token for draft in request.drafts)]:
             contents.append(hash((contents[-1], token)))
@@ -207,7 +192,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
 def _random_request(name: str, source: random.Random) -> Request:
     shared = [[5] * 24, [5] * 8 + [6] * 16, [7] * 24][source.randrange(3)]
     prompt = shared[: source.randint(0, 24)] + source.choices([0, 1], k=source.randint(1, 12))
-    return one_request(
+    return request_of(
         name,
         prompt,
         source.randint(1, 20),
@@ -223,30 +208,30 @@ def _random_request(name: str, source: random.Random) -> Request:
 def _check_step(steps: Steps, source: random.Random) -> None:
     scheduler, chosen = steps.scheduler, dict[Request, Masks]()
 
-    def choose(rows: list[Request]) -> list[Masks]:
+    def choose(requests: list[Request]) -> list[Masks]:
         assert not chosen, "windows are chosen once a step"
-        assert all(row.leaves_masks for row in rows)
-        chosen.update((row, row.masks(source.randint(0, scheduler.window))) for row in rows)
-        return [chosen[row] for row in rows]
+        assert all(request.leaves_masks for request in requests)
+        chosen.update((each, each.masks(source.randint(0, scheduler.window))) for each in requests)
+        return [chosen[request] for request in requests]
 
-    def check(works: list[ScheduledRow]) -> None:
-        _check_order(scheduler, works)
-        assert sum(work.num_positions for work in works) <= scheduler.max_num_batched_tokens
-        assert len({work.request for work in works}) == len(works)
-        for work in works:
-            masks = chosen.get(work.request, work.request.masks(scheduler.window))
-            _check_work(work, masks, may_shrink=work.request in chosen)
+    def check(rows: list[ScheduledRow]) -> None:
+        _check_order(scheduler, rows)
+        assert sum(row.num_positions for row in rows) <= scheduler.max_num_batched_tokens
+        assert len({row.request for row in rows}) == len(rows)
+        for row in rows:
+            masks = chosen.get(row.request, row.request.masks(scheduler.window))
+            _check_row(row, masks, may_shrink=row.request in chosen)
 
     steps.step(choose=choose, check=check, fails=source.random() < 0.05)
 
 
-def _check_order(scheduler: Scheduler, works: list[ScheduledRow]) -> None:
+def _check_order(scheduler: Scheduler, rows: list[ScheduledRow]) -> None:
     """The first running request moves, and nobody overtakes within a tier."""
     running, waiting = scheduler.running, scheduler.waiting
     assert len(running) <= scheduler.max_num_seqs
-    assert bool(works) == bool(running) == bool(running or waiting)
+    assert bool(rows) == bool(running) == bool(running or waiting)
     if running:
-        assert works[0].request is running[0]
+        assert rows[0].request is running[0]
     for request in waiting[:1]:
         behind = [item for item in running if _rank(item) > _rank(request)]
         assert all(item.options.tier.rank < request.options.tier.rank for item in behind)
@@ -256,19 +241,19 @@ def _rank(request: Request) -> tuple[int, int]:
     return -request.options.tier.rank, request.arrival
 
 
-def _check_work(work: ScheduledRow, masks: Masks, *, may_shrink: bool) -> None:
-    request = work.request
-    assert 1 <= work.num_tokens <= request.num_uncached
-    if work.reads_logits:
-        assert work.num_tokens == request.num_uncached
+def _check_row(row: ScheduledRow, masks: Masks, *, may_shrink: bool) -> None:
+    request = row.request
+    assert 1 <= row.num_tokens <= request.num_uncached
+    if row.reads_logits:
+        assert row.num_tokens == request.num_uncached
         if may_shrink or request.options.mode is Mode.EXACT:
-            assert work.num_drafts < len(masks)
-            assert all(fed <= asked for fed, asked in zip(work.masks, masks, strict=False))
+            assert row.num_drafts < len(masks)
+            assert all(fed <= asked for fed, asked in zip(row.masks, masks, strict=False))
         else:
-            assert work.masks == masks, "cut short"
+            assert row.masks == masks, "cut short"
     else:
-        assert work.masks == (0,)
-        assert work.num_tokens < request.num_uncached
+        assert row.masks == (0,)
+        assert row.num_tokens < request.num_uncached
 
 
 # Order
@@ -277,7 +262,7 @@ def _check_work(work: ScheduledRow, masks: Masks, *, may_shrink: bool) -> None:
 def test_admission_is_first_come_first_served() -> None:
     scheduler = make_scheduler()
     for name, length in (("a", 150), ("b", 120), ("c", 2)):  # of 256 tokens, a and b do not fit
-        scheduler.add(one_request(name, length))
+        scheduler.add(request_of(name, length))
     scheduler.schedule()
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ("a", "bc")
     scheduler.finish(scheduler.running[0])
@@ -289,7 +274,7 @@ def test_higher_priority_waits_in_front() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     low, middle, high = Tier.FLEX, Tier.DEFAULT, Tier.PRIORITY
     for name, tier in (("a", low), ("b", middle), ("c", low), ("d", high), ("e", middle)):
-        scheduler.add(one_request(name, 3, tier=tier))
+        scheduler.add(request_of(name, 3, tier=tier))
     assert ids(scheduler.waiting) == "dbeac"
     scheduler.schedule()
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ("db", "eac")
@@ -297,7 +282,7 @@ def test_higher_priority_waits_in_front() -> None:
 
 def test_a_waiting_request_can_be_cancelled() -> None:
     steps = Steps(make_scheduler(max_num_seqs=1))
-    first, second, third = (one_request(name, 5) for name in "abc")
+    first, second, third = (request_of(name, 5) for name in "abc")
     steps.add(first, second, third)
     steps.step()
     steps.scheduler.finish(second)
@@ -308,20 +293,20 @@ def test_a_waiting_request_can_be_cancelled() -> None:
 
 def test_a_long_prompt_never_holds_decoding_requests_up() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=24))
-    long, short = one_request("long", 100), [one_request(name, 2, 50) for name in "ab"]
+    long, short = request_of("long", 100), [request_of(name, 2, 50) for name in "ab"]
     steps.add(long, *short)
     while not long.num_output:
-        works = {work.request: work for work in steps.step(num_accepted=1)}
-        assert all(works[request].reads_logits for request in short)
-        assert works[long].num_tokens >= 24 - 2 * (2 + 4) or works[long].reads_logits
+        rows = {row.request: row for row in steps.step(num_accepted=1)}
+        assert all(rows[request].reads_logits for request in short)
+        assert rows[long].num_tokens >= 24 - 2 * (2 + 4) or rows[long].reads_logits
 
 
 def test_decoding_requests_never_hold_the_first_request_up() -> None:
     """Two rows of 1 token and 4 masks would take all 10 positions."""
     steps = Steps(make_scheduler(max_num_batched_tokens=10, window=4))
-    steps.add(*(one_request(name, 1, 50) for name in "ab"))
+    steps.add(*(request_of(name, 1, 50) for name in "ab"))
     steps.step(num_accepted=1)
-    first = one_request("first", 20, tier=Tier.PRIORITY)
+    first = request_of("first", 20, tier=Tier.PRIORITY)
     steps.add(first)
     for _ in range(5):
         before = first.num_cached
@@ -336,16 +321,16 @@ def test_priority_preempts_the_youngest_of_the_lowest_priority() -> None:
     steps = Steps(make_scheduler(max_num_seqs=4))
     low, middle, high = Tier.FLEX, Tier.DEFAULT, Tier.PRIORITY
     for name, tier in (("a", middle), ("b", low), ("c", low), ("d", middle)):
-        steps.add(one_request(name, 3, 40, tier=tier))
+        steps.add(request_of(name, 3, 40, tier=tier))
     steps.step(num_accepted=1)
-    steps.add(one_request("e", 3, 40, tier=high))
+    steps.add(request_of("e", 3, 40, tier=high))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadb", "c")
-    steps.add(one_request("f", 3, 40, tier=middle))
+    steps.add(request_of("f", 3, 40, tier=middle))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadf", "bc")
     assert steps.scheduler.num_preemptions == 2
-    steps.add(one_request("g", 3, tier=middle))  # nobody is lower
+    steps.add(request_of("g", 3, tier=middle))  # nobody is lower
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("eadf", "gbc")
     steps.run()
@@ -353,43 +338,43 @@ def test_priority_preempts_the_youngest_of_the_lowest_priority() -> None:
 
 def test_priority_preempts_as_many_as_it_needs_pages() -> None:
     steps = Steps(make_scheduler(12, page_size=4, max_num_batched_tokens=100))
-    steps.add(*(one_request(name, 10) for name in "abc"))  # 3 pages each
+    steps.add(*(request_of(name, 10) for name in "abc"))  # 3 pages each
     steps.step(num_accepted=1)
-    steps.add(one_request("d", 20, tier=Tier.PRIORITY))  # 6 pages, 3 are free
+    steps.add(request_of("d", 20, tier=Tier.PRIORITY))  # 6 pages, 3 are free
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("dab", "c")
     steps.run()
 
 
-def test_nobody_is_preempted_where_it_would_not_be_enough() -> None:
+def test_no_request_is_preempted_if_that_would_not_free_enough_pages() -> None:
     steps = Steps(make_scheduler(12, page_size=4, max_num_batched_tokens=100))
-    steps.add(one_request("a", 30, tier=Tier.PRIORITY), one_request("b", 8))  # 8 and 3 pages
+    steps.add(request_of("a", 30, tier=Tier.PRIORITY), request_of("b", 8))  # 8 and 3 pages
     steps.step(num_accepted=1)
-    steps.add(one_request("c", 20, tier=Tier.PRIORITY))
+    steps.add(request_of("c", 20, tier=Tier.PRIORITY))
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
     assert steps.scheduler.num_preemptions == 0
     steps.run()
 
 
-def test_shared_pages_do_not_count_as_gained() -> None:
+def test_shared_pages_do_not_count_as_freed() -> None:
     """Preempting b frees only its own page: it shares the others with a, which stays."""
     steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
     prefix = list(range(16))
-    steps.add(one_request("a", [*prefix, 50], tier=Tier.PRIORITY))
+    steps.add(request_of("a", [*prefix, 50], tier=Tier.PRIORITY))
     steps.step(num_accepted=1)
-    steps.add(one_request("b", [*prefix, 60]))
+    steps.add(request_of("b", [*prefix, 60]))
     steps.step(num_accepted=1)
     assert steps.scheduler.pool.num_free == 2
-    steps.add(one_request("c", 12, tier=Tier.PRIORITY))  # needs 4 pages, 3 at the most
+    steps.add(request_of("c", 12, tier=Tier.PRIORITY))  # needs 4 pages, 3 at the most
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
     steps.run()
 
 
-def test_where_pages_run_out_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
+def test_the_youngest_is_preempted_when_pages_run_out() -> None:
     steps = Steps(make_scheduler(9, page_size=4, max_num_batched_tokens=100))
-    oldest, middle, youngest = (one_request(name, 10, 24) for name in "abc")
+    oldest, middle, youngest = (request_of(name, 10, 24) for name in "abc")
     steps.add(oldest, middle, youngest)
     while not youngest.num_preemptions:
         steps.step(num_accepted=1)
@@ -403,28 +388,28 @@ def test_where_pages_run_out_the_youngest_is_preempted_and_the_oldest_goes_on() 
 
 def test_a_preempted_request_finds_its_pages_again() -> None:
     steps = Steps(make_scheduler(max_num_seqs=1, max_num_batched_tokens=100))
-    victim = one_request("a", 22, 40)
+    victim = request_of("a", 22, 40)
     steps.add(victim)
     steps.step(num_accepted=5)
-    steps.step(num_accepted=5)  # 27 tokens are stored, 32 committed
-    steps.add(one_request("b", 2, 1, tier=Tier.PRIORITY))
+    steps.step(num_accepted=5)  # 27 tokens are cached, 32 committed
+    steps.add(request_of("b", 2, 1, tier=Tier.PRIORITY))
     steps.step()
     assert (victim.num_preemptions, victim.num_cached) == (1, 0)
-    (work,) = steps.step()
-    assert (work.request, work.num_tokens) == (victim, 32 - 24)
-    assert victim.num_prefix_hit_tokens == 0, "it was not found stored when it first came"
+    (row,) = steps.step()
+    assert (row.request, row.num_tokens) == (victim, 32 - 24)
+    assert victim.num_prefix_hit_tokens == 0, "only hits before the first preemption count"
     assert steps.scheduler.num_prefix_hit_tokens == 24
     steps.run()
 
 
 def test_nothing_is_reserved_for_output() -> None:
     steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
-    steps.add(*(one_request(name, 4, 28) for name in "abcd"))  # each may come to fill the pool
+    steps.add(*(request_of(name, 4, 28) for name in "abcd"))  # each may come to fill the pool
     assert len(steps.step()) == 4
     steps.run()
 
 
-# Prefix reuse
+# Prefix caching
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 100, 1024, 4096])
@@ -440,7 +425,7 @@ def test_a_prefix_shared_by_requests_that_come_together_is_computed_once(
         window=4,
     )
     steps, prefix = Steps(scheduler), list(range(512))
-    requests = [one_request(str(i), [*prefix, *[600 + i] * 20], 8) for i in range(32)]
+    requests = [request_of(str(i), [*prefix, *[600 + i] * 20], 8) for i in range(32)]
     steps.add(*requests)
     most_held = 0
     while scheduler.running or scheduler.waiting:
@@ -454,98 +439,98 @@ def test_a_prefix_shared_by_requests_that_come_together_is_computed_once(
     assert scheduler.pool.num_free == num_pages
 
 
-def test_a_prompt_stored_whole_still_feeds_its_last_token() -> None:
+def test_a_fully_cached_prompt_still_feeds_its_last_token() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=100))
     for length, fed in ((16, 4), (17, 1), (18, 2)):
         prompt = [length] * length
-        steps.add(one_request("a", prompt, 1))
+        steps.add(request_of("a", prompt, 1))
         steps.run()
-        steps.add(again := one_request("b", prompt, 1))
-        (work,) = steps.step()
-        assert (work.num_tokens, work.reads_logits) == (fed, True)
+        steps.add(again := request_of("b", prompt, 1))
+        (row,) = steps.step()
+        assert (row.num_tokens, row.reads_logits) == (fed, True)
         assert again.num_prefix_hit_tokens == 16 if length > 16 else 12
         assert again.num_prefix_hit_tokens == length - fed
 
 
-def test_answers_are_found_by_the_next_turn() -> None:
+def test_the_next_turn_finds_the_answer_in_the_prefix_cache() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=100))
-    steps.add(first := one_request("a", 10, 12))
+    steps.add(first := request_of("a", 10, 12))
     steps.run()
     assert len(first.tokens) == 22
-    steps.add(second := one_request("b", [*first.tokens, 5, 6]))
-    (work,) = steps.step()
-    assert (second.num_prefix_hit_tokens, work.num_tokens) == (20, 4)
+    steps.add(second := request_of("b", [*first.tokens, 5, 6]))
+    (row,) = steps.step()
+    assert (second.num_prefix_hit_tokens, row.num_tokens) == (20, 4)
 
 
-def test_tenants_find_only_their_own() -> None:
+def test_tenants_share_no_prefixes() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=100))
     prompt = list(range(20))
     for name, tenant, expected in (("a", "x", 0), ("b", "y", 0), ("c", "x", 16), ("d", "", 0)):
-        steps.add(request := one_request(name, prompt, tenant=tenant))
+        steps.add(request := request_of(name, prompt, tenant=tenant))
         steps.run()
         assert request.num_prefix_hit_tokens == expected
-    steps.add(*(one_request(name, list(range(50, 70)), tenant=name) for name in "xyz"))
+    steps.add(*(request_of(name, list(range(50, 70)), tenant=name) for name in "xyz"))
     assert len(steps.step()) == 3, "nobody waits for another tenant's page"
 
 
-def test_reuse_can_be_off() -> None:
+def test_prefix_caching_can_be_off() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=100, enable_prefix_caching=False))
     prompt = list(range(20))
-    steps.add(one_request("a", prompt), one_request("b", prompt))
-    assert [work.num_tokens for work in steps.step()] == [20, 20]
+    steps.add(request_of("a", prompt), request_of("b", prompt))
+    assert [row.num_tokens for row in steps.step()] == [20, 20]
     steps.run()
-    steps.add(third := one_request("c", prompt))
-    assert [work.num_tokens for work in steps.step()] == [20]
+    steps.add(third := request_of("c", prompt))
+    assert [row.num_tokens for row in steps.step()] == [20]
     assert (third.num_prefix_hit_tokens, steps.scheduler.num_prefix_hit_tokens) == (0, 0)
 
 
 def test_pages_computed_twice_are_kept_once() -> None:
-    """Short prompts do not wait for each other; what they stored is the same all the same."""
+    """Short prompts do not wait for each other, but keep only one copy of equal pages."""
     steps = Steps(make_scheduler(page_size=2, max_num_batched_tokens=100))
-    first, second = (one_request(name, [5, 6, 7, 8, 9]) for name in "ab")
+    first, second = (request_of(name, [5, 6, 7, 8, 9]) for name in "ab")
     steps.add(first, second)
-    assert [work.num_tokens for work in steps.step(num_accepted=1)] == [5, 5]
+    assert [row.num_tokens for row in steps.step(num_accepted=1)] == [5, 5]
     assert first.pages[:2] == second.pages[:2]
     assert first.pages[2] != second.pages[2]
     steps.run()
 
 
 def test_the_first_request_is_never_passed_over() -> None:
-    """Another one with the same prompt is half way when a more important one comes."""
+    """A request with the same prompt is half way when one of a higher tier arrives."""
     steps = Steps(make_scheduler(max_num_batched_tokens=10))
     prompt = list(range(40))
-    steps.add(one_request("a", prompt))
+    steps.add(request_of("a", prompt))
     steps.step()
-    steps.add(first := one_request("b", prompt, tier=Tier.PRIORITY))
-    works = steps.step()
-    assert works[0].request is first
+    steps.add(first := request_of("b", prompt, tier=Tier.PRIORITY))
+    rows = steps.step()
+    assert rows[0].request is first
     assert first.num_prefix_hit_tokens == 8
 
 
-def test_nobody_is_passed_over_for_its_own_last_page() -> None:
-    """The last token is fed in any case, so that its page could not be taken over."""
+def test_a_request_is_not_passed_over_for_its_last_page() -> None:
+    """The last token is always fed, so its page is never taken from the cache."""
     steps, prompt = Steps(make_scheduler(max_num_batched_tokens=100, window=2)), list(range(8))
-    steps.add(one_request("a", prompt[:5], 1))
+    steps.add(request_of("a", prompt[:5], 1))
     steps.run()
-    steps.add(one_request("b", [*prompt, 50, 51]), one_request("c", prompt))
-    assert [work.num_tokens for work in steps.step()] == [6, 4]
+    steps.add(request_of("b", [*prompt, 50, 51]), request_of("c", prompt))
+    assert [row.num_tokens for row in steps.step()] == [6, 4]
 
 
-def test_nobody_is_passed_over_inside_a_page() -> None:
+def test_a_request_is_not_passed_over_inside_a_page() -> None:
     steps, prompt = Steps(make_scheduler(max_num_batched_tokens=6, window=2)), list(range(8))
-    steps.add(one_request("a", [*prompt, *range(50, 60)], threshold=1.0))
-    assert [work.num_tokens for work in steps.step()] == [6]
-    steps.add(one_request("b", [*prompt, 70], threshold=1.0, tier=Tier.PRIORITY))
-    assert [work.num_tokens for work in steps.step()] == [5, 1]
+    steps.add(request_of("a", [*prompt, *range(50, 60)], threshold=1.0))
+    assert [row.num_tokens for row in steps.step()] == [6]
+    steps.add(request_of("b", [*prompt, 70], threshold=1.0, tier=Tier.PRIORITY))
+    assert [row.num_tokens for row in steps.step()] == [5, 1]
 
 
-def test_cached_prefixes_give_way_to_requests() -> None:
+def test_cached_prefixes_are_evicted_for_requests() -> None:
     steps = Steps(make_scheduler(8, page_size=4, max_num_batched_tokens=100))
-    steps.add(one_request("a", list(range(20)), 1))
+    steps.add(request_of("a", list(range(20)), 1))
     steps.run()
-    steps.add(one_request("b", list(range(100, 125)), 4))
+    steps.add(request_of("b", list(range(100, 125)), 4))
     steps.run()
-    steps.add(again := one_request("c", list(range(20)), 1))
+    steps.add(again := request_of("c", list(range(20)), 1))
     steps.step()
     assert again.num_prefix_hit_tokens == 4, "of five pages, one was not needed by the other"
 
@@ -569,49 +554,49 @@ def test_cached_prefixes_give_way_to_requests() -> None:
         (Mode.AR, 0.5, None, 0, 0),
     ],
 )
-def test_no_mask_is_fed_in_vain(
+def test_no_mask_is_fed_beyond_max_tokens(
     mode: Mode, threshold: float, window: int | None, num_output: int, expected: int
 ) -> None:
-    request = Request("one", [5, 6], DecodingOptions(10, mode, threshold, window=window))
+    request = make_request("one", [5, 6], 10, mode=mode, threshold=threshold, window=window)
     request.tokens += [7] * num_output
     assert request.num_masks(window=4) == expected
 
 
-def test_windows_are_chosen_for_those_that_leave_it_open() -> None:
+def test_masks_are_chosen_only_for_requests_that_leave_them_to_the_engine() -> None:
     steps, asked = Steps(make_scheduler(max_num_batched_tokens=100)), list[str]()
 
-    def choose(rows: list[Request]) -> list[Masks]:
-        asked.append(ids(rows))
-        return [(1,), (3,)][: len(rows)]
+    def choose(requests: list[Request]) -> list[Masks]:
+        asked.append(ids(requests))
+        return [(1,), (3,)][: len(requests)]
 
     steps.add(
-        one_request("a", 3, 50),
-        one_request("b", 3, 50, window=2),
-        one_request("c", 3, 50, threshold=1.0),
-        one_request("d", 3, 50),
+        request_of("a", 3, 50),
+        request_of("b", 3, 50, window=2),
+        request_of("c", 3, 50, threshold=1.0),
+        request_of("d", 3, 50),
     )
-    works = steps.step(choose=choose)
+    rows = steps.step(choose=choose)
     assert asked == ["ad"]
-    assert [work.num_masks for work in works] == [1, 2, 0, 3]
-    assert [work.num_masks for work in steps.step()] == [4, 2, 0, 4]
+    assert [row.num_masks for row in rows] == [1, 2, 0, 3]
+    assert [row.num_masks for row in steps.step()] == [4, 2, 0, 4]
 
 
-def test_chosen_windows_give_way_to_the_budget_and_pinned_ones_wait() -> None:
+def test_chosen_windows_shrink_to_the_budget_and_pinned_ones_wait() -> None:
     for window, expected in ((None, [(1, 4), (1, 4), (1, 1)]), (4, [(1, 4), (1, 4)])):
         scheduler = make_scheduler(max_num_batched_tokens=12)
         steps = Steps(scheduler)
-        steps.add(*(one_request(name, 1, 50, window=window) for name in "abc"))
-        works = steps.step(choose=lambda rows: [(4,)] * len(rows))
-        assert [(work.num_tokens, work.num_masks) for work in works] == expected
+        steps.add(*(request_of(name, 1, 50, window=window) for name in "abc"))
+        rows = steps.step(choose=lambda rows: [(4,)] * len(rows))
+        assert [(row.num_tokens, row.num_masks) for row in rows] == expected
 
 
 # A step that fails
 
 
-def test_work_that_was_not_stored_is_scheduled_again() -> None:
+def test_a_row_of_a_failed_step_is_scheduled_again() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=30))
-    steps.add(one_request("a", 20), one_request("b", 20))  # 3 masks behind the first
+    steps.add(request_of("a", 20), request_of("b", 20))  # 3 masks behind the first
     first = steps.step(fails=True)
-    assert [(work.num_tokens, work.request.num_cached) for work in first] == [(20, 0), (7, 0)]
+    assert [(row.num_tokens, row.request.num_cached) for row in first] == [(20, 0), (7, 0)]
     assert steps.step() == first
     steps.run()

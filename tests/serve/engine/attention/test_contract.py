@@ -1,4 +1,4 @@
-"""What every attention backend has to keep: tokens, and the keys and values that are cached."""
+"""The contract of every attention backend: its tokens, and its cached keys and values."""
 
 from __future__ import annotations
 
@@ -89,14 +89,13 @@ def test_passes_equal_the_oracles(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 7])
-def test_the_page_size_does_not_change_passes(
-    tiny_model: Models, make_engine: Engines, page_size: int, backend: str
+@pytest.mark.parametrize("sizes", [{"page_size": 1}, {"page_size": 7}, {"max_num_seqs": 1}])
+def test_sizes_do_not_change_passes(
+    tiny_model: Models, make_engine: Engines, sizes: dict[str, int], backend: str
 ) -> None:
     model, requests = tiny_model("qwen2"), ragged_requests(6)
     engine_class = partial(Engine, attention_of=partial(attention_of, backend))
-    sizes = {"num_pages": 700, "page_size": page_size}
-    engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
+    engine = make_engine(model, SPECIAL, engine_class=engine_class, num_pages=700, **sizes)
     passes = passes_of(run(engine, requests, at_once=6))
     for request in requests:
         assert passes[request.id] == oracle(model, request, SPECIAL)
@@ -106,21 +105,16 @@ def test_the_page_size_does_not_change_passes(
 def test_masks_leave_no_keys_or_values(
     tiny_model: Models, make_engine: Engines, cached: Cached, backend: str
 ) -> None:
-    model, made = tiny_model("qwen2"), list[Attention]()
-
-    def choose(*args: Any, **sizes: int) -> Attention:
-        made.append(attention_of(backend, *args, **sizes))
-        return made[-1]
-
-    endless = SpecialTokens(frozenset(), SPECIAL.never_emitted)
-    engine = make_engine(model, endless, engine_class=partial(Engine, attention_of=choose))
+    model, endless = tiny_model("qwen2"), SpecialTokens(frozenset(), SPECIAL.never_emitted)
+    engine_class = partial(Engine, attention_of=partial(attention_of, backend))
+    engine = make_engine(model, endless, engine_class=engine_class)
     request = make_request("one", 90, 40, threshold=1e-9)
     engine.add(request)
     while request.num_output < 12:
         engine.step()
     expected = cached(model, request.tokens[: request.num_cached])
     free = sorted(set(range(engine.num_pages)) - set(request.pages))
-    for part, each in zip(cached_of(made[0]), expected, strict=True):
+    for part, each in zip(cached_of(engine.attention), expected, strict=True):
         own = part[:, request.pages].flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
         torch.testing.assert_close(own[:, : request.num_cached], each, rtol=1e-4, atol=1e-4)
         assert own[:, request.num_cached :].abs().sum() == 0

@@ -74,7 +74,7 @@ def repeated_choices(
 def processors(
     sampling: Sampling, prompt: list[int], output: list[int], allowed: list[int] | None
 ) -> LogitsProcessorList:
-    """What transformers has of it, in the order of `generate` (the bias apart)."""
+    """Return transformers' own processors in the order of `generate`, except the bias."""
     steps = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -596,7 +596,7 @@ SHARES = torch.tensor([0.35, 0.25, 0.17, 0.12, 0.07, 0.037] + [0.0005] * 6)
 
 
 def p_value(draws: list[int], shares: Tensor) -> float:
-    """Of Pearson's chi-square test."""
+    """Return the p-value of Pearson's chi-square test."""
     counts = torch.bincount(torch.tensor(draws), minlength=len(shares)).double()
     expected = shares.double() / shares.double().sum() * len(draws)
     possible = expected > 0
