@@ -133,9 +133,9 @@ def _watch(engine: Engine) -> Clock:
     clock, runner = Clock(), engine._runner
     clock.watch(engine._scheduler, "schedule", "schedule, windows included")
     clock.watch(forward, "build_batch", "build the batch")
-    clock.watch(engine._attention, "prepare", "prepare attention")
+    clock.watch(engine.attention, "prepare", "prepare attention")
     clock.watch(runner.model.base_model, "forward", _MODEL)
-    clock.watch(engine._attention, "attend", "  attention")
+    clock.watch(engine.attention, "attend", "  attention")
     clock.watch(runner.model.get_output_embeddings(), "forward", _OUTPUT)
     clock.watch(forward, "accept", "accept")
     clock.watch(forward, "unpack", "copy to the host")

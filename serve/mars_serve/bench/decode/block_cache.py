@@ -27,7 +27,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence
 from mars_serve.bench.decode.workload import BenchRequest
-from mars_serve.engine.execution.acceptance import Reads, accept, unpack
+from mars_serve.engine.execution.acceptance import accept, unpack
+from mars_serve.engine.execution.reads import Reads
 
 ATTENTION_NAME = "marsray_block_sync"
 
@@ -219,10 +220,9 @@ class BlockSyncDecoder:
         return Reads(
             row=torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], device=device),
             depth=torch.tensor([depth for n in counts for depth in range(n)], device=device),
-            num_proposed=torch.tensor(counts, device=device),
             thresholds=torch.full((len(counts),), self.threshold, device=device),
             measures=torch.zeros(len(counts), dtype=torch.long, device=device),
-            used=frozenset({Confidence.PROBABILITY}),
+            used_measures=frozenset({Confidence.PROBABILITY}),
             max_depth=max(counts),
         )
 
