@@ -1,6 +1,7 @@
-"""A server with keys over a trained tiny model, for clients in an environment of their own.
+"""Serves a trained tiny model to clients that are installed in an environment of their own.
 
-Nothing of the project is imported here: `make test-clients` runs these tests without torch.
+`make test-clients` runs these tests. They import nothing of the project, which is not installed in
+the clients' environment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import yaml
 
 from rest_requests import TOOL_TEMPLATE
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at its import; else it asks the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at import; else it uses the network
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 120, 60
 _KEY = "mars-key-of-the-client-tests"
@@ -30,15 +31,15 @@ _KEY = "mars-key-of-the-client-tests"
 
 @dataclass(frozen=True)
 class Served:
-    """A running server."""
+    """A running server, with the model and the data that it serves."""
 
     address: str
-    """Without ``/v1``."""
+    """URL of the server, without ``/v1``."""
     key: str
     model: Path
-    """The checkpoint that it serves as ``mars``."""
+    """Checkpoint that is served as ``mars``."""
     data: Path
-    """Held-out conversations."""
+    """File of held-out conversations."""
 
     @property
     def api(self) -> str:
@@ -54,20 +55,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def python(request: pytest.FixtureRequest) -> str:
-    """The interpreter that has the project installed."""
+    """The interpreter in whose environment the project is installed."""
     found: str = request.config.getoption("--python")
     return found
 
 
 @pytest.fixture(scope="session")
 def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the model and its data are."""
+    """The directory of the model and its data."""
     return request.config.getoption("--work") or tmp_path_factory.mktemp("work")
 
 
 @pytest.fixture(scope="session")
 def model(work: Path, python: str) -> Path:
-    """The checkpoint of the end-to-end tests' recipe, with a template that knows tools."""
+    """A checkpoint of the recipe of all tests, with a chat template that has tools."""
     path = work / "served"
     if path.exists():
         return path
@@ -84,7 +85,7 @@ def model(work: Path, python: str) -> Path:
 
 @pytest.fixture(scope="session")
 def data(work: Path, model: Path) -> Path:
-    """Held-out conversations of the model."""
+    """The file of held-out conversations."""
     return work / "data/eval.jsonl"
 
 
@@ -92,13 +93,13 @@ def data(work: Path, model: Path) -> Path:
 def served(
     model: Path, data: Path, python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """``marsray serve`` with one admin key."""
+    """A running ``marsray serve`` with one admin key."""
     folder, port = tmp_path_factory.mktemp("server"), _free_port()
     key = {"name": "clients", "sha256": hashlib.sha256(_KEY.encode()).hexdigest(), "admin": True}
     (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": [key]}))
     settings = {
         "port": port,
-        # exact unless asked otherwise: what a request gets does not depend on those beside it
+        # By default requests are decoded in mode exact: outputs do not depend on other requests.
         "models": [{"name": "mars", "path": str(model), "mode": "exact"}],
         "keys": {"file": str(folder / "keys.yaml")},
     }
@@ -117,7 +118,7 @@ def served(
 
 @pytest.fixture(scope="session")
 def offline() -> dict[str, str]:
-    """Environment of child processes: nothing is asked of a hub or of a telemetry service."""
+    """The environment of child processes, which use neither a hub nor telemetry."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

@@ -1,8 +1,9 @@
-"""Log-likelihoods of continuations by transformers alone; run by the interpreter that has torch.
+"""Computes log-likelihoods of continuations with transformers, in the project's environment.
 
     python reference_scores.py MODEL PAIRS.json
 
-The file holds lists of (context, continuation); printed are lists of (score, whether greedy).
+The file contains lists of (context, continuation). The script prints lists of the log-likelihood
+and whether the continuation is the greedy one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 
     def score(context: str, continuation: str) -> tuple[float, bool]:
-        # the harness counts white space that ends the context to the continuation
+        # The harness treats white space at the end of the context as part of the continuation.
         stripped = context.rstrip()
         start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
         ids = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
-"""Keeps the cases that schemathesis makes cheap, and bound for the model that is served.
+"""Changes the requests that schemathesis generates, so that they name a model and stay short.
 
-A schema says that a model is named by some text and that outputs may be long. Taken at its word,
-nearly every case would end at "no such model", and the others would generate for minutes.
+The schema allows any text as a model's name, and long outputs. Without these changes nearly every
+request would fail with "no such model", and the others would generate for minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MOST_TOKENS, _MOST_CHOICES = 6, 3
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Change what does not decide whether a body is valid; values of other types stay."""
+    """Change fields that do not decide whether a body is valid; values of wrong types stay."""
     body = case.body
     if not isinstance(body, dict) or "model" not in body:
         return

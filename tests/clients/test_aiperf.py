@@ -1,4 +1,4 @@
-"""aiperf runs through without an error and counts what the server counts."""
+"""aiperf runs to its end without errors and counts the server's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_short_run(served, offline, tmp_path, streaming):
+def test_a_short_run_ends_without_errors(served, offline, tmp_path, streaming):
     questions = tmp_path / "questions.jsonl"
     lines = served.data.read_text().splitlines()[:12]
     texts = [json.loads(line)["messages"][0]["content"] for line in lines]
@@ -23,7 +23,10 @@ def test_a_short_run(served, offline, tmp_path, streaming):
     command += ["--tokenizer", str(served.model), "--extra-inputs", "temperature:0"]
     command += ["--output-artifact-dir", str(tmp_path / "out"), "--no-gpu-telemetry"]
     command += ["--use-server-token-count"] + ["--streaming"] * streaming
-    environment = {**offline, "HF_HUB_OFFLINE": ""}  # with it aiperf takes no folder as a tokenizer
+    environment = {
+        **offline,
+        "HF_HUB_OFFLINE": "",
+    }  # else it accepts no folder as tokenizer
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "out/profile_export_aiperf.json").read_text())

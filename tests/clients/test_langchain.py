@@ -1,4 +1,4 @@
-"""langchain-openai, told only the address and a key."""
+"""langchain-openai works with the server, given only the address and a key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUESTION = "Start at 48. Steps: -4 +5 +2 +1"
 
 
 class Answer(BaseModel):
-    """An answer."""
+    """The form of a structured answer."""
 
     value: Literal[1, 22]
     sure: bool
@@ -40,7 +40,7 @@ def chat(served):
     )
 
 
-def test_a_chat_its_stream_and_a_batch(chat):
+def test_a_chat_its_stream_and_a_batch_agree(chat):
     whole = chat.invoke([SystemMessage("Count."), HumanMessage(QUESTION)])
     assert whole.content
     assert whole.usage_metadata["total_tokens"] > 0
@@ -59,12 +59,12 @@ async def _collect(chat):
     return [chunk.content async for chunk in chat.astream(QUESTION)]
 
 
-def test_the_asynchronous_side(chat):
+def test_an_asynchronous_stream_equals_the_synchronous_answer(chat):
     assert "".join(asyncio.run(_collect(chat))) == chat.invoke(QUESTION).content
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output(chat, method):
+def test_structured_output_is_parsed_into_the_model(chat, method):
     made = chat.with_structured_output(Answer, method=method, strict=True).invoke(QUESTION)
     assert isinstance(made, Answer)
 
@@ -78,7 +78,7 @@ def test_a_tool_is_called_and_its_result_goes_back(chat):
     assert chat.bind_tools([clock]).invoke([HumanMessage(QUESTION), called, result]).content != ""
 
 
-def test_completions(served):
+def test_a_batch_of_completions_equals_single_ones(served):
     model = OpenAI(
         model="mars", base_url=served.api, api_key=served.key, max_tokens=12, temperature=0
     )

@@ -1,4 +1,4 @@
-"""litellm, told only the address and a key."""
+"""litellm works with the server, given only the address and a key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def options(served):
     }
 
 
-def test_a_chat_and_its_stream(options):
+def test_a_chat_equals_its_stream(options):
     whole = litellm.completion(messages=QUESTION, **options)
     assert whole.choices[0].message.content
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
@@ -44,12 +44,12 @@ def test_a_chat_and_its_stream(options):
     assert added.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_fields_beyond_openais(options):
+def test_fields_beyond_openais_are_sent_and_returned(options):
     made = litellm.completion(messages=QUESTION, extra_body={"mode": "ar"}, **options)
     assert made.model_extra["mars"]["forward_passes"] == made.usage.completion_tokens
 
 
-def test_completions(options):
+def test_completions_of_two_prompts(options):
     options["model"] = "text-completion-openai/mars"
     made = litellm.text_completion(prompt=["Add 2 and 4 cups", "Count a box"], **options)
     assert [choice.index for choice in made.choices] == [0, 1]

@@ -1,6 +1,6 @@
-"""The LM evaluation harness over the server against the project's own evaluation, and transformers.
+"""The LM evaluation harness, over the server, finds the scores of `marsray eval` and transformers.
 
-Same prompts, greedy, the same limit: the scores have to be the same numbers.
+All decode the same prompts greedily with the same limit, so the scores must be equal numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_ITEMS = 100
 
 @pytest.fixture
 def harness(served, offline, tmp_path):
-    """Run a task: its results, and each document's samples."""
+    """A function that runs a task and returns its results and each document's samples."""
 
     def run(kind, task, path, limit, *options, concurrent=8):
         served_at = {"model": "mars", "base_url": f"{served.api}/{path}"}
@@ -45,7 +45,7 @@ def harness(served, offline, tmp_path):
 
 @pytest.fixture(scope="module")
 def own(served, python):
-    """Accuracy by mode, as ``marsray eval`` prints it, of the first items."""
+    """Accuracy by mode on the first items, as ``marsray eval`` prints it."""
     command = [python, "-m", "mars_platform", "eval", str(served.model), "--json"]
     command += ["--data", str(served.data), "--max-items", str(NUM_ITEMS)]
     command += ["--threshold", "0.95", "--max-tokens", str(MAX_TOKENS)]
@@ -96,7 +96,7 @@ def test_scores_are_those_of_transformers(harness, served, python, tmp_path):
 
 
 def _arguments(row):
-    """Context and continuation of each choice."""
+    """Return the context and continuation of each choice."""
     return [row["arguments"][name] for name in sorted(row["arguments"])]
 
 
@@ -105,7 +105,7 @@ def _pair(argument):
 
 
 def test_the_tasks_answers_are_found_as_the_project_finds_them():
-    """The pattern of the task is the last mark's, as in `mars_platform.data.answers`."""
+    """The task's pattern finds the last answer, as `mars_platform.data.answers` does."""
     pattern = re.search(r"regex_pattern: '(.*?)'", (TASKS / "demo.yaml").read_text()).group(1)
     found = re.findall(pattern, "Answer: 3\nso 4. Answer: 5 \n")
     assert found == ["5"]

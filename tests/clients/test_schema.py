@@ -1,4 +1,4 @@
-"""schemathesis over the server's own description of itself: what it says is what it does."""
+"""schemathesis finds no answer of the server that its own schema does not allow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 LEAST_CASES = 2000
-# Fields of a valid type may contradict each other or ask for more than the model takes, which a
-# schema cannot say: such a body is answered with 400, never with another error. And a list that is
-# too long may be refused for its bytes.
+# Fields of valid types may contradict each other or exceed the model's limits, which no schema can
+# express; such a body is answered with 400 and no other error. A list that is too long may be
+# refused for its bytes.
 CONFIG = """
 [checks.negative_data_rejection]
 expected-statuses = ["400", "401", "403", "404", "405", "413", "415", "422"]
