@@ -1,1 +1,1 @@
-"""The decoding engine. Knows nothing of Ray, HTTP or text."""
+"""The decoding engine. Imports no Ray or HTTP library."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
-from mars_serve.engine.sampling.grammar import Matcher
-from mars_serve.engine.sampling.sampler import TokenHistory
+
+if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
+    from mars_serve.engine.sampling.grammar import Matcher
+    from mars_serve.engine.sampling.sampler import TokenHistory
 
 
 class Draft(NamedTuple):

@@ -1,1 +1,1 @@
-"""Runs the model on one step: forward pass, CUDA graphs, compiled model, packed weights."""
+"""Runs the model on one step, eagerly, compiled or as CUDA graphs, and accepts its tokens."""
