@@ -65,14 +65,14 @@ class StepTable(Settings):
             raise ValueError(f"must be {rows} rows, one a position, of {columns} times each")
         return seconds
 
-    def at_stored(self, stored: float) -> StepTime:
+    def at_cached(self, num_cached: float) -> StepTime:
         """Return the step times over positions, for a number of cached tokens.
 
         Args:
-            stored: cached tokens that all rows together read; interpolated as in `StepTime.at`.
+            num_cached: cached tokens that all rows together read; interpolated as in `StepTime.at`.
         """
         # each row of the table is interpolated by the same rule as step times over positions
-        seconds = tuple(StepTime(self.stored, row).at(stored) for row in self.seconds)
+        seconds = tuple(StepTime(self.stored, row).at(num_cached) for row in self.seconds)
         return StepTime(self.positions, seconds)
 
 
@@ -196,8 +196,8 @@ class Frontier(Settings):
     @property
     def checksum(self) -> str:
         """SHA-256 sum of the content as JSON with sorted keys and no spaces, hexadecimal."""
-        told = self.model_dump(exclude_none=True)
-        canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
+        content = self.model_dump(exclude_none=True)
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def rungs(self) -> tuple[Rung, ...]:
@@ -228,13 +228,13 @@ class Frontier(Settings):
         return Rung(point.threshold, speed, loss, num_masks, point.positions_per_row)
 
     def capacity(
-        self, max_num_seqs: int, mean_stored_tokens: float = 512, target_threshold: float = 1.0
+        self, max_num_seqs: int, mean_cached_tokens: float = 512, target_threshold: float = 1.0
     ) -> Capacity:
         """Return the speed of a replica on the measured hardware.
 
         Args:
             max_num_seqs: highest number of rows in a step, at least 1.
-            mean_stored_tokens: mean number of cached tokens that a row reads, at least 0; step
+            mean_cached_tokens: mean number of cached tokens that a row reads, at least 0; step
                 times are those of a full batch of such rows.
             target_threshold: highest τ that is used.
 
@@ -249,7 +249,7 @@ class Frontier(Settings):
                 f"target_threshold: {target_threshold:g} is not among the measured ones ({known}); "
                 "choose one of them"
             )
-        step_time = self.step_seconds.at_stored(max_num_seqs * mean_stored_tokens)
+        step_time = self.step_seconds.at_cached(max_num_seqs * mean_cached_tokens)
         exact = self.exact_rung() if target_threshold == 1.0 else None
         return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, exact)
 

@@ -1,1 +1,4 @@
-"""The policy of both loops: how many replicas there are, and how far τ may go."""
+"""The policy of both loops: how many replicas there are, and how far τ may go.
+
+Imports no Ray, torch or HTTP library.
+"""

@@ -1,7 +1,4 @@
-"""Estimates how long a request would wait, for refusing those that would come too late.
-
-Imports no Ray or torch.
-"""
+"""Estimates how long a request would wait, for refusing those that would come too late."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The loss budget: the points of quality that tier default may lose within any hour.
 
 The hour is one of time, not of tokens: a loss counts for as long as it lasts.
-Imports no Ray or torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Replicas follow the token rate at the target τ, never concurrency: a lower τ e
 a policy that counts concurrency would stop replicas just while quality is paying. Replicas also
 stay for bursts that recur and that τ cannot carry, because no replica starts in time for those.
 `decide` is pure and total: any snapshot gives a decision within bounds, whatever is missing, stale
-or not finite. Imports no Ray or torch.
+or not finite.
 """
 
 from __future__ import annotations

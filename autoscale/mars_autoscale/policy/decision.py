@@ -1,7 +1,4 @@
-"""The outer loop's decision, its state, and the record of a decision.
-
-Imports no Ray or torch.
-"""
+"""The outer loop's decision, its state, and the record of a decision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Computes how many replicas carry the arrivals.
 
 A demand is the number of replicas that it keeps busy: at the target τ, unless said otherwise.
-Imports no Ray or torch.
 """
 
 from __future__ import annotations

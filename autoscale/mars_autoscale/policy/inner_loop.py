@@ -2,7 +2,7 @@
 
 It goes on by itself if the outer loop is dead. τ drops at once and climbs rung by rung, because a
 queue hurts at once and quality is paid by the token. Load that lasts is not the inner loop's
-concern: replicas carry it, see `mars_autoscale.policy.decide`. Imports no Ray or torch.
+concern: replicas carry it, see `mars_autoscale.policy.decide`.
 """
 
 from __future__ import annotations

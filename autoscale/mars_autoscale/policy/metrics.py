@@ -1,7 +1,4 @@
-"""The autoscaler's metrics in Prometheus' text format.
-
-Imports no Ray or torch.
-"""
+"""The autoscaler's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The observations of the outer loop: loads of replicas and rates of arrival.
-
-Imports no Ray or torch.
-"""
+"""The observations of the outer loop: loads of replicas and rates of arrival."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One model's outer loop between its replicas' reports and its decisions.
 
 Reports come at any time; a decision uses the latest ones. The state that has to survive the process
-is one plain value, `SavedState`, that others may keep and hand back. Imports no Ray or torch.
+is one plain value, `SavedState`, that others may keep and hand back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The reports of replicas to the outer loop.
-
-Imports no Ray or torch.
-"""
+"""The reports of replicas to the outer loop."""
 
 from __future__ import annotations
 

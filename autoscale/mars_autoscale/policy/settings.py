@@ -1,7 +1,4 @@
-"""Settings of the autoscaling policy: those of the outer loop and those of the inner loops.
-
-Imports no Ray or torch.
-"""
+"""Settings of the autoscaling policy: those of the outer loop and those of the inner loops."""
 
 from __future__ import annotations
 

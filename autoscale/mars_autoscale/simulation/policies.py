@@ -52,7 +52,7 @@ class FixedThreshold:
     def update(self, _: Look, /) -> InnerLoopDecision:
         """Return the same decision at every look.
 
-        It reports a gain of 1 and no loss, so that a constant τ is no debt and spends no budget.
+        It reports a gain of 1 and no loss, as a constant τ is no debt and spends no budget.
         """
         return InnerLoopDecision(LiveDecoding(self.threshold))
 

@@ -8,8 +8,8 @@ AR = Rung(1.0, 1.0, 0.0)
 SURE = Rung(0.95, 1.695, 1.7, 3)
 
 
-def capacity(*rungs, slots=16):
-    return Capacity(linear_step_time(0.032, 128), (AR, *rungs), slots, 20_000)
+def capacity(*rungs, max_num_seqs=16):
+    return Capacity(linear_step_time(0.032, 128), (AR, *rungs), max_num_seqs, 20_000)
 
 
 def test_step_times_are_interpolated_and_extended():
@@ -35,7 +35,7 @@ def test_speeds_and_the_break_even_batch():
 def test_rungs_in_the_dead_zone_are_not_useful():
     barely = Rung(0.99, 1.2, 0.1, 3)
     assert capacity(barely, SURE).useful(1.05) == (AR, SURE)
-    assert capacity(SURE, slots=30).useful(1.0) == (AR,)
+    assert capacity(SURE, max_num_seqs=30).useful(1.0) == (AR,)
 
 
 def test_a_rung_below_a_mixture_of_others_is_not_useful():
@@ -50,14 +50,14 @@ def test_a_rung_below_a_mixture_of_others_is_not_useful():
     ),
     st.integers(1, 64),
 )
-def test_each_useful_rung_is_faster_and_loses_more(points, slots):
+def test_each_useful_rung_is_faster_and_loses_more(points, num):
     rungs = [
         Rung(1 - (i + 1) / 20, tokens, loss, 3)
         for i, (tokens, loss) in enumerate(
             zip(*map(sorted, zip(*points, strict=True)), strict=True)
         )
     ]
-    made = capacity(*rungs, slots=slots)
+    made = capacity(*rungs, max_num_seqs=num)
     useful = made.useful(1.05)
     assert useful[0] == AR
     speeds, losses = [made.tokens_per_s(rung) for rung in useful], [rung.loss for rung in useful]

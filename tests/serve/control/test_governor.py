@@ -291,8 +291,8 @@ async def test_only_decisions_that_differ_in_kind_are_logged(caplog):
     async with deciding(scripted, slow) as governor:
         await records_of(governor, 7)
     lines = [each.message for each in caplog.records if each.name == "mars_serve.control.governor"]
-    told = [json.loads(line.partition(": ")[2]) for line in lines]
-    assert [(each["reason"], each["is_saturated"], each["is_overspent"]) for each in told] == [
+    logged = [json.loads(line.partition(": ")[2]) for line in lines]
+    assert [(each["reason"], each["is_saturated"], each["is_overspent"]) for each in logged] == [
         ("steady", False, False),
         ("bursts", False, False),
         ("bursts", True, False),

@@ -304,7 +304,7 @@ async def test_only_the_floors_of_an_old_range_hold(engine):
     assert is_refused(steering, FLEX)
     for i in range(1, 8):
         steering.step(112.0 + i)
-    assert engine.loop.live.threshold_of(Tier.FLEX) == 0.95  # is enough for its own load
+    assert engine.loop.live.threshold_of(Tier.FLEX) == 0.95  # is fast enough for its load
     assert not is_refused(steering, FLEX)
     await engine.show(FULL)
     steering.step(130.0)

@@ -70,7 +70,7 @@ def step_times(table: StepTable) -> StepTimes:
         tuple(sorted({math.ceil(point) for point in grid}))
         for grid in (table.positions, table.stored)
     )
-    lines = [table.at_stored(tokens) for tokens in cached_tokens]
+    lines = [table.at_cached(tokens) for tokens in cached_tokens]
     seconds = tuple(tuple(line.at(count) for line in lines) for count in positions)
     return StepTimes(positions, cached_tokens, seconds)
 

@@ -155,7 +155,7 @@ def test_step_times_equal_the_tables_past_its_ends_too(
     )
     if positions > 512 and cached_tokens > 4096:
         positions = 512.0
-    expected = table.at_stored(cached_tokens).at(positions)
+    expected = table.at_cached(cached_tokens).at(positions)
     assert step_times(table).at(positions, cached_tokens) == pytest.approx(expected, rel=1e-9)
 
 
