@@ -88,7 +88,7 @@ def storage(request, tmp_path):
         return
     remote = remote_storage()
     yield remote
-    remote.remove_all("")
+    remote.remove("")
 
 
 @pytest.fixture(autouse=True)
@@ -335,7 +335,7 @@ def test_files_of_a_killed_upload_are_not_part_of_the_next():
 
 def test_removing_from_an_empty_storage_does_nothing(storage):
     storage.remove_partial()
-    storage.remove_all("x")
+    storage.remove("x")
     assert storage.names() == []
 
 
@@ -344,7 +344,7 @@ def test_a_removed_directory_is_gone(storage):
     storage.save("y", writer(), SingleWriter())
     storage.remove("x")
     assert {name.split("/")[0] for name in everything(storage)} == {"y"}
-    storage.remove_all("y")
+    storage.remove("y")
     assert everything(storage) == {}
 
 

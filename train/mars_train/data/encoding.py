@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from mars_platform.checkpoint.directory import read_tokenizer
 from mars_platform.data.conversations import Conversation, render_turns
 from mars_platform.errors import UserError
 from mars_train.data.files import one_line, parse_row
@@ -36,7 +37,7 @@ def check_tokenizer(path: Path) -> None:
     Raises:
         UserError: it has no chat template, or does not report the offsets of tokens.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = read_tokenizer(path)
     if tokenizer.chat_template is None:
         raise UserError(
             "model: the tokenizer has no chat template; add the model's as chat_template.jinja"
@@ -94,7 +95,7 @@ def encode_rows(
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path)
+    return read_tokenizer(path)
 
 
 def _render(

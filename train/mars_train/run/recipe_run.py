@@ -199,7 +199,7 @@ class _Run:
         copy_into(partial_target, storage.fetch(MODEL))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial_target.rename(target)
-        Storage(self.storage).remove_all(stage.name)
+        Storage(self.storage).remove(stage.name)
         self._plot()
         self.console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
         metadata = read_metadata(target)
@@ -215,7 +215,7 @@ class _Run:
         storage = Storage(self.storage)
         starts = [_start_name(stage) for stage in self.recipe.stages]
         for name in [_RAY_RUNS, _DATA, *starts, *(stage.name for stage in self.recipe.stages)]:
-            storage.remove_all(name)
+            storage.remove(name)
         if self.recipe.checkpoints.storage is None:
             shutil.rmtree(self.storage)
 

@@ -54,7 +54,7 @@ def create_model(
             pad_token_id=tokenizer.pad_token_id,
         )
         set_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model.scratch.config: {' '.join(str(error).split())[:300]}") from error
     save_checkpoint(path, model, tokenizer, metadata=None)

@@ -272,7 +272,9 @@ class StageTrainer:
         if not keep:
             return None
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        copy = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        copy = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, attn_implementation="sdpa"
+        )
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         assert isinstance(copy, PreTrainedModel)

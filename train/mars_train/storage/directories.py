@@ -71,30 +71,22 @@ class Storage:
     def __init__(self, root: str) -> None:
         try:
             # Other processes write here, too; a cached listing would hide their directories.
-            self._fs, self._root = fsspec.core.url_to_fs(root, use_listings_cache=False)
+            self.file_system, self._root = fsspec.core.url_to_fs(root, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise UserError(f"checkpoints.storage: {root} cannot be used ({error})") from error
-        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self.is_local = isinstance(self.file_system, LocalFileSystem)
         self.root = self._root if self.is_local else root
 
-    @property
-    def file_system(self) -> Any:
-        """The storage's fsspec file system."""
-        return self._fs
-
-    def file_path(self, name: str) -> str:
-        """Return the path of a directory on `file_system`."""
-        return self._path(name)
+    def file_path(self, *parts: str) -> str:
+        """Return the path on `file_system` of a directory, or of a file in it."""
+        return "/".join([self._root.rstrip("/"), *parts])
 
     def names(self) -> list[str]:
         """Return the completed directories, sorted; `verify` checks their content."""
-        if not self._fs.isdir(self._root):
-            return []
-        found = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
         return sorted(
             name
-            for name in found
-            if not name.startswith(".") and self._fs.exists(self._path(name, MANIFEST))
+            for name in self._listed()
+            if not name.startswith(".") and self.file_system.exists(self.file_path(name, MANIFEST))
         )
 
     def path(self, name: str) -> str:
@@ -113,15 +105,14 @@ class Storage:
             SaveFailed: on every process if any of them could not write; nothing is left behind.
         """
         token = group.gather(uuid.uuid4().hex[:8])[0]  # no stale files of a killed writer
-        partial = self._path(f"{_PARTIAL}{name}-{token}" if self.is_local else name)
+        partial_name = f"{_PARTIAL}{name}-{token}" if self.is_local else name
+        partial = self.file_path(partial_name)
         entries: dict[str, FileEntry] = {}
         failure = None
         try:
             entries = self._write_files(partial, write, group)
-        except OSError as error:
-            failure = f"{error.strerror or error} on rank {group.rank}"
-        except SafetensorError as error:  # safetensors reports a full disk this way
-            failure = f"{error} on rank {group.rank}"
+        except (OSError, SafetensorError) as error:  # safetensors has its own error of a full disk
+            failure = f"{_reason(error)} on rank {group.rank}"
         gathered = group.gather((entries, failure))
         failures = [failed for _, failed in gathered if failed]
         if not failures:
@@ -129,7 +120,7 @@ class Storage:
             failures = [f for f in group.gather(self._commit(name, partial, manifest, group)) if f]
         if failures:
             if group.rank == 0:
-                self._remove_if_present(partial)
+                self.remove(partial_name)
             raise SaveFailed(f"{self.path(name)} could not be written: {failures[0]}")
 
     def verify(self, name: str) -> None:
@@ -138,32 +129,26 @@ class Storage:
         Raises:
             Damaged: a file is missing or differs; the message names it.
         """
-        verify(self._fs, self._path(name))
+        verify(self.file_system, self.file_path(name))
 
     def set_aside(self, name: str) -> None:
         """Rename a damaged directory; it is no longer used but can be inspected."""
-        target = self._path(f"{_REFUSED}{name}-{uuid.uuid4().hex[:8]}")
-        self._fs.mv(self._path(name), target, recursive=True)
+        target = self.file_path(f"{_REFUSED}{name}-{uuid.uuid4().hex[:8]}")
+        self.file_system.mv(self.file_path(name), target, recursive=True)
 
     def remove(self, name: str) -> None:
-        """Delete a directory, its manifest first."""
-        self._fs.rm(self._path(name, MANIFEST))
-        self._fs.rm(self._path(name), recursive=True)
-
-    def remove_all(self, name: str) -> None:
-        """Delete a directory if it exists, complete or not."""
-        self._remove_if_present(self._path(name))
+        """Delete a directory if it exists, complete or not; its manifest goes first."""
+        for path in (self.file_path(name, MANIFEST), self.file_path(name)):
+            if self.file_system.exists(path):
+                self.file_system.rm(path, recursive=True)
 
     def remove_partial(self) -> None:
         """Delete incomplete directories left by killed writers."""
-        if not self._fs.isdir(self._root):
-            return
-        complete = set(self.names())
-        for path in self._fs.ls(self._root, detail=False):
-            name = Path(path).name
+        complete = self.names()
+        for name in self._listed():
             unfinished = not self.is_local and not name.startswith(".") and name not in complete
             if unfinished or name.startswith(_PARTIAL):
-                self._remove_if_present(path)
+                self.remove(name)
 
     def fetch(self, name: str) -> Path:
         """Return the local path of a directory; a remote one is downloaded once for each machine.
@@ -172,8 +157,8 @@ class Storage:
             Damaged: the download does not match the manifest.
         """
         if self.is_local:
-            return Path(self._path(name))
-        manifest = read_manifest(self._fs, self._path(name))
+            return Path(self.file_path(name))
+        manifest = read_manifest(self.file_system, self.file_path(name))
         key = hashlib.sha256((self.path(name) + manifest.model_dump_json()).encode()).hexdigest()
         cache = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
         cache.mkdir(mode=0o700, exist_ok=True)
@@ -183,8 +168,11 @@ class Storage:
                 self._download(name, manifest, target)
         return target
 
-    def _path(self, *parts: str) -> str:
-        return "/".join([self._root.rstrip("/"), *parts])
+    def _listed(self) -> list[str]:
+        """Return the names under the root, which need not exist."""
+        if not self.file_system.isdir(self._root):
+            return []
+        return [Path(path).name for path in self.file_system.ls(self._root, detail=False)]
 
     def _write_files(
         self, partial: str, write: Callable[[Path], None], group: WriterGroup
@@ -194,7 +182,7 @@ class Storage:
             with tempfile.TemporaryDirectory(prefix="marsray-") as temporary:
                 entries = _written(Path(temporary), write)
                 for file in entries:
-                    self._fs.put_file(f"{temporary}/{file}", f"{partial}/{file}")
+                    self.file_system.put_file(f"{temporary}/{file}", f"{partial}/{file}")
             return entries
         own = Path(partial) / f"{_PARTIAL}{group.rank}"  # separates the processes' files
         own.mkdir(parents=True)
@@ -215,31 +203,27 @@ class Storage:
         text = manifest.text.encode()
         try:
             if not self.is_local:
-                self._fs.pipe_file(f"{partial}/{MANIFEST}", text)
+                self.file_system.pipe_file(f"{partial}/{MANIFEST}", text)
                 return None
             path = Path(partial)
             (path / MANIFEST).write_bytes(text)
-            for item in [path / MANIFEST, path]:
-                sync(item)
-            path.rename(self._path(name))
+            sync(path / MANIFEST)
+            sync(path)
+            path.rename(self.file_path(name))
             sync(path.parent)
         except OSError as error:
-            return str(error.strerror or error)
+            return _reason(error)
         return None
-
-    def _remove_if_present(self, path: str) -> None:
-        if self._fs.exists(path):
-            self._fs.rm(path, recursive=True)
 
     def _download(self, name: str, manifest: Manifest, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+            content = Path(temporary) / "content"
             for file, entry in manifest.files.items():
-                path = Path(temporary) / "content" / file
+                path = content / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._fs.get_file(self._path(name, file), str(path))
+                self.file_system.get_file(self.file_path(name, file), str(path))
                 if describe(path) != entry:
                     raise Damaged(f"{file} does not match its checksum")
-            content = Path(temporary) / "content"
             (content / MANIFEST).write_text(manifest.text, encoding="utf-8")
             content.rename(target)
 
@@ -268,6 +252,10 @@ def fetch_shared(reference: str) -> str:
 def copy_into(directory: Path, source: Path) -> None:
     """Copy the files of ``source`` into ``directory``, following links."""
     shutil.copytree(source, directory, dirs_exist_ok=True)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEntry]:
