@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mars_autoscale.simulation.report import policy_columns
+from mars_autoscale.simulation.figures import policy_columns
 from mars_platform.cli.report import jsonable
 from mars_platform.tier import Tier
 from mars_serve.bench.load.compared import compared_json, compared_table

@@ -146,6 +146,7 @@ def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> Be
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
                 deepcopy(config),  # a model writes its attention into its config
+                trust_remote_code=False,
                 dtype=dtype,
                 attn_implementation="sdpa",
             )

@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
-from mars_autoscale.simulation.report import policy_columns
+from mars_autoscale.simulation.figures import PolicyFigures, TierFigures, policy_columns
 from mars_platform.cli.report import table_of
 from mars_serve.bench.load.run import LoadTest
 

@@ -1,7 +1,7 @@
 """Decodes held-out items through the engine in one setting after the other.
 
 Items and decoded items are plain data: a set can be split over processes, and its parts put
-together in any order.
+together in any order. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
