@@ -133,8 +133,8 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"model: {path} has no tokenizer; add its tokenizer.json")
     try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"model: {path} cannot be loaded ({reason})") from error
@@ -150,6 +150,19 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     if with_calibration and metadata is not None:
         calibration = read_calibration(path, metadata.block_size)
     return Checkpoint(path, config, tokenizer, metadata, special, calibration)
+
+
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a checkpoint directory.
+
+    Raises:
+        ValueError: the tokenizer needs code of its own, which is never run.
+    """
+    # left unset, transformers asks on a terminal whether to run the checkpoint's code
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=False
+    )
+    return tokenizer
 
 
 def read_metadata(path: Path) -> MarsMetadata | None:
@@ -180,6 +193,7 @@ def load_model(
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             path,
+            trust_remote_code=False,
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,

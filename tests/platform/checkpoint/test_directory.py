@@ -366,13 +366,26 @@ def test_metadata_without_a_mask_in_the_tokenizer_is_refused(mars_path, plain_co
     assert "mask_token_id" in refusal(read_checkpoint, plain_copy)
 
 
-def test_code_in_a_checkpoint_is_not_executed(plain_copy):
-    marker = plain_copy / "executed"
-    (plain_copy / "model_code.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    reference = {"AutoConfig": "model_code.C", "AutoModelForCausalLM": "model_code.M"}
-    change(plain_copy / "config.json", model_type="own-model", auto_map=reference)
-    refusal(read_checkpoint, plain_copy)
-    assert not marker.exists()
+@pytest.mark.parametrize(
+    ("call", "model_type", "file", "named"),
+    [
+        (read_checkpoint, "own", "config.json", "AutoConfig"),
+        (read_checkpoint, "vit", "tokenizer_config.json", "AutoTokenizer"),
+        (load_model, "vit", "config.json", "AutoModelForCausalLM"),
+    ],
+)
+def test_a_checkpoint_that_needs_its_own_code_is_refused_without_asking(
+    plain_copy, monkeypatch, call, model_type, file, named
+):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    (plain_copy / "own.py").write_text(f"open({str(plain_copy / 'executed')!r}, 'w')\n")
+    change(plain_copy / "config.json", model_type=model_type)
+    reference = ["own.Own", None] if named == "AutoTokenizer" else "own.Own"
+    change(plain_copy / file, tokenizer_class="Own", auto_map={named: reference})
+    assert "custom code" in refusal(call, plain_copy)
+    assert asked == []
+    assert not (plain_copy / "executed").exists()
 
 
 def qwen2(**options):
