@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from mars_platform.errors import UserError
 from mars_train.data.token_store import (
-    BatchOrder,
     TokenStore,
     TokenStoreWriter,
     block_offsets,
     epoch_order,
     share,
+    step_rows,
 )
 
 # --- the store ------------------------------------------------------------------------------------
@@ -235,21 +235,14 @@ def test_orders_of_different_epochs_and_seeds_are_uncorrelated():
 @given(num_rows=SIZES, batch_size=st.integers(1, 50), seed=SEEDS)
 def test_each_row_occurs_once_per_epoch_without_the_incomplete_batch(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
-    order = BatchOrder(num_rows, batch_size, seed)
-    assert order.steps_per_epoch == num_rows // batch_size
+    steps_per_epoch = num_rows // batch_size
     for epoch in range(3):
-        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-        assert {order.epoch(step) for step in steps} == {epoch}
-        rows = np.concatenate([order.rows(step) for step in steps])
-        assert len(set(rows.tolist())) == len(rows) == order.steps_per_epoch * batch_size
+        steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
+        epochs, parts = zip(*(step_rows(num_rows, batch_size, seed, s) for s in steps), strict=True)
+        assert set(epochs) == {epoch}
+        rows = np.concatenate(parts)
+        assert len(set(rows.tolist())) == len(rows) == steps_per_epoch * batch_size
         assert rows.tolist() == epoch_order(num_rows, seed, epoch)[: len(rows)].tolist()
-
-
-@given(steps=st.lists(st.integers(0, 40), min_size=1, max_size=10))
-def test_rows_of_a_step_do_not_depend_on_the_steps_before(steps):
-    order = BatchOrder(23, 5, seed=3)
-    for step in steps:
-        assert order.rows(step).tolist() == BatchOrder(23, 5, seed=3).rows(step).tolist()
 
 
 def test_every_row_is_equally_often_first_in_an_epoch():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mars_platform.checkpoint.directory import load_model, read_metadata
-from mars_train.data.token_store import BatchOrder, TokenStore, TokenStoreWriter, block_offsets
+from mars_train.data.token_store import TokenStore, TokenStoreWriter, block_offsets, step_rows
 from mars_train.method.batches import num_steps
 from mars_train.method.layout import collate, lay_out
 from mars_train.method.objective import Objective
@@ -122,7 +122,7 @@ def test_the_first_step_is_the_mean_over_the_labels_of_its_conversations(job_of,
         weight = model.get_input_embeddings().weight
         weight[mask_id] = weight[:mask_id].mean(dim=0)
     objective, store = Objective(model, masked=True), TokenStore(data)
-    rows = BatchOrder(len(store), 16, job.recipe.seed).rows(0)
+    _, rows = step_rows(len(store), 16, job.recipe.seed, 0)
     offsets = block_offsets(rows, job.recipe.seed, 0, 3)
     clean = noisy = num_labels = num_tokens = 0
     for row, offset in zip(rows, offsets, strict=True):
@@ -315,6 +315,11 @@ POISONED_STAGE = {
 }
 
 
+def poisoned_steps(seed):
+    """Return the steps, from 0, whose batch holds the conversation; there is one in each epoch."""
+    return [step for step in range(12) if 7 in step_rows(24, 4, seed, step)[1]]
+
+
 @pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned, workers, strategy):
     job = job_of(
@@ -325,10 +330,9 @@ def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned, workers, str
         **poisoned,
     )
     outcome = run_stage(job)
-    order = BatchOrder(24, 4, job.recipe.seed)
-    bad = [step for step in range(12) if 7 in order.rows(step)]  # once an epoch
+    bad = poisoned_steps(job.recipe.seed)
+    assert len(bad) == 2
     assert [i for i, step in enumerate(outcome.history.steps) if step.skipped] == bad
-    assert outcome.history.num_skipped == len(bad) == 2
     assert [math.isnan(loss) for loss in outcome.losses] == [i in bad for i in range(12)]
     assert [f"step {i + 1}: " in w for i, w in zip(bad, outcome.reporter.warned, strict=True)]
     for step in range(1, 12):
@@ -340,8 +344,7 @@ def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned, workers, str
 def test_too_many_non_finite_steps_fail_the_run(job_of, poisoned):
     job = job_of(stage=POISONED_STAGE, max_nonfinite_steps=1, **poisoned)
     outcome = run_stage(job)
-    order = BatchOrder(24, 4, job.recipe.seed)
-    last = [step for step in range(12) if 7 in order.rows(step)][1] + 1
+    last = poisoned_steps(job.recipe.seed)[1] + 1
     assert outcome.error == (
         "stage ar: loss or gradient was not finite in 2 steps, the last of them step "
         f"{last}, and max_nonfinite_steps allows 1; lower learning_rate, or look for broken data"

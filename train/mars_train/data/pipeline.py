@@ -7,7 +7,6 @@ and reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -20,11 +19,10 @@ import ray.data
 from mars_platform.errors import UserError
 from mars_train.data.encoding import check_tokenizer, encode_rows
 from mars_train.data.files import absolute_url, find_files, one_line, read_rows
-from mars_train.data.row_report import RowCounts, RowReport, refuse_bad_data
+from mars_train.data.row_report import REPORT_FILE, RowCounts, RowReport, refuse_bad_data
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import DataSettings
 
-REPORT_FILE = "report.jsonl"
 HOPELESS_ROWS = 10_000
 """Rows after which reading stops if none of them is usable."""
 BLOCK_BYTES = 2**21
@@ -32,32 +30,15 @@ BLOCK_BYTES = 2**21
 _BATCH_ROWS = 256
 
 
-@dataclass(frozen=True)
-class PreparedData:
-    """A token store, and statistics of the input that it was made from."""
-
-    path: Path
-    """Directory of the store; see `mars_train.data.token_store.TokenStore`."""
-    fingerprint: str
-    """Fingerprint of the store."""
-    counts: RowCounts
-    """Sums over the input's rows."""
-    bad_rows: list[str]
-    """``file:line: reason`` of the first rows that were dropped."""
-    truncated_rows: list[str]
-    """``file:line: reason`` of the first rows that were cut."""
-
-    @property
-    def report(self) -> Path:
-        """JSONL file that lists every row that was dropped or cut: file, line, what, reason."""
-        return self.path.with_name(REPORT_FILE)
-
-
-def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> PreparedData:
+def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCounts:
     """Read, check and tokenise the training files into a token store at ``output``.
 
-    The report is written beside the store, also if the data is refused. Files are streamed; memory
-    use is under 100 bytes a row.
+    A JSONL file beside the store, ``REPORT_FILE``, lists every row that was dropped or cut: file,
+    line, what, reason. It is written even if the data is refused. Files are streamed; memory use is
+    under 100 bytes a row.
+
+    Returns:
+        Sums over the input's rows.
 
     Raises:
         UserError: a file is missing or broken, the tokenizer has no chat template, more rows are
@@ -65,7 +46,7 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> Prepa
     """
     files = find_files(settings.train)
     check_tokenizer(tokenizer_path)
-    counts, report_path = RowCounts(), output.with_name(REPORT_FILE)
+    counts = RowCounts()
     hopeless = max(HOPELESS_ROWS, settings.max_bad_rows)
     try:
         with TokenStoreWriter(output) as writer, TemporaryFile(dir=output.parent) as waiting:
@@ -79,20 +60,15 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> Prepa
                     _append(usable, writer)
                 if not counts.num_examples and counts.num_bad > hopeless:
                     break
-            first = report.write(report_path)
-            refuse_bad_data(counts, settings.max_bad_rows, first["dropped"], report_path)
-            store = writer.finish()
+            report_path = output.with_name(REPORT_FILE)
+            dropped = report.write(report_path)
+            refuse_bad_data(counts, settings.max_bad_rows, dropped, report_path)
+            writer.finish()
     except ray.exceptions.RayError:  # includes an OSError raised by a task
         raise
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({one_line(error)}); make room") from error
-    return PreparedData(
-        path=output,
-        fingerprint=store.fingerprint,
-        counts=counts,
-        bad_rows=first["dropped"],
-        truncated_rows=first["truncated"],
-    )
+    return counts
 
 
 def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from mars_platform.errors import UserError
 
+REPORT_FILE = "report.jsonl"
 _SHOWN_ROWS = 3
 
 
@@ -34,20 +35,16 @@ class RowCounts:
     """Usable rows that were cut to ``data.max_length``."""
     num_bad: int = 0
     """Rows that were dropped."""
-    longest: int = 0
-    """Tokens of the longest usable row."""
     max_token_id: int = 0
     """Largest token id."""
 
     def add(self, usable: pa.Table) -> None:
         """Count usable rows, at least one, of ``ENCODED_SCHEMA``."""
-        lengths = pc.list_value_length(usable["input_ids"])
         tokens = pc.list_flatten(usable["input_ids"])
         self.num_examples += usable.num_rows
         self.num_tokens += len(tokens)
         self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py()
         self.num_truncated += pc.sum(pc.equal(usable["status"], "truncated")).as_py()
-        self.longest = max(self.longest, pc.max(lengths).as_py())
         self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py())
 
 
@@ -77,9 +74,9 @@ class RowReport:
             self._keys.extend((row["file"], row["line"], self._waiting.tell()))
             self._waiting.write(f"{line}\n".encode(errors="backslashreplace"))
 
-    def write(self, path: Path) -> dict[str, list[str]]:
-        """Write the report; return its first lines in short, by ``dropped`` and ``truncated``."""
-        first: dict[str, list[str]] = {"dropped": [], "truncated": []}
+    def write(self, path: Path) -> list[str]:
+        """Write the report; return ``file:line: reason`` of the first rows that were dropped."""
+        dropped: list[str] = []
         files, lines, offsets = np.frombuffer(self._keys, np.int64).reshape(-1, 3).T
         with path.open("wb") as handle:
             for offset in offsets[np.lexsort((lines, files))]:
@@ -87,9 +84,9 @@ class RowReport:
                 line = self._waiting.readline()
                 handle.write(line)
                 row = json.loads(line)
-                if len(first[row["what"]]) < _SHOWN_ROWS:
-                    first[row["what"]].append(f"{row['file']}:{row['line']}: {row['reason']}")
-        return first
+                if row["what"] == "dropped" and len(dropped) < _SHOWN_ROWS:
+                    dropped.append(f"{row['file']}:{row['line']}: {row['reason']}")
+        return dropped
 
 
 def refuse_bad_data(counts: RowCounts, max_bad_rows: int, dropped: list[str], report: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,15 +199,20 @@ def _fingerprint(
 _ORDER, _OFFSET = 1, 2
 
 
+@lru_cache(maxsize=1)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the rows of an epoch in the order of training: a permutation, int64 [num_rows].
+
+    The array is read-only, because the steps of an epoch share it.
 
     Rows are sorted by a hash, because NumPy's generators may change between versions
     (https://numpy.org/doc/stable/reference/random/compatibility.html), and a run may be resumed
     with another version.
     """
     rows = np.arange(num_rows, dtype=np.int64)
-    return np.argsort(_hash(_ORDER, seed, epoch, rows), kind="stable").astype(np.int64)
+    order = np.argsort(_hash(_ORDER, seed, epoch, rows), kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
 
 
 def block_offsets(
@@ -222,32 +228,18 @@ def share(rows: NDArray[np.int64], rank: int, num_workers: int) -> NDArray[np.in
     return rows[rank * len(rows) // num_workers : (rank + 1) * len(rows) // num_workers]
 
 
-class BatchOrder:
-    """Assignment of rows to the optimizer steps of a stage, over all workers.
+def step_rows(
+    num_rows: int, batch_size: int, seed: int, step: int
+) -> tuple[int, NDArray[np.int64]]:
+    """Return the epoch of an optimizer step and its rows over all workers, int64 [batch_size].
 
-    An epoch's last, incomplete batch is dropped. ``batch_size`` is at most ``num_rows``.
+    Steps and epochs count from 0. An epoch's last, incomplete batch is dropped. ``batch_size`` is
+    at most ``num_rows``.
     """
-
-    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
-        assert 1 <= batch_size <= num_rows
-        self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
-        self._epoch, self._order = 0, epoch_order(num_rows, seed, 0)  # cache of one epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Full batches of an epoch."""
-        return self.num_rows // self.batch_size
-
-    def epoch(self, step: int) -> int:
-        """Return the epoch of a step; both count from 0."""
-        return step // self.steps_per_epoch
-
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """Return the rows of a step, counted from 0: int64 [batch_size]."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(self.num_rows, self.seed, epoch)
-        return self._order[batch * self.batch_size : (batch + 1) * self.batch_size].copy()
+    assert 1 <= batch_size <= num_rows
+    epoch, batch = divmod(step, num_rows // batch_size)
+    order = epoch_order(num_rows, seed, epoch)
+    return epoch, order[batch * batch_size : (batch + 1) * batch_size]
 
 
 def _hash(purpose: int, seed: int, epoch: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_train.data.token_store import BatchOrder, TokenStore, block_offsets, share
+from mars_train.data.token_store import TokenStore, block_offsets, share, step_rows
 from mars_train.method.layout import Batch, Layout, collate, lay_out, pack
 from mars_train.recipe import Stage
 
@@ -58,17 +57,13 @@ class StageBatches:
         layout = lay_out(input_ids[:2], unsupervised, self.block_size, self.mask_token_id)
         return self._collate([layout])
 
-    @cached_property
-    def _order(self) -> BatchOrder:
-        return BatchOrder(len(self.data), self.stage.batch_size, self.seed)
-
     def _micro_batches(self, step: int) -> list[Batch]:
         """Make a step's micro-batches, as many on each worker, because FSDP2 runs in lockstep."""
-        rows = share(self._order.rows(step), self.rank, self.num_workers)
+        epoch, rows = step_rows(len(self.data), self.stage.batch_size, self.seed, step)
         largest_share = -(-self.stage.batch_size // self.num_workers)
         count = -(-largest_share // self.stage.micro_batch_size)
-        epoch = self._order.epoch(step)
-        return [self._batch(part, epoch) for part in np.array_split(rows, count)]
+        own = share(rows, self.rank, self.num_workers)
+        return [self._batch(part, epoch) for part in np.array_split(own, count)]
 
     def _batch(self, rows: NDArray[np.int64], epoch: int) -> Batch:
         if not len(rows):

@@ -84,12 +84,11 @@ def _check_length(max_length: int, checkpoint: Checkpoint) -> None:
 def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
     recipe, started = directory.recipe, time.monotonic()
     with console.status("tokenising the training data"):
-        prepared = prepare(recipe.data, checkpoint.path, directory.data)
-    counts = prepared.counts
+        counts = prepare(recipe.data, checkpoint.path, directory.data)
     console.print(
         f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "
         f"{counts.num_supervised:,} of them supervised; {counts.num_truncated:,} conversations "
-        f"cut to length, {counts.num_bad:,} bad rows skipped ({prepared.report}); "
+        f"cut to length, {counts.num_bad:,} bad rows skipped ({directory.report}); "
         f"{time.monotonic() - started:.0f} s",
         highlight=False,
     )

@@ -16,10 +16,11 @@ import yaml
 
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
+from mars_train.data.row_report import REPORT_FILE
 from mars_train.recipe import Recipe, Stage
 
-_RECIPE, _REPORT, _LOCK = "recipe.yaml", "report.jsonl", ".lock"
-_LEFT_BY_REFUSALS = {_REPORT, _LOCK}
+_RECIPE, _LOCK = "recipe.yaml", ".lock"
+_LEFT_BY_REFUSALS = {REPORT_FILE, _LOCK}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class RunDirectory:
     def data(self) -> Path:
         """Token store; it exists once the data is prepared."""
         return self.path / "data"
+
+    @property
+    def report(self) -> Path:
+        """List of the training rows that were dropped or cut."""
+        return self.path / REPORT_FILE
 
     @property
     def curves(self) -> Path:
