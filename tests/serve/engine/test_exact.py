@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines import output_of, run
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.step_times import StepTimes
@@ -30,10 +30,8 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.items import read_items
 
 MAX_TOKENS = 40
-NUM_PROMPTS = 60
 EXACT = DecodingOptions(MAX_TOKENS, Mode.EXACT)
 LAYOUTS = {
     "free": EXACT,
@@ -51,25 +49,6 @@ OTHERS = {
 }
 
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(trained) -> Checkpoint:
-    return read_checkpoint(trained.model)
-
-
-@pytest.fixture(scope="module")
-def prompts(trained, checkpoint: Checkpoint) -> list[list[int]]:
-    file = trained.data / "eval.jsonl"
-    items = read_items(
-        [file], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=NUM_PROMPTS
-    )
-    return [list(item.prompt) for item in items]
-
-
-@pytest.fixture(scope="module")
-def model(trained) -> PreTrainedModel:
-    return load_model(trained.model).eval()
 
 
 @pytest.fixture(scope="module")

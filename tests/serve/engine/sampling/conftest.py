@@ -1,43 +1,34 @@
-"""A trained model, its engine and prompts, for tests of how tokens are chosen."""
+"""A tokenizer and a compiler of grammars for it."""
 
 from __future__ import annotations
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
-from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.adaptive.window_choice import WindowChooser
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.items import read_items
+from grammar_specs import VOCABULARY
+from mars_serve.engine.sampling.grammar import GrammarCompiler
+from mars_train.run.scratch import train_tokenizer
 
-NUM_PROMPTS = 64
-TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
-"""Times far above those of real steps, so that the engine's own measurements change no window."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(trained) -> Checkpoint:
-    return read_checkpoint(trained.model)
+TEXTS = [
+    f'What is {a} plus {b}? {{"name": "beta", "sum": {a + b}, "parts": [{a}, {b}]}}\n'
+    for a in range(12)
+    for b in range(12)
+]
 
 
 @pytest.fixture(scope="module")
-def prompts(trained, checkpoint: Checkpoint) -> list[list[int]]:
-    file = trained.data / "eval.jsonl"
-    items = read_items(
-        [file], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=NUM_PROMPTS
-    )
-    return [list(item.prompt) for item in items]
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = train_tokenizer(TEXTS, 384)
+    assert len(tokenizer) < VOCABULARY
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(trained) -> PreTrainedModel:
-    return load_model(trained.model).eval()
+def ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Checkpoint) -> Engine:
-    engine = Engine(checkpoint, EngineSettings(max_num_seqs=24, num_pages=400))
-    engine._chooser = WindowChooser(TIMES, engine.window)
-    return engine
+def compiler(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCABULARY, ends)

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from grammar_specs import VOCABULARY, lark, regex, schema
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar import (
@@ -20,14 +21,7 @@ from mars_serve.engine.sampling.grammar import (
     GrammarLimits,
     Matcher,
 )
-from mars_train.run.scratch import train_tokenizer
 
-VOCABULARY = 448  # rows of the logits; the tokenizer has fewer tokens
-TEXTS = [
-    f'What is {a} plus {b}? {{"name": "beta", "sum": {a + b}, "parts": [{a}, {b}]}}\n'
-    for a in range(12)
-    for b in range(12)
-]
 SCHEMAS = {
     "enum": {"enum": ["beta", 'a "quoted" one', 12, None, True, {"sum": [1, 2]}]},
     "numbers": {
@@ -100,36 +94,6 @@ DOUBLING = "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(2
 CLOSING = ['"', "}", "]", ")", ":", "0"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer = train_tokenizer(TEXTS, 384)
-    assert len(tokenizer) < VOCABULARY
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCABULARY, ends)
-
-
-def schema(value: object) -> GrammarSpec:
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value))
-
-
-def regex(text: str) -> GrammarSpec:
-    return GrammarSpec(GrammarKind.REGEX, text)
-
-
-def lark(text: str) -> GrammarSpec:
-    return GrammarSpec(GrammarKind.LARK, text)
-
-
 def allowed(matcher: Matcher) -> list[int]:
     mask = matcher.allowed()
     assert mask.shape == (VOCABULARY,)
@@ -171,7 +135,7 @@ class Writer:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_a_schema_allows_is_valid(
+def test_outputs_of_a_schema_are_valid(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ends: set[int], name: str
 ) -> None:
     grammar = compiler.compile(schema(SCHEMAS[name]))
@@ -182,7 +146,7 @@ def test_what_a_schema_allows_is_valid(
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
-def test_what_a_regex_allows_matches(
+def test_outputs_of_a_regex_match(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ends: set[int], pattern: str
 ) -> None:
     grammar = compiler.compile(regex(pattern))
@@ -191,7 +155,7 @@ def test_what_a_regex_allows_matches(
     assert len(texts) > 1
 
 
-def test_what_a_lark_grammar_allows_parses(
+def test_outputs_of_a_lark_grammar_parse(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ends: set[int]
 ) -> None:
     grammar = compiler.compile(lark(ARITHMETIC))
@@ -227,7 +191,7 @@ def test_valid_text_is_taken_and_allowed(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_what_is_allowed_depends_on_the_tokens_alone(
+def test_allowed_tokens_depend_only_on_the_tokens_taken(
     compiler: GrammarCompiler, ends: set[int], name: str
 ) -> None:
     grammar = compiler.compile(GrammarSpec(*GRAMMARS[name]))
@@ -352,7 +316,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_allowed(
     assert max(words) < VOCABULARY - 1
 
 
-def test_a_grammar_that_names_such_a_token_ends_in_an_error(
+def test_a_grammar_that_names_a_missing_token_raises_an_error(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     matcher = compiler.compile(lark(f'start: "a" <[{VOCABULARY - 1}]>')).matcher()
@@ -370,7 +334,7 @@ def test_special_tokens_come_only_where_a_grammar_names_them(
     assert allowed(compiler.compile(lark('start: <|im_start|> "a"')).matcher()) == [start]
 
 
-def test_white_space_in_json_does_not_go_on_for_ever(
+def test_white_space_in_json_is_bounded(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     matcher = compiler.compile(schema({"type": "object"})).matcher()
@@ -406,7 +370,7 @@ def test_white_space_in_json_does_not_go_on_for_ever(
         (regex("a" * 65_537), "65537 characters; use at most 65536"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused(
+def test_an_unusable_grammar_is_refused(
     compiler: GrammarCompiler, spec: GrammarSpec, message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -451,7 +415,7 @@ def test_long_chains_do_not_overflow_the_stack(compiler: GrammarCompiler, kind: 
     assert allowed(compiler.compile(spec).matcher())
 
 
-def test_what_is_cached_is_the_same_object(
+def test_a_cached_grammar_is_the_same_object(
     tokenizer: PreTrainedTokenizerBase, ends: set[int]
 ) -> None:
     compiler = GrammarCompiler(tokenizer, VOCABULARY, ends, GrammarLimits(num_cached=2))

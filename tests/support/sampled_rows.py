@@ -1,0 +1,59 @@
+"""Rows to sample from, and the tokens chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mars_serve.engine.decoding_options import Sampling
+from mars_serve.engine.sampling.sampler import SampledRow, choose_tokens
+
+VOCABULARY = 24
+ENDS = (1, 5)
+DRAWS = 20_000
+SAMPLED = Sampling(temperature=1.0)
+PENALISED = Sampling(
+    temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, seed=3
+)
+
+
+def random_logits(seed: int, *shape: int, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def sampled_row(
+    sampling: Sampling, reads: list[int], position: int = 0, **others: object
+) -> SampledRow:
+    plain = SampledRow(sampling, reads, position, num_output=position, end_tokens=ENDS)
+    return replace(plain, **others)  # type: ignore[arg-type]
+
+
+def choices(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """Return the chosen tokens in the order of the rows' reads."""
+    reads, tokens = choose_tokens(logits, rows)
+    assert sorted(reads.tolist()) == sorted(read for row in rows for read in row.reads)
+    token_of = dict(zip(reads.tolist(), tokens.tolist(), strict=True))
+    return [token_of[read] for row in rows for read in row.reads]
+
+
+def repeated_choices(
+    logits: Tensor, sampling: Sampling, count: int = 200, **others: object
+) -> list[int]:
+    """Return the choices from one row of logits at many positions."""
+    rows = [sampled_row(sampling, [index], index, **others) for index in range(count)]
+    return choices(logits.expand(count, -1), rows)
+
+
+def p_value(draws: list[int], shares: Tensor) -> float:
+    """Return the p-value of Pearson's chi-square test."""
+    counts = torch.bincount(torch.tensor(draws), minlength=len(shares)).double()
+    expected = shares.double() / shares.double().sum() * len(draws)
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
