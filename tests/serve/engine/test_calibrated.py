@@ -1,4 +1,4 @@
-"""Calibrated confidence in the engine: what is compared with τ, and what drafts are worth."""
+"""Calibrated confidence in the engine: the number compared with τ, and the value of drafts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def outputs_of(requests: list[Request]) -> list[list[int]]:
     return [request.tokens[request.num_prompt :] for request in requests]
 
 
-def test_what_is_compared_with_the_threshold(
+def test_the_corrected_confidence_is_compared_with_the_threshold(
     trained: Trained, checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> None:
     """Recomputed for each pass by plain transformers, with the logits divided by depth."""
@@ -88,7 +88,7 @@ def test_what_is_compared_with_the_threshold(
     assert any(len(output.tokens) > 1 for output in passes)
 
 
-def test_only_those_that_ask_are_calibrated(
+def test_only_requests_that_want_it_are_calibrated(
     plain: Checkpoint, checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> None:
     calibrated = replace(THRESHOLD, calibrated=True)

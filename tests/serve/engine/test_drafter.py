@@ -1,4 +1,4 @@
-"""A second model that drafts: the output is the target's own, whatever is proposed."""
+"""A second model that drafts; the output is the target's own, whatever it proposes."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_masks_end_and_return_with_the_very_next_step(
 
 
 def test_a_kept_choice_of_windows_ends_with_the_threshold() -> None:
-    """Choices are kept for several steps where steps are short, but not across a change."""
+    """A choice of masks is kept for several short steps, but not when the live τ changes."""
     times = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
     chooser, (row,) = WindowChooser(times, BLOCK_SIZE), requests_with(LIVE, 1)
     assert chooser.choose([row]) == [(0,)]

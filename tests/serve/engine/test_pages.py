@@ -54,7 +54,7 @@ def test_pool_keeps_integrity(num_pages: int, source: random.Random, num_operati
 
 
 def _extend(pool: PagePool, holder: Holder) -> None:
-    """Take a page, or register the first one that is not."""
+    """Allocate a page, or register the holder's first page that is not registered."""
     if holder.num_registered < len(holder.pages):
         index = holder.num_registered
         page = pool.register(holder.pages[index], chain(holder.tokens)[index])

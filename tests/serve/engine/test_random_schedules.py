@@ -158,7 +158,7 @@ def _model() -> PreTrainedModel:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A character a token: grammars need to know what tokens say."""
+    """A tokenizer of one character for each token, as grammars read the tokens' text."""
     others = [token for token in range(VOCABULARY) if token not in NAMES]
     vocabulary = {text: token for token, text in NAMES.items()}
     vocabulary.update(zip(CHARACTERS, others, strict=True))
@@ -182,7 +182,7 @@ def _engine(**sizes: int) -> Engine:
 
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
-    """Engines that serve one schedule after the other, so that later ones find stored prefixes."""
+    """Engines that serve all schedules, so that later ones find cached prefixes."""
     made = [_engine(**sizes) for sizes in SIZES]
     for engine in made:
         engine.warm_up()  # windows adapt: they depend on timing, and the trace says what they were
@@ -191,7 +191,7 @@ def engines() -> list[Engine]:
 
 @pytest.fixture(scope="module")
 def solo() -> Engine:
-    """Serves one request at a time."""
+    """An engine that serves one request at a time."""
     return _engine(num_pages=20, page_size=8, max_num_seqs=1, enable_prefix_caching=0)
 
 
@@ -230,10 +230,10 @@ def test_every_output_is_the_oracles(
 
 
 def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Counter[str]) -> None:
-    """Runs after the schedules: they preempted, reused prefixes and fed windows of all sizes.
+    """Check, after the schedules, that they covered preemption, prefix hits and all windows.
 
-    They are drawn anew in each run, and how many drafts are tried depends on timing: the bounds are
-    far below what is usual.
+    Schedules are drawn anew in each run, and the number of drafts depends on timing, so the bounds
+    are far below the usual counts.
     """
     statuses = [engine.status() for engine in engines]
     assert statuses[0].num_preemptions > 3
@@ -286,7 +286,7 @@ def _play(
 
 
 def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
-    """Assert that what a request got is what it gets alone; part of it, where it was cancelled."""
+    """Assert that a request's output is that of a run alone, or the start of it if cancelled."""
     found = [output.tokens for output in outputs]
     logprobs = [entry for output in outputs for entry in output.logprobs]
     if request.options.is_plain:
@@ -308,7 +308,7 @@ def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
 
 
 def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
-    """Passes of the plain decoder with the windows that the request got."""
+    """Return the plain decoder's passes with the windows that the request had."""
     options = request.options
     windows = [output.num_masks for output in outputs]
     if not windows:
@@ -332,7 +332,7 @@ def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
 def _alone(
     request: Request, recorded: list[StepOutput], solo: Engine
 ) -> tuple[list[StepOutput], FinishReason | None]:
-    """Its passes where nothing else runs, with the thresholds that were recorded."""
+    """Return a request's passes in an engine of its own, with the recorded thresholds."""
     options = request.options
     if options.mode is Mode.EXACT:
         options = replace(options, mode=Mode.AR, window=None, outcomes=None)

@@ -23,7 +23,7 @@ RAISING, POISONED = 60, 61
 
 
 def requests() -> list[Request]:
-    """Six ragged requests."""
+    """Six requests of different lengths."""
     prompts = [[4 + (row * 11 + 3 * i) % 50 for i in range(3 + 13 * row)] for row in range(6)]
     return [
         make_request(str(row), prompt, 14, threshold=0.1, window=4)
@@ -48,7 +48,7 @@ def engine(tiny_model: Models, make_engine: Engines) -> Engine:
 
 
 def run_all(engine: Engine, requests: list[Request]) -> Passes:
-    """Passes of the requests that do not fail; those that do say why."""
+    """Run requests and return their passes; failed requests have an error message."""
     outputs = run(engine, requests)
     for output in (output for each in outputs.values() for output in each):
         assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)

@@ -18,7 +18,7 @@ from sampled_rows import PENALISED, SAMPLED, VOCABULARY, choices, random_logits,
 
 
 def penalised(logits: list[float], sampling: Sampling, prompt: list[int], output: list[int]) -> int:
-    """Greedy choice in plain Python."""
+    """Choose greedily, in plain Python."""
     scores = list(logits)
     for token in {*prompt, *output}:
         penalty = sampling.repetition_penalty

@@ -106,7 +106,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class Writer:
-    """Chooses uniformly what is allowed; after some tokens, what brings an end near."""
+    """Writes random outputs of a grammar, and after some tokens those that end soon."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: set[int], seed: int) -> None:
         self.tokenizer, self.ends, self.random = tokenizer, ends, random.Random(seed)
@@ -119,7 +119,7 @@ class Writer:
         return self.random.choice(choices)
 
     def write(self, grammar: CompiledGrammar) -> str:
-        """Until an end token, checking on the way what must hold at any place."""
+        """Write up to an end token, and check in each step what must always hold."""
         matcher, tokens = grammar.matcher(), []
         for _ in range(1000):
             choices = allowed(matcher)
@@ -235,7 +235,7 @@ def test_allowed_tokens_depend_only_on_the_tokens_taken(
 
 
 def look_some_way(look: object, source: random.Random) -> list[int]:
-    """Tokens that fit, some of them tried in vain."""
+    """Look ahead with random tokens, some of which the grammar refuses; return those taken."""
     assert callable(look)
     ahead: list[int] = []
     for _ in range(source.randint(0, 5)):
@@ -403,7 +403,7 @@ def test_each_limit_holds(
 
 @pytest.mark.parametrize("kind", ["rules", "terminals", "references"])
 def test_long_chains_do_not_overflow_the_stack(compiler: GrammarCompiler, kind: str) -> None:
-    """An overflow would end the process."""
+    """A stack overflow would end the process."""
     if kind == "references":
         links = {str(i): {"items": {"$ref": f"#/{i + 1}"}} for i in range(1700)}
         spec = schema({"$ref": "#/0", **links, "1700": {}})

@@ -21,7 +21,7 @@ WORD = 2**64 - 1
 
 
 def mixed(state: int) -> int:
-    """SplitMix64's output function in Python's integers."""
+    """Return SplitMix64's output, computed with Python's integers."""
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
     return state ^ (state >> 31)

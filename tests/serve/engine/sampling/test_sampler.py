@@ -94,13 +94,13 @@ def transformers_scores(
     output: Sequence[int] = (),
     allowed: list[int] | None = None,
 ) -> Tensor:
-    """Processed float [vocabulary]."""
+    """Return the processed logits: float [vocabulary]."""
     steps = processors(sampling, list(prompt), list(output), allowed)
     return steps(torch.tensor([[*prompt, *output]]), logits[None].clone())[0]
 
 
 def assert_best(found: list[int], scores: Tensor, sampling: Sampling) -> None:
-    """Position by position, the highest sum of score and noise was chosen, up to rounding."""
+    """Check that each position's choice has the highest sum of score and noise, up to rounding."""
     noise = torch.zeros(len(found), len(scores))
     if sampling.temperature > 0.0:
         seeds = torch.full((len(found),), sampling.seed)

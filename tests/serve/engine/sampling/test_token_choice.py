@@ -259,7 +259,7 @@ def test_log_probs_are_those_of_a_plain_pass(
     num_top: int,
     sampling: Sampling,
 ) -> None:
-    """They are raw, whatever is done to the logits before a token is chosen."""
+    """Log-probabilities are raw, whatever the sampling parameters do to the logits."""
     kinds = [replace(kind, num_logprobs=num_top, sampling=sampling) for kind in [AR, *EXACT]]
     requests = [Request(str(i), list(prompts[i]), kind) for i, kind in enumerate(kinds * 2)]
     silent = Request("silent", list(prompts[0]), THRESHOLD)
