@@ -86,37 +86,6 @@ def measure_calibration(
         UserError: the weights cannot be loaded, or all items fall into one half.
     """
     check_halves(items)
-    texts = decode_items(
-        checkpoint,
-        items,
-        max_tokens=max_tokens,
-        max_num_seqs=max_num_seqs,
-        dtype=dtype,
-        device=device,
-        on_progress=on_progress,
-    )
-    cursors = choose_cursors(texts, max_cursors)
-    # An ordinary forward pass needs another model: the engine changed the layers of its own.
-    model = load_model(checkpoint.path, dtype=dtype).to(device)
-    halves: dict[bool, list[Observations]] = {True: [], False: []}
-    for num_done, (text, chosen) in enumerate(zip(texts, cursors, strict=True), start=1):
-        halves[is_fitted(text.prompt)] += observe(model, checkpoint, text, chosen)
-        on_progress(_TITLE_OBSERVE, num_done, len(texts))
-    fitting, checking = (Observations.joined(halves[half]) for half in (True, False))
-    return fit(checkpoint, fitting, checking, len(items))
-
-
-def decode_items(
-    checkpoint: Checkpoint,
-    items: Sequence[EvalItem],
-    *,
-    max_tokens: int,
-    max_num_seqs: int,
-    dtype: torch.dtype,
-    device: str,
-    on_progress: OnProgress,
-) -> list[Continuation]:
-    """Decode every item in mode ar; see `measure_calibration`."""
     engine = evaluation_engine(
         checkpoint,
         items,
@@ -132,9 +101,19 @@ def decode_items(
         max_tokens=max_tokens,
         on_progress=lambda num_done: on_progress(_TITLE_DECODE, num_done, len(items)),
     )
-    return [
+    del engine  # frees its model before the next one is loaded
+    texts = [
         Continuation(item.prompt, each.tokens) for item, each in zip(items, decoded, strict=True)
     ]
+    cursors = choose_cursors(texts, max_cursors)
+    # An ordinary forward pass needs another model: the engine changed the layers of its own.
+    model = load_model(checkpoint.path, dtype=dtype).to(device)
+    halves: dict[bool, list[Observations]] = {True: [], False: []}
+    for num_done, (text, chosen) in enumerate(zip(texts, cursors, strict=True), start=1):
+        halves[is_fitted(text.prompt)] += observe(model, checkpoint, text, chosen)
+        on_progress(_TITLE_OBSERVE, num_done, len(texts))
+    fitting, checking = (Observations.joined(halves[half]) for half in (True, False))
+    return fit(checkpoint, fitting, checking, len(items))
 
 
 def check_halves(items: Iterable[EvalItem]) -> None:
