@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import create_mask
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -220,10 +220,6 @@ def compare_sharded_with_whole():
         for layer in objective.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(objective, mesh=mesh, reshard_after_forward=reshard)
-        register_fsdp_forward_method(objective, "label_losses")
-        with torch.no_grad():
-            clean, _ = objective.label_losses(batches[rank])
-            torch.testing.assert_close(clean.sum(), whole(batches[rank]).clean)
         loss, ours = gradients(objective, batches[rank])
         torch.testing.assert_close(loss, expected[rank][0])
         for name, gradient in ours.items():

@@ -10,6 +10,10 @@ from rich.console import Console
 
 from mars_platform.cli.main import show_help_without_command
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
+]
+
 data = typer.Typer()
 
 
@@ -38,9 +42,7 @@ def data_demo(
 
 def train(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
-    ] = None,
+    set_: Overrides = None,
 ) -> None:
     """Run the stages of a training recipe on Ray Train."""
     from mars_platform.config import load_settings
@@ -48,6 +50,5 @@ def train(
     from mars_train.run.recipe_run import run_recipe
 
     console = Console()
-    recipe = load_settings(config, Recipe, set_ or [])
-    model = run_recipe(recipe, console)
+    model = run_recipe(load_settings(config, Recipe, set_ or []), console)
     console.print(f"trained model: {model}", highlight=False)

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mars_platform.cli.main import show_help_without_command
+from mars_train.cli.commands import Overrides
 
 if TYPE_CHECKING:
     from mars_platform.cluster.jobs import Job, Jobs
@@ -56,6 +57,10 @@ _Address = Annotated[
 _Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON; other messages go to stderr.")
 ]
+_Follow = Annotated[
+    bool,
+    typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
+]
 _Id = Annotated[str, typer.Argument(help="Id of the job, as shown by `list`.", metavar="ID")]
 
 
@@ -77,13 +82,8 @@ def _submit(
         str | None,
         typer.Option(help="Name of the run; it replaces the last part of `output`."),
     ] = None,
-    follow: Annotated[
-        bool,
-        typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
-    ] = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
-    ] = None,
+    follow: _Follow = False,
+    set_: Overrides = None,
     working_dir: Annotated[
         Path, typer.Option(help="Directory that relative paths in the recipe start from.")
     ] = Path(),
@@ -133,10 +133,7 @@ def status(job_id: _Id, address: _Address = None, as_json: _Json = False) -> Non
 def logs(
     job_id: _Id,
     address: _Address = None,
-    follow: Annotated[
-        bool,
-        typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
-    ] = False,
+    follow: _Follow = False,
 ) -> None:
     """Show the log of a job."""
     jobs = _connect(address)

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import read_tokenizer
 from mars_platform.data.conversations import Conversation, render_turns
-from mars_platform.errors import UserError
-from mars_train.data.files import one_line, parse_row
+from mars_platform.errors import UserError, one_line
+from mars_train.data.files import parse_row
 
 ENCODED_SCHEMA = pa.schema(
     [
@@ -82,15 +82,13 @@ def encode_rows(
         [text for text, _, _ in rendered], add_special_tokens=False, return_offsets_mapping=True
     )
     columns = [
-        _label(ids, offsets, spans, max_length) if problem is None else _dropped(problem)
-        for (_, spans, problem), ids, offsets in zip(
-            rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        {"file": row["file"], "line": row["line"]}
+        | (_label(ids, offsets, spans, max_length) if problem is None else _dropped(problem))
+        for row, (_, spans, problem), ids, offsets in zip(
+            read, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
         )
     ]
-    keys = [{"file": row["file"], "line": row["line"]} for row in read]
-    return pa.Table.from_pylist(
-        [key | values for key, values in zip(keys, columns, strict=True)], schema=ENCODED_SCHEMA
-    )
+    return pa.Table.from_pylist(columns, schema=ENCODED_SCHEMA)
 
 
 @lru_cache(maxsize=1)

@@ -18,13 +18,12 @@ import pyarrow.parquet
 from fsspec.core import url_to_fs
 
 from mars_platform.data.conversations import Conversation, parse_conversation
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 
 _PARQUET = ".parquet"
 _CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 _SUFFIXES = (*_CODECS, _PARQUET)
 _KINDS = ", ".join(_SUFFIXES)
-_REASON_CHARACTERS = 300
 _PARQUET_BATCH = 256
 
 
@@ -114,13 +113,6 @@ def parse_row(content: bytes) -> Conversation:
     except UnicodeDecodeError as error:
         raise UserError(f"not valid UTF-8 (at byte {error.start + 1})") from error
     return parse_conversation(text)
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's message as one line of limited length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} ..."
 
 
 def _contents(url: str) -> Iterator[bytes]:

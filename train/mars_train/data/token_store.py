@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from mars_platform.config import Settings, describe_validation_error
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_train.storage.disk import sync
 
 HEADER_FILE, INDEX_FILE = "store.json", "index.npy"
@@ -168,14 +168,12 @@ def _map(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 def _map_index(file: Path, num_rows: int) -> NDArray[np.int64]:
     try:
-        index = np.load(file, mmap_mode="r", allow_pickle=False)
+        index: NDArray[np.int64] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file}: cannot be read ({reason}); {_REMEDY}") from error
+        raise UserError(f"{file}: cannot be read ({one_line(error)}); {_REMEDY}") from error
     if index.shape != (num_rows, 2) or index.dtype != np.int64:
         raise UserError(f"{file}: does not hold {num_rows} rows; {_REMEDY}")
-    mapped: NDArray[np.int64] = index
-    return mapped
+    return index
 
 
 def _fingerprint(

@@ -73,18 +73,11 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> LossSums:
         """Return the loss sums of one packed batch; without labels, zeros that have gradients."""
-        clean, noisy = self._label_losses(batch)
+        clean, noisy = self.label_losses(batch)
         return LossSums(clean.sum(), noisy.sum(), len(batch.labels))
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clean and the noisy loss of each label, float32 [labels] each, in nats.
-
-        If FSDP2 shards the objective, this method must be registered first with
-        ``torch.distributed.fsdp.register_fsdp_forward_method``.
-        """
-        return self._label_losses(batch)
-
-    def _label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the clean and the noisy loss of each label, float32 [labels] each, in nats."""
         hidden = self._hidden_states(batch)  # [rows * slots, width]
         if not self.masked:
             clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)

@@ -50,9 +50,7 @@ class NoticeBoard:
 
 
 @contextmanager
-def shown_progress(
-    console: Console, stop_wanted: Callable[[], bool] = lambda: False
-) -> Iterator[ActorHandle[Any]]:
+def shown_progress(console: Console, stop_wanted: Callable[[], bool]) -> Iterator[ActorHandle[Any]]:
     """Create a notice board and show its content on the console during the block.
 
     Args:

@@ -40,9 +40,15 @@ def prepare_run(
     try:
         start = base or _new_model(directory, console)
         checkpoint = read_checkpoint(start)
-        _check_length(recipe.data.max_length, checkpoint)
+        if recipe.data.max_length > checkpoint.max_length:
+            raise UserError(
+                f"data.max_length: {recipe.data.max_length} exceeds the {checkpoint.max_length} "
+                "tokens that the model's context holds; lower it"
+            )
         if is_prepared:
-            _describe_store(TokenStore(directory.data), console)
+            store = TokenStore(directory.data)
+            text = f"{len(store):,} conversations, {store.num_tokens:,} tokens, prepared before"
+            console.print(f"data: {text}", highlight=False)
         else:
             _prepare_data(directory, checkpoint, console)
         held_out = None
@@ -73,14 +79,6 @@ def _new_model(directory: RunDirectory, console: Console) -> Path:
     return path
 
 
-def _check_length(max_length: int, checkpoint: Checkpoint) -> None:
-    if max_length > checkpoint.max_length:
-        raise UserError(
-            f"data.max_length: {max_length} exceeds the {checkpoint.max_length} tokens that the "
-            "model's context holds; lower it"
-        )
-
-
 def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
     recipe, started = directory.recipe, time.monotonic()
     with console.status("tokenising the training data"):
@@ -99,8 +97,3 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
                 f"data.train: {counts.num_examples} conversations do not fill one batch of "
                 f"stages.{stage.name}.batch_size = {stage.batch_size}; lower it or add data"
             )
-
-
-def _describe_store(store: TokenStore, console: Console) -> None:
-    text = f"data: {len(store):,} conversations, {store.num_tokens:,} tokens, prepared before"
-    console.print(text, highlight=False)

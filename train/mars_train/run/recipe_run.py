@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs
 import ray
 import torch
 import transformers
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import (
     FailureConfig,
     Result,
@@ -66,8 +66,7 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
     """
     directory = RunDirectory(recipe, recipe.output.resolve())
     base = _check_before_start(directory)
-    storage = recipe.checkpoints.storage or str(directory.path / "checkpoints")
-    Storage(storage)  # refuses an unusable one
+    storage = Storage(recipe.checkpoints.storage or str(directory.path / "checkpoints"))
     with directory.claimed():
         if directory.is_resumed():
             console.print(f"resuming the run in {directory.path}", highlight=False)
@@ -121,8 +120,7 @@ class _Run:
     """A run whose data is prepared."""
 
     directory: RunDirectory
-    storage: str
-    """Directory or URL of the storage."""
+    storage: Storage
     start: Path
     """Checkpoint that the next stage begins with."""
     held_out: HeldOutSet | None
@@ -153,13 +151,12 @@ class _Run:
         """Run Ray Train's workers until the stage has ended."""
         if terminated():
             raise Stopped(f"stopped before stage {stage.name}; the same command resumes the run")
-        shared = Storage(self.storage)
         job = StageJob(
             recipe=self.recipe,
             stage=stage,
-            storage=shared.path(stage.name),
-            start=share(shared, _start_name(stage), self.start),
-            data=share(shared, _DATA, self.directory.data),
+            storage=self.storage.path(stage.name),
+            start=share(self.storage, _start_name(stage), self.start),
+            data=share(self.storage, _DATA, self.directory.data),
             held_out=self.held_out,
             provenance=_provenance(self.recipe, stage),
         )
@@ -168,24 +165,26 @@ class _Run:
                 run_worker,
                 train_loop_config={"job": job, "board": board},
                 scaling_config=_scaling_config(self.recipe),
-                run_config=self._run_config(stage, shared),
+                run_config=self._run_config(stage),
             )
             result = _fitted(trainer, stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
 
-    def _run_config(self, stage: Stage, shared: Storage) -> RunConfig:
+    def _run_config(self, stage: Stage) -> RunConfig:
         """Configure Ray Train with a new name, because it would resume a run of the same name."""
+        storage = self.storage
+        remote = None if storage.is_local else PyFileSystem(FSSpecHandler(storage.file_system))
         return RunConfig(
             name=f"{stage.name}-{uuid.uuid4().hex[:8]}",
-            storage_path=shared.file_path(_RAY_RUNS),
-            storage_filesystem=None if shared.is_local else _arrow_file_system(shared),
+            storage_path=storage.file_path(_RAY_RUNS),
+            storage_filesystem=remote,
             failure_config=FailureConfig(max_failures=self.recipe.scaling.max_failures),
         )
 
     def _take_out(self, stage: Stage, target: Path) -> None:
         """Copy the trained model to its place, plot the curves, and clear the stage's storage."""
-        storage = Storage(Storage(self.storage).path(stage.name))
+        storage = Storage(self.storage.path(stage.name))
         try:
             storage.verify(MODEL)
         except Damaged as error:
@@ -199,7 +198,7 @@ class _Run:
         copy_into(partial_target, storage.fetch(MODEL))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial_target.rename(target)
-        Storage(self.storage).remove(stage.name)
+        self.storage.remove(stage.name)
         self._plot()
         self.console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
         metadata = read_metadata(target)
@@ -212,12 +211,11 @@ class _Run:
 
     def tidy(self) -> None:
         """Remove everything from the storage that only an unfinished run needs."""
-        storage = Storage(self.storage)
-        starts = [_start_name(stage) for stage in self.recipe.stages]
-        for name in [_RAY_RUNS, _DATA, *starts, *(stage.name for stage in self.recipe.stages)]:
-            storage.remove(name)
+        names = [name for stage in self.recipe.stages for name in (stage.name, _start_name(stage))]
+        for name in [_RAY_RUNS, _DATA, *names]:
+            self.storage.remove(name)
         if self.recipe.checkpoints.storage is None:
-            shutil.rmtree(self.storage)
+            shutil.rmtree(self.storage.root)
 
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
@@ -281,11 +279,6 @@ def _fitted(trainer: TorchTrainer, stage: Stage) -> Result:
             f"stage {stage.name} failed ({lines[-1]}); the same command resumes it"
         ) from error
     return result
-
-
-def _arrow_file_system(storage: Storage) -> pyarrow.fs.FileSystem:
-    """Return the storage's file system as one of Arrow, which Ray Train takes."""
-    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(storage.file_system))
 
 
 def _provenance(recipe: Recipe, stage: Stage) -> dict[str, Any]:

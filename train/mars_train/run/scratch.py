@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from mars_platform.checkpoint.directory import save_checkpoint
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_train.recipe import ScratchModel
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -56,7 +56,7 @@ def create_model(
         set_seed(seed)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"model.scratch.config: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"model.scratch.config: {one_line(error)}") from error
     save_checkpoint(path, model, tokenizer, metadata=None)
 
 

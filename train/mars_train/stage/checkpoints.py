@@ -22,7 +22,6 @@ from mars_train.storage.directories import SaveFailed, Storage
 from mars_train.storage.shards import load_shards, save_shards
 
 STATE_FILE = "state.json"
-_STEP_DIGITS = 8
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Checkpoints:
         Raises:
             UserError: saving failed and ``must_succeed`` is set.
         """
-        name = f"step-{state.step:0{_STEP_DIGITS}d}"
+        name = f"step-{state.step:08d}"
         if name in self._workers.gather(self._storage.names())[0]:
             return
         tensors = state.tensors()

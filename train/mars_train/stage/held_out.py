@@ -74,15 +74,6 @@ def read_held_out(
     return HeldOutSet(items, rows)
 
 
-@dataclass(frozen=True)
-class _Share:
-    """The results of one worker on its share of the set."""
-
-    loss_sums: NDArray[np.float64]  # [B + 1], nats by depth
-    num_labels: NDArray[np.int64]  # [B + 1]
-    outcomes: list[list[DecodedItem]]  # [thresholds][items of the share]
-
-
 def score_held_out(
     held_out: HeldOutSet,
     settings: EvaluationSettings,
@@ -103,27 +94,20 @@ def score_held_out(
         step: optimizer steps that the model was trained for.
     """
     part = slice(workers.rank, None, workers.num_workers)
-    sums, counts = _losses_by_depth(model, held_out.rows[part], checkpoint)
-    decoding = _decoding_settings(settings, checkpoint)
-    outcomes = _decode(held_out.items[part], decoding, settings, checkpoint, model, workers.device)
-    shares: list[_Share] = workers.gather(_Share(sums, counts, outcomes))
-    labels = np.maximum(sum(share.num_labels for share in shares), 1)
-    losses = sum(share.loss_sums for share in shares) / labels
+    decoding = [ONE_TOKEN]
+    if checkpoint.metadata is not None:
+        below = sorted({t for t in settings.thresholds if t < 1}, reverse=True)
+        decoding += [DecodingSetting(Mode.THRESHOLD, threshold) for threshold in below]
+    own_losses = _losses_by_depth(model, held_out.rows[part], checkpoint)
+    own = _decode(held_out.items[part], decoding, settings, checkpoint, model, workers.device)
+    shares = workers.gather((own_losses, own))
+    sums, counts = sum(losses for losses, _ in shares)
     scores = []
     for index, setting in enumerate(decoding):
-        found = score([outcome for share in shares for outcome in share.outcomes[index]])
+        found = score([item for _, decoded in shares for item in decoded[index]])
         accuracy = found.accuracy.value if found.accuracy else None
         scores.append(ThresholdScore(setting.threshold, accuracy, found.tokens_per_forward.value))
-    return HeldOutScore(step, losses.tolist(), scores)
-
-
-def _decoding_settings(
-    settings: EvaluationSettings, checkpoint: Checkpoint
-) -> list[DecodingSetting]:
-    below = sorted({t for t in settings.thresholds if t < 1}, reverse=True)
-    if checkpoint.metadata is None:
-        return [ONE_TOKEN]
-    return [ONE_TOKEN, *(DecodingSetting(Mode.THRESHOLD, threshold) for threshold in below)]
+    return HeldOutScore(step, (sums / np.maximum(counts, 1)).tolist(), scores)
 
 
 def _decode(
@@ -154,13 +138,16 @@ def _losses_by_depth(
     model: PreTrainedModel,
     rows: Sequence[tuple[NDArray[np.int64], NDArray[np.bool_]]],
     checkpoint: Checkpoint,
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return loss sums and numbers of labels by depth, [B + 1] each; depth 0 is the AR loss."""
+) -> NDArray[np.float64]:
+    """Return the sum of losses and the number of labels by depth, [2, B + 1].
+
+    Depth 0 is the AR loss.
+    """
     metadata = checkpoint.metadata
     block_size, mask_id = (metadata.block_size, metadata.mask_token_id) if metadata else (None, 0)
     objective = Objective(model, masked=metadata is not None)
     num_depths = (block_size or 0) + 1
-    sums, counts = np.zeros(num_depths), np.zeros(num_depths, np.int64)
+    sums, counts = found = np.zeros((2, num_depths))
     for start in range(0, len(rows), _BATCH):
         layouts = [lay_out(*row, block_size, mask_id) for row in rows[start : start + _BATCH]]
         batch = collate(pack(layouts, row_slots=1), pad_token_id=0).to(model.device)
@@ -171,7 +158,7 @@ def _losses_by_depth(
         counts += np.bincount(depths[masked], minlength=num_depths)
         sums[0] += clean.sum()
         counts[0] += len(clean)
-    return sums, counts
+    return found
 
 
 def warnings_of(

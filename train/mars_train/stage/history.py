@@ -5,24 +5,28 @@ Imports no Ray or torch.
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BeforeValidator, TypeAdapter
 
 HISTORY_FILE = "history.json"
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A float; in a file, null stands for NaN and the infinities."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """Record of one optimizer step; losses are nats per supervised label over all workers."""
 
-    loss: float
-    clean_loss: float
-    noisy_loss: float
+    loss: Number
+    clean_loss: Number
+    noisy_loss: Number
     learning_rate: float
-    gradient_norm: float
+    gradient_norm: Number
     num_tokens: int
     """Tokens of the step's conversations, without padding and noisy copies."""
     skipped: bool
@@ -45,7 +49,7 @@ class HeldOutScore:
     """Scores of the held-out set after ``step`` optimizer steps."""
 
     step: int
-    loss_by_depth: list[float]
+    loss_by_depth: list[Number]
     """Mean loss in nats by the number of masks that the prediction sees; entry 0 is the AR loss."""
     thresholds: list[ThresholdScore]
     """Results of decoding; the first is plain AR decoding."""
@@ -79,29 +83,12 @@ class History:
 
     def write(self, path: Path) -> None:
         """Write the history as JSON; floats are exact, and infinities and NaN become null."""
-        steps = [{k: _plain(v) for k, v in asdict(step).items()} for step in self.steps]
-        content = {"steps": steps, "scores": [asdict(score) for score in self.scores]}
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        path.write_bytes(_FILE.dump_json(self) + b"\n")
+
+
+_FILE = TypeAdapter(History)
 
 
 def read_history(path: Path) -> History:
     """Read a file that `History.write` wrote."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    steps = [StepRecord(**{k: _number(v) for k, v in step.items()}) for step in content["steps"]]
-    scores = [
-        HeldOutScore(
-            score["step"],
-            score["loss_by_depth"],
-            [ThresholdScore(**item) for item in score["thresholds"]],
-        )
-        for score in content["scores"]
-    ]
-    return History(steps, scores)
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    return math.nan if value is None else value
+    return _FILE.validate_json(path.read_bytes())

@@ -84,8 +84,7 @@ class Workers:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all workers in order of rank, waiting for all of them."""
-        gathered: list[Any] = gather_object([value])
-        return gathered
+        return list(gather_object([value]))
 
 
 def whole_parameters(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:

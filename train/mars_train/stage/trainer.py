@@ -32,7 +32,7 @@ from mars_train.method.attention import FLEX_MULTIPLE, Attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, Objective
-from mars_train.recipe import Recipe, Stage
+from mars_train.recipe import Recipe
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
@@ -54,10 +54,10 @@ class StageTrainer:
 
     def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter
-        recipe, stage = job.recipe, job.stage
+        recipe = job.recipe
         set_seed(recipe.seed)
         data = TokenStore(Path(job.data))
-        self.total_steps = num_steps(stage, len(data))
+        self.total_steps = num_steps(job.stage, len(data))
         self.model, self.checkpoint = self._load_start()
         attention = _attention(recipe, workers)
         self.batches = self._make_batches(data, attention)
@@ -68,7 +68,7 @@ class StageTrainer:
             compile=recipe.compile,
         )
         self.objective = workers.wrap(objective, self.model._no_split_modules or [])
-        self.state = self._initial_state(stage)
+        self.state = self._initial_state()
         self.checkpoints = Checkpoints(job, data.fingerprint, workers, reporter)
         self._num_tokens, self._started_s = 0, time.monotonic()
 
@@ -134,7 +134,8 @@ class StageTrainer:
             multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
         )
 
-    def _initial_state(self, stage: Stage) -> TrainingState:
+    def _initial_state(self) -> TrainingState:
+        stage = self.job.stage
         optimizer = torch.optim.AdamW(
             self.objective.parameters(),
             lr=stage.learning_rate,
@@ -161,7 +162,8 @@ class StageTrainer:
         depend on how a step's conversations are split. Data parallelism averages gradients over
         workers, hence the factor ``num_workers``.
         """
-        torch.manual_seed(self._dropout_seed())
+        dropout_seeds = np.random.SeedSequence([self.job.recipe.seed, self.step, self.workers.rank])
+        torch.manual_seed(int(dropout_seeds.generate_state(1)[0]))
         num_labels, num_tokens = self.workers.sum(
             sum(len(batch.labels) for batch in batches), sum(b.num_tokens for b in batches)
         )
@@ -202,11 +204,6 @@ class StageTrainer:
         self.state.optimizer.zero_grad()
         self.state.schedule.step()
         return record
-
-    def _dropout_seed(self) -> int:
-        """Return a seed of the recipe, the step and the rank."""
-        sequence = [self.job.recipe.seed, self.step, self.workers.rank]
-        return int(np.random.SeedSequence(sequence).generate_state(1)[0])
 
     def _settle_buckets(self) -> None:
         """Run one backward pass that changes nothing.

@@ -6,7 +6,6 @@ that the cluster has already.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.resources import files
 from pathlib import Path
 
 from mars_platform import __version__
@@ -78,11 +78,11 @@ class Submission:
         Raises:
             UserError: a file cannot be read.
         """
-        files = {**self.uploads, _CHECK_FILE: Path(submit_check.__file__)}
+        packed = {**self.uploads, _CHECK_FILE: Path(submit_check.__file__)}
         with zipfile.ZipFile(
             target, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False
         ) as archive:
-            for name, file in sorted(files.items()):
+            for name, file in sorted(packed.items()):
                 try:
                     archive.write(file, name)
                 except OSError as error:
@@ -116,11 +116,11 @@ def plan(
         if _is_elsewhere(source):
             on_cluster.append(f"{setting}: {source}")
             continue
-        files = _local_files(setting, source, working_dir)
-        if not files:
+        found = _local_files(setting, source, working_dir)
+        if not found:
             on_cluster.append(f"{setting}: {source}, from the Hugging Face hub")
-        sizes[f"{setting}: {source}"] = sum(file.stat().st_size for file in files.values())
-        uploads |= files
+        sizes[f"{setting}: {source}"] = sum(file.stat().st_size for file in found.values())
+        uploads |= found
     uploads[config.name] = config
     _check_size(sizes)
     named = [] if name is None else [f"output={json.dumps(str(output))}"]
@@ -152,14 +152,7 @@ def shipped_packages(directory: Path) -> list[Path]:
     metadata = f"Metadata-Version: 2.1\nName: marsray\nVersion: {__version__}\n"
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     (info / "entry_points.txt").write_text(commands or "", encoding="utf-8")
-    return [*map(_package_directory, _PACKAGES), info]
-
-
-def _package_directory(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return [*(Path(str(files(name))) for name in _PACKAGES), info]
 
 
 def _checked_name(name: str) -> str:
@@ -204,13 +197,13 @@ def _local_files(setting: str, source: str, working_dir: Path) -> dict[str, Path
         from mars_train.data.files import find_files  # takes a second to import
 
         found = [Path(file) for file in find_files([str(path)], setting)]
-    files = {os.path.relpath(file, working_dir): file for file in found}
-    if any(name.startswith("..") for name in files):
+    by_path = {os.path.relpath(file, working_dir): file for file in found}
+    if any(path.startswith("..") for path in by_path):
         raise UserError(
             f"{setting}: {source} is outside of the directory that the job gets; write it relative "
             "to a directory that holds it, and name that one with --working-dir"
         )
-    return files
+    return by_path
 
 
 def _model_files(source: str, path: Path) -> list[Path]:
