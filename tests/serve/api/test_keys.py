@@ -29,7 +29,7 @@ def write(path: Path, *entries: dict[str, Any]) -> Path:
 # Reading
 
 
-def test_every_field_reaches_the_caller() -> None:
+def test_every_field_reaches_the_caller():
     fields = {
         "tiers": ["default", "priority"],
         "min_confidence_threshold": 0.8,
@@ -52,7 +52,7 @@ def test_every_field_reaches_the_caller() -> None:
     )
 
 
-def test_keys_share_a_tenant_only_if_both_name_it() -> None:
+def test_keys_share_a_tenant_only_if_both_name_it():
     entries = [
         key_entry("a", tenant="x"),
         key_entry("b", tenant="x"),
@@ -66,7 +66,7 @@ def test_keys_share_a_tenant_only_if_both_name_it() -> None:
     assert "" not in tenants  # the empty tenant belongs to servers without keys
 
 
-def test_only_the_key_itself_is_found() -> None:
+def test_only_the_key_itself_is_found():
     ring = KeyRing(
         KeySettings(entries=[KeyEntry(**key_entry("one")), KeyEntry(**key_entry("two"))])
     )
@@ -75,7 +75,7 @@ def test_only_the_key_itself_is_found() -> None:
         assert ring.find(other) is None
 
 
-def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
 
     def compare(known: bytes, given: bytes) -> bool:
@@ -90,12 +90,12 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         assert compared == [(digest_of(each).encode(), digest_of(key).encode()) for each in "abc"]
 
 
-def test_no_keys_leave_the_server_open() -> None:
+def test_no_keys_leave_the_server_open():
     assert KeyRing(KeySettings()).is_open
     assert not KeyRing(KeySettings(entries=[])).is_open  # an empty list still closes the server
 
 
-def test_the_environment_variable_may_hold_yaml_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_may_hold_yaml_or_json(monkeypatch):
     content = {"keys": [key_entry("one")]}
     for text in (yaml.safe_dump(content), json.dumps(content)):
         monkeypatch.setenv(VARIABLE, text)
@@ -104,18 +104,14 @@ def test_the_environment_variable_may_hold_yaml_or_json(monkeypatch: pytest.Monk
     assert KeyRing(KeySettings(environment="OTHER")).find(b"two")
 
 
-def test_the_key_file_overrides_the_environment_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_file_overrides_the_environment_variable(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, json.dumps({"keys": [key_entry("variable")]}))
     ring = KeyRing(KeySettings(file=write(tmp_path / "keys.yaml", key_entry("file"))))
     assert ring.find(b"file")
     assert not ring.find(b"variable")
 
 
-def test_another_process_uses_its_own_variable_or_else_the_captured_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_process_uses_its_own_variable_or_else_the_captured_keys(monkeypatch):
     monkeypatch.setenv(VARIABLE, json.dumps({"keys": [key_entry("driver", name="someone")]}))
     sent = pickle.loads(pickle.dumps(KeySettings().captured()))  # noqa: S301
     assert b"driver" not in pickle.dumps(sent)
@@ -126,17 +122,13 @@ def test_another_process_uses_its_own_variable_or_else_the_captured_keys(
     assert not KeyRing(sent).find(b"driver")
 
 
-def test_an_empty_variable_is_refused_and_does_not_open_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_empty_variable_is_refused_and_does_not_open_the_server(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(UserError, match=f"^{VARIABLE}: the top level"):
         KeyRing(KeySettings())
 
 
-def test_a_relative_key_file_is_resolved_where_the_settings_were_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_key_file_is_resolved_where_the_settings_were_made(tmp_path, monkeypatch):
     write(tmp_path / "keys.yaml", key_entry("one"))
     monkeypatch.chdir(tmp_path)
     settings = KeySettings(file=Path("keys.yaml"))
@@ -167,14 +159,14 @@ CANARY = "mars-canary-that-nobody-may-see"
         (f"keys: {CANARY}", "keys: Input should be a valid list"),
     ],
 )
-def test_mistakes_are_reported_without_the_written_values(text: str, expected: str) -> None:
+def test_mistakes_are_reported_without_the_written_values(text, expected):
     with pytest.raises(UserError, match=f"^source: .*{expected}") as refusal:
         parse_keys(text, "source")
     assert CANARY not in str(refusal.value)
     assert refusal.value.__cause__ is None  # a cause would be shown in the traceback
 
 
-def test_two_keys_may_not_share_a_name_or_a_hash() -> None:
+def test_two_keys_may_not_share_a_name_or_a_hash():
     same_name = [key_entry("a"), key_entry("b", name="a")]
     with pytest.raises(UserError, match=r"^s: two keys have the name 'a'"):
         parse_keys(json.dumps({"keys": same_name}), "s")
@@ -186,7 +178,7 @@ def test_two_keys_may_not_share_a_name_or_a_hash() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_key_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_key_file_that_cannot_be_read_is_refused(tmp_path, content):
     path = tmp_path / "keys.yaml"
     if content:
         path.write_bytes(content)
@@ -217,9 +209,7 @@ async def look_again(ring: KeyRing, clock: FakeClock) -> None:
     await ring.refresh()
 
 
-async def test_a_changed_file_is_read_after_reload_s(
-    ring: KeyRing, path: Path, clock: FakeClock
-) -> None:
+async def test_a_changed_file_is_read_after_reload_s(ring, path, clock):
     write(path, key_entry("one"), key_entry("two"))
     clock.now_s += 1.9
     await ring.refresh()
@@ -233,9 +223,7 @@ async def test_a_changed_file_is_read_after_reload_s(
     assert [ring.find(b"one"), ring.find(b"two"), ring.is_open] == [None, None, False]
 
 
-async def test_a_replaced_file_of_the_same_size_and_time_is_read(
-    ring: KeyRing, path: Path, clock: FakeClock
-) -> None:
+async def test_a_replaced_file_of_the_same_size_and_time_is_read(ring, path, clock):
     other = write(path.with_name("new.yaml"), key_entry("two"))
     stat = path.stat()
     os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -247,12 +235,8 @@ async def test_a_replaced_file_of_the_same_size_and_time_is_read(
 
 @pytest.mark.parametrize("content", [f"keys: {CANARY}", "keys: [", None])
 async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
-    ring: KeyRing,
-    path: Path,
-    clock: FakeClock,
-    caplog: pytest.LogCaptureFixture,
-    content: str | None,
-) -> None:
+    ring, path, clock, caplog, content
+):
     if content is None:
         path.unlink()
     else:
@@ -272,9 +256,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 # Making
 
 
-def test_a_new_key_gets_the_permissions_of_its_printed_entry(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_key_gets_the_permissions_of_its_printed_entry(tmp_path, capsys):
     options = ["--tier", "priority", "--tokens-per-minute", "9", "--tenant", "t", "--admin"]
     assert run(["key", "alice", *options]) == 0
     secret, _, text = capsys.readouterr().out.partition("\n")
@@ -290,7 +272,7 @@ def test_a_new_key_gets_the_permissions_of_its_printed_entry(
     assert secret not in text
 
 
-def test_key_prints_a_new_key_and_its_entry_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_prints_a_new_key_and_its_entry_as_json(capsys):
     secrets = set()
     for _ in range(2):
         assert run(["key", "bob", "--json"]) == 0
@@ -308,9 +290,7 @@ def test_key_prints_a_new_key_and_its_entry_as_json(capsys: pytest.CaptureFixtur
         (["--min-confidence-threshold", "1.5"], "min_confidence_threshold"),
     ],
 )
-def test_key_refuses_options_that_no_key_file_may_contain(
-    capsys: pytest.CaptureFixture[str], options: list[str], field: str
-) -> None:
+def test_key_refuses_options_that_no_key_file_may_contain(capsys, options, field):
     assert run(["key", "alice", *options]) == 2
     output = capsys.readouterr()
     assert output.err.startswith(f"error: options: {field}: ")

@@ -41,7 +41,7 @@ def refusal_of(limits: KeyLimits, caller: Caller) -> ApiError:
     return error
 
 
-def test_concurrent_requests_are_limited_per_key(limits: KeyLimits) -> None:
+def test_concurrent_requests_are_limited_per_key(limits):
     caller = Caller("a", max_concurrent=2)
     with limits.admit(caller, Tokens()):
         with limits.admit(caller, Tokens()):
@@ -51,14 +51,14 @@ def test_concurrent_requests_are_limited_per_key(limits: KeyLimits) -> None:
     use(limits, caller)
 
 
-def test_a_failed_request_no_longer_counts_as_running(limits: KeyLimits) -> None:
+def test_a_failed_request_no_longer_counts_as_running(limits):
     caller = Caller("a", max_concurrent=1)
     with pytest.raises(ZeroDivisionError), limits.admit(caller, Tokens()):
         raise ZeroDivisionError
     use(limits, caller)
 
 
-def test_requests_per_minute_are_limited(limits: KeyLimits, clock: FakeClock) -> None:
+def test_requests_per_minute_are_limited(limits, clock):
     caller = Caller("a", requests_per_minute=3)
     for _ in range(3):
         use(limits, caller)
@@ -70,7 +70,7 @@ def test_requests_per_minute_are_limited(limits: KeyLimits, clock: FakeClock) ->
     refusal_of(limits, caller)
 
 
-def test_refused_requests_cost_nothing(limits: KeyLimits, clock: FakeClock) -> None:
+def test_refused_requests_cost_nothing(limits, clock):
     caller = Caller("a", requests_per_minute=1)
     use(limits, caller)
     for _ in range(6):
@@ -81,16 +81,14 @@ def test_refused_requests_cost_nothing(limits: KeyLimits, clock: FakeClock) -> N
 
 
 @pytest.mark.parametrize("per_minute", [1, 7, 13, 60, 997, 10**6])
-def test_waiting_for_retry_after_is_enough(
-    limits: KeyLimits, clock: FakeClock, per_minute: int
-) -> None:
+def test_waiting_for_retry_after_is_enough(limits, clock, per_minute):
     caller = Caller("a", requests_per_minute=per_minute, tokens_per_minute=per_minute)
     for _ in range(20):
         use(limits, caller, num_tokens=per_minute + 3)
         clock.now_s += refusal_of(limits, caller).retry_after_s
 
 
-def test_an_overdrawn_account_must_refill_first(limits: KeyLimits, clock: FakeClock) -> None:
+def test_an_overdrawn_account_must_refill_first(limits, clock):
     caller = Caller("a", tokens_per_minute=60)
     use(limits, caller, num_tokens=59)
     use(limits, caller, num_tokens=100)  # one token was left
@@ -101,9 +99,7 @@ def test_an_overdrawn_account_must_refill_first(limits: KeyLimits, clock: FakeCl
     use(limits, caller)
 
 
-def test_running_requests_are_charged_while_they_generate(
-    limits: KeyLimits, clock: FakeClock
-) -> None:
+def test_running_requests_are_charged_while_they_generate(limits, clock):
     caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
     with limits.admit(caller, tokens):
         tokens.num = 40
@@ -116,7 +112,7 @@ def test_running_requests_are_charged_while_they_generate(
     assert refusal_of(limits, caller).retry_after_s == 6
 
 
-def test_the_long_run_rate_equals_the_limit(limits: KeyLimits, clock: FakeClock) -> None:
+def test_the_long_run_rate_equals_the_limit(limits, clock):
     caller, num_tokens = Caller("a", tokens_per_minute=600), 0
     for _ in range(3600):
         clock.now_s += 1
@@ -128,9 +124,7 @@ def test_the_long_run_rate_equals_the_limit(limits: KeyLimits, clock: FakeClock)
     assert 600 * 60 <= num_tokens <= 600 * 61 + 37
 
 
-def test_a_stream_is_charged_before_its_account_is_capped(
-    limits: KeyLimits, clock: FakeClock
-) -> None:
+def test_a_stream_is_charged_before_its_account_is_capped(limits, clock):
     caller, tokens = Caller("a", tokens_per_minute=60), Tokens()
     with limits.admit(caller, tokens):
         tokens.num = 60
@@ -138,7 +132,7 @@ def test_a_stream_is_charged_before_its_account_is_capped(
     assert use(limits, caller).headers()["x-ratelimit-remaining-tokens"] == "60"
 
 
-def test_headers_report_limit_remainder_and_reset(limits: KeyLimits) -> None:
+def test_headers_report_limit_remainder_and_reset(limits):
     caller = Caller("a", requests_per_minute=60, tokens_per_minute=600)
     headers = use(limits, caller, num_tokens=90).headers()
     assert headers == {
@@ -156,7 +150,7 @@ def test_headers_report_limit_remainder_and_reset(limits: KeyLimits) -> None:
     assert use(limits, Caller("b", max_concurrent=1)).headers() == {}
 
 
-def test_limits_are_divided_among_processes(clock: FakeClock) -> None:
+def test_limits_are_divided_among_processes(clock):
     limits = KeyLimits(num_shares=4, clock=clock)
     caller = Caller("a", max_concurrent=9, requests_per_minute=3)
     with limits.admit(caller, Tokens()):
@@ -166,7 +160,7 @@ def test_limits_are_divided_among_processes(clock: FakeClock) -> None:
         refusal_of(limits, more)
 
 
-def test_changed_limits_apply_from_then_on(limits: KeyLimits, clock: FakeClock) -> None:
+def test_changed_limits_apply_from_then_on(limits, clock):
     use(limits, Caller("a", tokens_per_minute=60), num_tokens=60)
     use(limits, Caller("a"), num_tokens=999)  # for a while there is no limit
     caller = Caller("a", tokens_per_minute=600)

@@ -42,12 +42,12 @@ def rendered(*messages: dict[str, Any]) -> list[dict[str, Any]]:
         ([part("Rain?"), part(""), part("Snow?")], "Rain?\n\nSnow?"),
     ],
 )
-def test_content_parts_are_joined_by_line_breaks(role: str, content: Any, text: str) -> None:
+def test_content_parts_are_joined_by_line_breaks(role, content, text):
     message = {"role": role, "content": content, "other": 1}
     assert rendered(message) == [{"role": role, "content": text}]
 
 
-def test_the_name_of_a_message_is_kept() -> None:
+def test_the_name_of_a_message_is_kept():
     assert rendered({**USER, "name": "Ada"}) == [{**USER, "name": "Ada"}]
 
 
@@ -62,9 +62,7 @@ def test_the_name_of_a_message_is_kept() -> None:
         ({"content": "", "tool_calls": []}, ""),
     ],
 )
-def test_an_assistant_message_keeps_content_or_refusal(
-    fields: dict[str, Any], content: str
-) -> None:
+def test_an_assistant_message_keeps_content_or_refusal(fields, content):
     answer = {"role": "assistant", "content": content}
     assert rendered({"role": "assistant", **fields}) == [answer]
 
@@ -81,14 +79,14 @@ def test_an_assistant_message_keeps_content_or_refusal(
         ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"),
     ],
 )
-def test_valid_arguments_become_objects_and_others_stay_text(text: str, arguments: Any) -> None:
+def test_valid_arguments_become_objects_and_others_stay_text(text, arguments):
     (turn,) = rendered({"role": "assistant", "content": None, "tool_calls": [call(text)]})
     function = {"name": "f", "arguments": arguments}
     expected = {"id": "a", "type": "function", "function": function}
     assert turn == {"role": "assistant", "content": "", "tool_calls": [expected]}
 
 
-def test_a_tool_result_names_the_called_function() -> None:
+def test_a_tool_result_names_the_called_function():
     answer = {"role": "assistant", "tool_calls": [call("{}")]}
     result = {"role": "tool", "content": [part("Wet.")], "tool_call_id": "a"}
     expected = {"role": "tool", "content": "Wet.", "tool_call_id": "a"}
@@ -127,9 +125,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ),
     ],
 )
-def test_an_invalid_message_is_refused_at_its_field(
-    message: dict[str, Any], where: tuple[Any, ...], named: str
-) -> None:
+def test_an_invalid_message_is_refused_at_its_field(message, where, named):
     with pytest.raises(ValidationError) as caught:
         rendered(message)
     error = caught.value.errors()[0]
@@ -150,12 +146,12 @@ def test_an_invalid_message_is_refused_at_its_field(
         (TemplateKwargs, {f"a{index}": 1 for index in range(33)}),
     ],
 )
-def test_lists_and_variables_beyond_the_limits_are_refused(kind: Any, value: Any) -> None:
+def test_lists_and_variables_beyond_the_limits_are_refused(kind, value):
     with pytest.raises(ValidationError):
         TypeAdapter(kind).validate_python(value)
 
 
-def test_template_variables_keep_their_types() -> None:
+def test_template_variables_keep_their_types():
     variables = {"a": True, "b": 1, "c": 1.5, "d": "1", "e": None}
     checked = TypeAdapter(TemplateKwargs).validate_python(variables)
     assert [(type(value), value) for value in checked.values()] == [

@@ -53,7 +53,7 @@ def grouped(tokens: list[int], cuts: tuple[bool, ...]) -> list[list[int]]:
     return groups
 
 
-def test_every_grouping_gives_whole_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_grouping_gives_whole_characters(tokenizer):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
     assert len(tokens) == 10, "one token a byte"
     for cuts in product([False, True], repeat=len(tokens) - 1):
@@ -62,16 +62,14 @@ def test_every_grouping_gives_whole_characters(tokenizer: PreTrainedTokenizerBas
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_characters_come_as_soon_as_they_are_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
     parts = push_all(tokenizer, [[token] for token in tokens])
     assert parts == ["a", "", "é", "", "", "漢", "", "", "", "😀"]
 
 
 @pytest.mark.parametrize("length", [2, 4, 5, 7, 8, 9])
-def test_an_output_may_end_inside_a_character(
-    tokenizer: PreTrainedTokenizerBase, length: int
-) -> None:
+def test_an_output_may_end_inside_a_character(tokenizer, length):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)[:length]
     whole = decode(tokenizer, tokens)
     assert whole.endswith("\ufffd")
@@ -80,16 +78,14 @@ def test_an_output_may_end_inside_a_character(
     assert not any("\ufffd" in part for part in before)
 
 
-def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_not_text(tokenizer):
     tokens = encode(tokenizer, "漢<|im_end|>", add_special_tokens=False)
     assert tokens[-1] == tokenizer.eos_token_id
     assert push_all(tokenizer, [tokens[:1], tokens[1:]]) == ["", "漢"]
 
 
 @given(data=st.data())
-def test_the_parts_join_to_the_decoded_whole_however_tokens_are_grouped(
-    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
-) -> None:
+def test_the_parts_join_to_the_decoded_whole_however_tokens_are_grouped(tokenizer, data):
     ids = st.integers(0, len(tokenizer) - 1)
     groups = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=12))
     whole = decode(tokenizer, [token for group in groups for token in group])
@@ -97,9 +93,7 @@ def test_the_parts_join_to_the_decoded_whole_however_tokens_are_grouped(
 
 
 @given(data=st.data())
-def test_some_special_tokens_may_be_kept(
-    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
-) -> None:
+def test_some_special_tokens_may_be_kept(tokenizer, data):
     special = special_tokens(tokenizer)
     assert special == {token for token in range(len(tokenizer)) if decode(tokenizer, [token]) == ""}
     hidden = special - {tokenizer.eos_token_id}
@@ -118,7 +112,7 @@ def test_some_special_tokens_may_be_kept(
 @pytest.mark.parametrize(
     "text", ["What is 3?", "aé漢😀b", "<|im_start|>user\nWhat?<|im_end|>\n", " a", "e\u0301"]
 )
-def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_an_echoed_text_is_the_prompt(tokenizer, text):
     tokens = encode(tokenizer, text, add_special_tokens=True)
     echo = echo_text(tokenizer, text)
     assert echo.text == text
@@ -129,7 +123,7 @@ def test_an_echoed_text_is_the_prompt(tokenizer: PreTrainedTokenizerBase, text: 
         assert "\ufffd" in name or unicodedata.normalize("NFC", text[offset:]).startswith(name)
 
 
-def test_added_special_tokens_have_no_text_in_an_echo(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_added_special_tokens_have_no_text_in_an_echo(tokenizer):
     with_ends = copy.deepcopy(tokenizer)
     with_ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
@@ -139,9 +133,7 @@ def test_added_special_tokens_have_no_text_in_an_echo(tokenizer: PreTrainedToken
 
 
 @given(data=st.data())
-def test_echoed_tokens_are_spelled_out(
-    tokenizer: PreTrainedTokenizerBase, data: st.DataObject
-) -> None:
+def test_echoed_tokens_are_spelled_out(tokenizer, data):
     ids = st.integers(0, len(tokenizer) - 1)
     tokens = data.draw(st.lists(ids, min_size=1, max_size=12))
     echo = echo_tokens(tokenizer, tokens)
@@ -150,7 +142,7 @@ def test_echoed_tokens_are_spelled_out(
     assert echo.offsets == sorted(echo.offsets)
 
 
-def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer):
     text = "<|im_start|>user\nWhat is 3?<|im_end|>"
     tokens = encode(tokenizer, text, add_special_tokens=True)
     assert echo_tokens(tokenizer, tokens) == echo_text(tokenizer, text)
@@ -212,13 +204,8 @@ STOP_STRINGS = st.lists(st.text("abé漢😀", min_size=1, max_size=4), max_size
     data=st.data(),
 )
 def test_stop_strings_are_found_however_tokens_are_grouped(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    strings: list[str],
-    in_output: bool,
-    min_tokens: int,
-    data: st.DataObject,
-) -> None:
+    tokenizer, text, strings, in_output, min_tokens, data
+):
     rules = StopRules(tuple(strings), in_output=in_output, min_tokens=min_tokens)
     tokens = encode(tokenizer, "a" + text, add_special_tokens=False)
     num_cuts = len(tokens) - 1
@@ -233,9 +220,7 @@ def test_stop_strings_are_found_however_tokens_are_grouped(
 
 @given(text=STOP_TEXTS, strings=STOP_STRINGS)
 @example(text="aab", strings=["aab"])
-def test_only_what_may_begin_a_stop_string_is_held(
-    tokenizer: PreTrainedTokenizerBase, text: str, strings: list[str]
-) -> None:
+def test_only_what_may_begin_a_stop_string_is_held(tokenizer, text, strings):
     output = OutputText(tokenizer, StopRules(tuple(strings)))
     stream = TextStream(tokenizer)
     released, seen = "", ""
@@ -261,12 +246,8 @@ def test_only_what_may_begin_a_stop_string_is_held(
 )
 @pytest.mark.parametrize("at_once", [False, True])
 def test_stop_strings_may_span_tokens_that_are_single_bytes(
-    tokenizer: PreTrainedTokenizerBase,
-    strings: tuple[str, ...],
-    expected: str,
-    num_tokens: int,
-    at_once: bool,
-) -> None:
+    tokenizer, strings, expected, num_tokens, at_once
+):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
     groups = [tokens] if at_once else [[token] for token in tokens]
     parts = texts_of(tokenizer, groups, StopRules(strings))
@@ -274,23 +255,21 @@ def test_stop_strings_may_span_tokens_that_are_single_bytes(
     assert sum(part.num_tokens for part in parts) == num_tokens
 
 
-def test_the_stop_string_is_kept_on_request(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_stop_string_is_kept_on_request(tokenizer):
     tokens = encode(tokenizer, "abab", add_special_tokens=False)
     (part,) = texts_of(tokenizer, [tokens], StopRules(("ba", "bab"), in_output=True))
     assert (part.text, part.is_stopped) == ("aba", True)
 
 
 @pytest.mark.parametrize(("in_output", "expected"), [(False, "ab"), (True, "abc")])
-def test_a_stop_token_adds_text_only_on_request(
-    tokenizer: PreTrainedTokenizerBase, in_output: bool, expected: str
-) -> None:
+def test_a_stop_token_adds_text_only_on_request(tokenizer, in_output, expected):
     tokens = [encode(tokenizer, each, add_special_tokens=False)[0] for each in "abc"]
     rules = StopRules(tokens=frozenset(tokens[-1:]), in_output=in_output)
     (part,) = texts_of(tokenizer, [tokens], rules)
     assert (part.text, part.num_tokens, part.is_stopped) == (expected, 3, False)
 
 
-def test_offsets_count_the_characters_before(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_offsets_count_the_characters_before(tokenizer):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
     parts = texts_of(tokenizer, [tokens[:4], tokens[4:]], StopRules(("漢!",)))
     assert [offset for part in parts for offset in part.offsets] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -320,7 +299,7 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
 
 
-def test_byte_tokens_are_reported_as_bytes(fallback_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_byte_tokens_are_reported_as_bytes(fallback_tokenizer):
     names = TokenBytes(fallback_tokenizer)
     tokens = fallback_tokenizer.convert_tokens_to_ids(["▁hi", "▁", "a", "<0xC3>", "<0xA9>", "<s>"])
     assert b"".join(names.bytes_of(token) for token in tokens) == " hi aé<s>".encode()
@@ -330,14 +309,12 @@ def test_byte_tokens_are_reported_as_bytes(fallback_tokenizer: PreTrainedTokeniz
 
 
 @given(text=st.text(max_size=20))
-def test_the_bytes_of_tokens_join_to_the_text(
-    tokenizer: PreTrainedTokenizerBase, text: str
-) -> None:
+def test_the_bytes_of_tokens_join_to_the_text(tokenizer, text):
     names = TokenBytes(tokenizer)
     tokens = encode(tokenizer, text, add_special_tokens=False)
     found = b"".join(names.bytes_of(token) for token in tokens).decode()
     assert found == unicodedata.normalize("NFC", text), "as this tokenizer does with prompts"
 
 
-def test_special_tokens_are_spelled_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_spelled_by_name(tokenizer):
     assert TokenBytes(tokenizer).name_of(tokenizer.eos_token_id) == "<|im_end|>"

@@ -25,9 +25,7 @@ from rest_requests import PROMPT
 
 
 @pytest.mark.parametrize("group", [[], ["bench"], ["data"], ["submit"]])
-def test_no_line_of_the_help_is_cut_off(
-    group: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_line_of_the_help_is_cut_off(group, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*group, "--help"]) == 0
     _, _, commands = capsys.readouterr().out.partition("Commands:\n")
@@ -61,7 +59,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, {"models": models, "port": 9000})
 
 
-def test_a_config_file_or_a_model_is_required() -> None:
+def test_a_config_file_or_a_model_is_required():
     with pytest.raises(UserError, match="--model"):
         settings_of()
 
@@ -73,17 +71,17 @@ def test_a_config_file_or_a_model_is_required() -> None:
         ("someone/some-model", "someone/some-model", "someone/some-model"),
     ],
 )
-def test_a_model_option_gives_name_and_path(model: str, name: str, path: str) -> None:
+def test_a_model_option_gives_name_and_path(model, name, path):
     (found,) = settings_of(None, model).models
     assert (found.name, found.path) == (name, path)
 
 
-def test_a_directory_is_named_by_its_last_part(tmp_path: Path) -> None:
+def test_a_directory_is_named_by_its_last_part(tmp_path):
     (model,) = settings_of(None, str(tmp_path)).models
     assert (model.name, model.path) == (tmp_path.name, str(tmp_path))
 
 
-def test_options_override_the_file(config: Path) -> None:
+def test_options_override_the_file(config):
     assert [model.num_replicas for model in settings_of(config).models] == [1, 3]
     assert [model.num_replicas for model in settings_of(config, replicas=2).models] == [2, 2]
     settings = settings_of(config, "c=some/c", host="::1", port=9001, replicas=2)
@@ -91,7 +89,7 @@ def test_options_override_the_file(config: Path) -> None:
     assert (settings.host, settings.port) == ("::1", 9001)
 
 
-def test_set_overrides_options(config: Path) -> None:
+def test_set_overrides_options(config):
     overrides = [
         "port=9002",
         "models.1.engine.page_size=8",
@@ -122,13 +120,13 @@ def test_set_overrides_options(config: Path) -> None:
         ("port", ["'port'", "key.sub=value"]),
     ],
 )
-def test_invalid_overrides_name_the_field(override: str, expected: list[str]) -> None:
+def test_invalid_overrides_name_the_field(override, expected):
     with pytest.raises(UserError) as refusal:
         settings_of(None, "tiny=dir", overrides=[override])
     assert all(part in str(refusal.value) for part in expected), str(refusal.value)
 
 
-def test_an_unknown_key_is_refused_with_the_file_and_the_known_keys(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_with_the_file_and_the_known_keys(tmp_path):
     file = write_config(tmp_path, {"models": [{"name": "a", "path": "a", "replicas": 2}]})
     with pytest.raises(UserError) as refusal:
         settings_of(file)
@@ -139,9 +137,7 @@ def test_an_unknown_key_is_refused_with_the_file_and_the_known_keys(tmp_path: Pa
 
 @pytest.mark.parametrize("models", ["a", {"name": "a", "path": "a"}, ["a"], None, 3])
 @pytest.mark.parametrize("replicas", [None, 2])
-def test_models_of_the_wrong_type_are_refused(
-    tmp_path: Path, models: Any, replicas: int | None
-) -> None:
+def test_models_of_the_wrong_type_are_refused(tmp_path, models, replicas):
     with pytest.raises(UserError, match="models"):
         settings_of(write_config(tmp_path, {"models": models}), replicas=replicas)
 
@@ -151,7 +147,7 @@ KEYS = {"keys": [{"name": "someone", "sha256": "0" * 64}]}
 
 
 @pytest.mark.parametrize("host", PUBLIC_HOSTS)
-def test_a_reachable_host_needs_keys_or_insecure(host: str) -> None:
+def test_a_reachable_host_needs_keys_or_insecure(host):
     with pytest.raises(UserError, match=r"host: .*no keys.*--insecure"):
         settings_of(None, "tiny=dir", host=host)
     settings = settings_of(None, "tiny=dir", host=host, insecure=True)
@@ -159,9 +155,7 @@ def test_a_reachable_host_needs_keys_or_insecure(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", PUBLIC_HOSTS)
-def test_a_reachable_host_is_allowed_with_keys(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reachable_host_is_allowed_with_keys(host, tmp_path, monkeypatch):
     file = f"keys.file={tmp_path / 'keys.yaml'}"
     assert settings_of(None, "tiny=dir", host=host, overrides=[file]).host == host
     given = {"models": [{"name": "a", "path": "a"}], "keys": {"entries": KEYS["keys"]}}
@@ -175,9 +169,7 @@ def test_a_reachable_host_is_allowed_with_keys(
     "content", ["", "keys: [", '{"keys": [{"name": "a", "sha256": "secret"}]}']
 )
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.4"])
-def test_a_malformed_variable_of_keys_is_refused(
-    host: str, content: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_variable_of_keys_is_refused(host, content, monkeypatch):
     monkeypatch.setenv("MARSRAY_API_KEYS", content)
     with pytest.raises(UserError, match="MARSRAY_API_KEYS: ") as refusal:
         settings_of(None, "tiny=dir", host=host)
@@ -185,17 +177,17 @@ def test_a_malformed_variable_of_keys_is_refused(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
-def test_a_loopback_host_needs_no_keys(host: str) -> None:
+def test_a_loopback_host_needs_no_keys(host):
     assert settings_of(None, "tiny=dir", host=host).host == host
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
-def test_a_port_out_of_range_is_refused(port: int) -> None:
+def test_a_port_out_of_range_is_refused(port):
     with pytest.raises(UserError, match=rf"port: .*{port}"):
         settings_of(None, "tiny=dir", port=port)
 
 
-def test_the_names_of_models_must_differ() -> None:
+def test_the_names_of_models_must_differ():
     with pytest.raises(UserError, match="names must differ"):
         settings_of(None, "a=x", "a=y")
 
@@ -221,7 +213,7 @@ def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[li
     ).passes
 
 
-def test_mode_ar_equals_a_threshold_of_one(mars_dir: Path) -> None:
+def test_mode_ar_equals_a_threshold_of_one(mars_dir):
     ar, one = complete(mars_dir, Mode.AR, 0.3), complete(mars_dir, Mode.THRESHOLD, 1.0)
     assert ar.passes == one.passes
     assert len(ar.passes) == ar.num_tokens == 20
@@ -230,7 +222,7 @@ def test_mode_ar_equals_a_threshold_of_one(mars_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.03, 0.9])
-def test_the_texts_of_passes_join_to_the_reference_output(mars_dir: Path, threshold: float) -> None:
+def test_the_texts_of_passes_join_to_the_reference_output(mars_dir, threshold):
     passes = expected_passes(mars_dir, threshold, max_tokens=20)
     tokens = [token for each in passes for token in each]
     result = complete(mars_dir, Mode.THRESHOLD, threshold)
@@ -242,7 +234,7 @@ def test_the_texts_of_passes_join_to_the_reference_output(mars_dir: Path, thresh
     assert threshold > 0.5 or result.tokens_per_forward > 1
 
 
-def test_a_prompt_is_rendered_with_the_chat_template(mars_dir: Path) -> None:
+def test_a_prompt_is_rendered_with_the_chat_template(mars_dir):
     chat = complete(mars_dir, Mode.AR, 1.0, chat=True)
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     raw = complete(mars_dir, Mode.AR, 1.0, prompt=rendered)
@@ -250,7 +242,7 @@ def test_a_prompt_is_rendered_with_the_chat_template(mars_dir: Path) -> None:
     assert chat.passes != complete(mars_dir, Mode.AR, 1.0).passes
 
 
-def test_a_plain_checkpoint_decodes_in_mode_ar_only(plain_dir: Path) -> None:
+def test_a_plain_checkpoint_decodes_in_mode_ar_only(plain_dir):
     assert complete(plain_dir, Mode.AR, 0.95).num_tokens == 20
     with pytest.raises(UserError, match=r"^mode: .*'ar'"):
         complete(plain_dir, Mode.THRESHOLD, 0.95)
@@ -258,7 +250,7 @@ def test_a_plain_checkpoint_decodes_in_mode_ar_only(plain_dir: Path) -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.01, float("nan")])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_threshold_out_of_range_is_refused(mars_dir: Path, mode: Mode, threshold: float) -> None:
+def test_a_threshold_out_of_range_is_refused(mars_dir, mode, threshold):
     with pytest.raises(UserError, match=r"^--threshold: .* is not in \(0, 1\]"):
         complete(mars_dir, mode, threshold)
 
@@ -272,21 +264,19 @@ def test_a_threshold_out_of_range_is_refused(mars_dir: Path, mode: Mode, thresho
         ({"stop": ["a", ""]}, "^--stop: an empty string"),
     ],
 )
-def test_options_out_of_range_are_refused(
-    mars_dir: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_options_out_of_range_are_refused(mars_dir, fields, message):
     with pytest.raises(UserError, match=message):
         complete(mars_dir, Mode.AR, 1.0, **fields)
 
 
-def test_mode_exact_gives_the_output_of_mode_ar(mars_dir: Path) -> None:
+def test_mode_exact_gives_the_output_of_mode_ar(mars_dir):
     exact, ar = complete(mars_dir, Mode.EXACT, 0.3), complete(mars_dir, Mode.AR, 0.3)
     assert "".join(exact.passes) == "".join(ar.passes)
     assert (exact.mode, exact.confidence_threshold) == (Mode.EXACT, 1.0)
 
 
 @pytest.mark.parametrize("threshold", [0.03, 1.0])
-def test_the_output_ends_before_a_stop_string(mars_dir: Path, threshold: float) -> None:
+def test_the_output_ends_before_a_stop_string(mars_dir, threshold):
     whole = complete(mars_dir, Mode.THRESHOLD, threshold)
     text = "".join(whole.passes)
     stop = text[4:6]
@@ -297,7 +287,7 @@ def test_the_output_ends_before_a_stop_string(mars_dir: Path, threshold: float) 
     assert len(cut.passes) < len(whole.passes)
 
 
-def test_a_seed_repeats_the_output(mars_dir: Path) -> None:
+def test_a_seed_repeats_the_output(mars_dir):
     first, again, other = (
         complete(mars_dir, Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=seed))
         for seed in (3, 3, 4)
@@ -315,9 +305,7 @@ def run_generate(
     return status, json.loads(output.out or "{}"), output.err
 
 
-def test_generate_draws_a_seed_and_prints_it(
-    mars_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_draws_a_seed_and_prints_it(mars_dir, capsys):
     options = [str(mars_dir), "--mode", "exact", "--temperature", "0.9", "--top-p", "0.95"]
     status, first, _ = run_generate(capsys, *options)
     assert status == 0
@@ -328,9 +316,7 @@ def test_generate_draws_a_seed_and_prints_it(
     assert (first["mode"], first["temperature"]) == ("exact", 0.9)
 
 
-def test_generate_accepts_several_stop_strings(
-    mars_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_accepts_several_stop_strings(mars_dir, capsys):
     options = [str(mars_dir), "--mode", "ar", "--raw"]
     _, whole, _ = run_generate(capsys, *options)
     stop = whole["text"][3]
@@ -338,9 +324,7 @@ def test_generate_accepts_several_stop_strings(
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
 
 
-def test_generate_accepts_a_json_schema(
-    mars_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_accepts_a_json_schema(mars_dir, tmp_path, capsys):
     file = tmp_path / "schema.json"
     file.write_text(json.dumps({"enum": [1, True, None]}), encoding="utf-8")
     status, result, _ = run_generate(capsys, str(mars_dir), "--json-schema", str(file))
@@ -352,13 +336,7 @@ def test_generate_accepts_a_json_schema(
     ("content", "message"),
     [(None, "cannot be read"), ("{", "holds no JSON schema"), ("\xff", "holds no JSON schema")],
 )
-def test_an_unusable_json_schema_is_refused(
-    mars_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str | None,
-    message: str,
-) -> None:
+def test_an_unusable_json_schema_is_refused(mars_dir, tmp_path, capsys, content, message):
     file = tmp_path / "schema.json"
     if content is not None:
         file.write_text(content, encoding="latin-1")
@@ -374,25 +352,23 @@ def test_an_unusable_json_schema_is_refused(
         (Sampling(temperature=1.0, seed=3), "mode ar, threshold 1, seed 3, "),
     ],
 )
-def test_the_shaded_output_ends_with_its_figures(
-    mars_dir: Path, sampling: Sampling, expected: str
-) -> None:
+def test_the_shaded_output_ends_with_its_figures(mars_dir, sampling, expected):
     result, file = complete(mars_dir, Mode.AR, 1.0, sampling=sampling), io.StringIO()
     print_completion(result, Console(file=file, width=200), as_json=False)
     assert expected in file.getvalue()
 
 
-def test_an_output_beyond_the_models_length_is_refused(mars_dir: Path) -> None:
+def test_an_output_beyond_the_models_length_is_refused(mars_dir):
     with pytest.raises(UserError, match=r"^max_tokens: .* more than the 256 that fit"):
         complete(mars_dir, Mode.AR, 1.0, max_tokens=250)
 
 
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"^model: .*nowhere"):
         complete(tmp_path / "nowhere", Mode.AR, 1.0)
 
 
-def test_the_json_output_has_text_and_figures(mars_dir: Path) -> None:
+def test_the_json_output_has_text_and_figures(mars_dir):
     result, file = complete(mars_dir, Mode.THRESHOLD, 0.03), io.StringIO()
     print_completion(result, Console(file=file), as_json=True)
     printed = json.loads(file.getvalue())
@@ -402,7 +378,7 @@ def test_the_json_output_has_text_and_figures(mars_dir: Path) -> None:
     assert (printed["mode"], printed["confidence_threshold"]) == ("threshold", 0.03)
 
 
-def test_the_output_fits_the_context_by_default(mars_dir: Path) -> None:
+def test_the_output_fits_the_context_by_default(mars_dir):
     checkpoint = read_checkpoint(mars_dir)
     done = complete(mars_dir, Mode.AR, 1.0, max_tokens=None)
     prompt = encode(checkpoint.tokenizer, PROMPT, add_special_tokens=True)

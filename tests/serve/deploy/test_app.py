@@ -16,7 +16,7 @@ def deployments_of(args: dict[str, Any]) -> dict[str, Any]:
     return {deployment.name: deployment for deployment in built.deployments}
 
 
-def test_there_is_an_ingress_and_a_deployment_for_each_model() -> None:
+def test_there_is_an_ingress_and_a_deployment_for_each_model():
     models = [*ARGS["models"], {"name": "other", "path": "p", "num_replicas": 3, "num_gpus": 1}]
     proxy = {"num_replicas": 2}
     deployments = deployments_of({**ARGS, "models": models, "proxy": proxy, "drain_s": 90})
@@ -30,7 +30,7 @@ def test_there_is_an_ingress_and_a_deployment_for_each_model() -> None:
     assert deployments["model-0-some-model"].ray_actor_options["num_gpus"] == 0
 
 
-def test_a_models_deployment_keeps_its_name_if_models_are_added() -> None:
+def test_a_models_deployment_keeps_its_name_if_models_are_added():
     """An update ends a deployment whose name is gone, even if it still receives requests."""
     before = deployments_of(ARGS).keys()
     models = [{"name": "first", "path": "p"}, *ARGS["models"], {"name": "some-model", "path": "p"}]
@@ -39,14 +39,12 @@ def test_a_models_deployment_keeps_its_name_if_models_are_added() -> None:
 
 
 @pytest.mark.parametrize(("given", "percent"), [({}, 25), ({"surge_percent": 0}, 0)])
-def test_an_update_starts_replicas_before_it_ends_others(
-    given: dict[str, int], percent: int
-) -> None:
+def test_an_update_starts_replicas_before_it_ends_others(given, percent):
     deployments = deployments_of({**ARGS, **given}).values()
     assert [each._deployment_config.max_surge_percent for each in deployments] == [percent] * 2
 
 
-def test_several_replicas_are_routed_by_prefix() -> None:
+def test_several_replicas_are_routed_by_prefix():
     models = [
         {"name": "one", "path": "p"},
         {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_num_seqs": 8}},
@@ -75,12 +73,12 @@ def test_several_replicas_are_routed_by_prefix() -> None:
         ({"models": []}, r"^args: models: "),
     ],
 )
-def test_invalid_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         application({**ARGS, **change})
 
 
-def test_a_server_with_keys_may_be_reachable() -> None:
+def test_a_server_with_keys_may_be_reachable():
     entry = {"name": "a", "sha256": "0" * 64}
     args = {**ARGS, "insecure": False, "keys": {"entries": [entry]}}
     assert "ingress" in deployments_of(args)

@@ -73,7 +73,7 @@ def request(**options: Any) -> Request:
 OUTPUTS = [StepOutput("r", [token], None) for token in (7, 8, 9)]
 
 
-async def test_a_replica_that_sends_signs_of_life_may_be_slow() -> None:
+async def test_a_replica_that_sends_signs_of_life_may_be_slow():
     """It takes ten times as long as a silent replica is given."""
     beats = [BEAT] * 20
     response = Response([*beats, *OUTPUTS], SILENT_S / 2, ends=True)
@@ -82,7 +82,7 @@ async def test_a_replica_that_sends_signs_of_life_may_be_slow() -> None:
     assert handle.num_silent == [0]
 
 
-async def test_a_request_without_output_moves_to_another_replica() -> None:
+async def test_a_request_without_output_moves_to_another_replica():
     silent = Response([BEAT], 0, ends=False)
     backend, handle = backend_of(silent, Response(OUTPUTS, 0, ends=True))
     assert [output async for output in backend.stream(request())] == OUTPUTS
@@ -91,7 +91,7 @@ async def test_a_request_without_output_moves_to_another_replica() -> None:
     assert silent.is_cancelled
 
 
-async def test_a_request_with_output_fails_if_its_replica_falls_silent() -> None:
+async def test_a_request_with_output_fails_if_its_replica_falls_silent():
     silent = Response(OUTPUTS[:1], 0, ends=False)
     backend, _ = backend_of(silent)
     stream = backend.stream(request())
@@ -101,7 +101,7 @@ async def test_a_request_with_output_fails_if_its_replica_falls_silent() -> None
     assert silent.is_cancelled
 
 
-async def test_an_unfinished_whole_response_is_requested_again() -> None:
+async def test_an_unfinished_whole_response_is_requested_again():
     """The client has seen none of its outputs."""
     silent = Response([BEAT, BEAT], 0, ends=False)
     backend, _ = backend_of(silent, Response([BEAT, OUTPUTS], 0, ends=True))
@@ -109,7 +109,7 @@ async def test_an_unfinished_whole_response_is_requested_again() -> None:
     assert silent.is_cancelled
 
 
-async def test_a_request_is_given_up_after_its_longest_queue_time() -> None:
+async def test_a_request_is_given_up_after_its_longest_queue_time():
     silent = [Response([], 0, ends=False) for _ in range(9)]
     backend, handle = backend_of(*silent)
     with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.3 s"):
@@ -117,7 +117,7 @@ async def test_a_request_is_given_up_after_its_longest_queue_time() -> None:
     assert handle.num_silent == [0, 1]
 
 
-async def test_closing_the_stream_cancels_the_request() -> None:
+async def test_closing_the_stream_cancels_the_request():
     response = Response(OUTPUTS, 0, ends=False)
     backend, _ = backend_of(response)
     stream = backend.stream(request())

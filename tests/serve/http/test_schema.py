@@ -31,7 +31,7 @@ def response_of(document: dict[str, Any], path: str, status: int) -> Draft202012
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_every_response_status_is_described(document: dict[str, Any], path: str) -> None:
+def test_every_response_status_is_described(document, path):
     responses = document["paths"][path]["post"]["responses"]
     expected = {"200", "400", "401", "403", "404", "413", "415", "422", "429", "500", "503"}
     assert set(responses) == expected
@@ -54,15 +54,13 @@ def test_every_response_status_is_described(document: dict[str, Any], path: str)
         (CHAT, {"guided_choice": ["yes"], "n": 2}),
     ],
 )
-async def test_responses_are_as_described(
-    client: Any, document: dict[str, Any], path: str, fields: dict[str, Any]
-) -> None:
+async def test_responses_are_as_described(client, document, path, fields):
     body = {**BASES[path], **fields}
     body_of(document, path).validate(body)
     response_of(document, path, 200).validate(await client.answer(path, body))
 
 
-async def test_errors_are_as_described(client: Any, document: dict[str, Any]) -> None:
+async def test_errors_are_as_described(client, document):
     for path, base in BASES.items():
         for fields in ({"model": "absent"}, {"n": 0}, {"max_tokens": 10_000}):
             response = await client.post(path, json={**base, **fields})
@@ -142,9 +140,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path in BASES for field in VALUES])
-async def test_exactly_the_described_values_are_accepted(
-    client: Any, document: dict[str, Any], path: str, field: str
-) -> None:
+async def test_exactly_the_described_values_are_accepted(client, document, path, field):
     """A field of the other endpoint is unknown here and therefore ignored."""
     described = body_of(document, path)
     for value in VALUES[field]:

@@ -70,7 +70,7 @@ def options_of(
     )
 
 
-def test_absent_fields_give_neutral_options(mars: Checkpoint) -> None:
+def test_absent_fields_give_neutral_options(mars):
     expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9)
     assert options_of(mars, body_of()) == options_of(mars, chat_of()) == expected
     assert expected.sampling.is_plain
@@ -93,20 +93,18 @@ def test_absent_fields_give_neutral_options(mars: Checkpoint) -> None:
         ({"min_tokens": 8}, Sampling(min_tokens=8)),
     ],
 )
-def test_sampling_fields_reach_the_engine(
-    mars: Checkpoint, make: Any, fields: dict[str, Any], sampling: Sampling
-) -> None:
+def test_sampling_fields_reach_the_engine(mars, make, fields, sampling):
     assert options_of(mars, make(**fields)).sampling == sampling
 
 
-def test_a_seed_is_drawn_if_none_is_given(mars: Checkpoint) -> None:
+def test_a_seed_is_drawn_if_none_is_given(mars):
     seeds = {options_of(mars, body_of(temperature=1)).sampling.seed for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**63 for seed in [*seeds, *(draw_seed() for _ in range(20))])
     assert max(seeds) > 2**53, "all bits are drawn"
 
 
-def test_each_output_of_a_request_has_its_own_seed(mars: Checkpoint) -> None:
+def test_each_output_of_a_request_has_its_own_seed(mars):
     options = options_of(mars, body_of(temperature=1, seed=2**63 - 1))
     seeds = [with_seed_of(options, index).sampling.seed for index in range(3)]
     assert seeds == [2**63 - 1, 0, 1]
@@ -123,9 +121,7 @@ def test_each_output_of_a_request_has_its_own_seed(mars: Checkpoint) -> None:
         (chat_of(logprobs=True, top_logprobs=20), 20),
     ],
 )
-def test_the_number_of_log_probabilities_follows_the_request(
-    mars: Checkpoint, body: GenerationRequest, expected: int | None
-) -> None:
+def test_the_number_of_log_probabilities_follows_the_request(mars, body, expected):
     assert options_of(mars, body).num_logprobs == expected
 
 
@@ -139,9 +135,7 @@ def test_the_number_of_log_probabilities_follows_the_request(
         ({"mode": "threshold", "confidence_threshold": 0.5}, Mode.THRESHOLD, 0.5),
     ],
 )
-def test_a_request_may_change_the_mode_of_an_exact_model(
-    mars: Checkpoint, fields: dict[str, Any], mode: Mode, threshold: float
-) -> None:
+def test_a_request_may_change_the_mode_of_an_exact_model(mars, fields, mode, threshold):
     options = options_of(mars, body_of(**fields), mode="exact")
     assert (options.mode, options.threshold) == (mode, threshold)
 
@@ -161,14 +155,12 @@ def test_a_request_may_change_the_mode_of_an_exact_model(
         ({"mode": "ar"}, Caller("", min_threshold=0.6), 1.0, 0.0),
     ],
 )
-def test_the_threshold_respects_the_highest_floor(
-    mars: Checkpoint, fields: dict[str, Any], caller: Caller, threshold: float | None, floor: float
-) -> None:
+def test_the_threshold_respects_the_highest_floor(mars, fields, caller, threshold, floor):
     options = options_of(mars, body_of(**fields), caller=caller)
     assert (options.threshold, options.min_threshold) == (threshold, floor)
 
 
-def test_the_floors_of_tiers_are_settings(mars: Checkpoint) -> None:
+def test_the_floors_of_tiers_are_settings(mars):
     tiers = {"default_min_threshold": 0.5, "flex_min_threshold": 0.4}
     floors = [
         options_of(mars, body_of(service_tier=tier), tiers=tiers).min_threshold
@@ -177,7 +169,7 @@ def test_the_floors_of_tiers_are_settings(mars: Checkpoint) -> None:
     assert floors == [0.5, 0.4]
 
 
-def test_the_engine_gets_the_tier(mars: Checkpoint) -> None:
+def test_the_engine_gets_the_tier(mars):
     tiers = ("priority", "default", "auto", "flex")
     found = [options_of(mars, body_of(service_tier=tier)).tier for tier in tiers]
     assert found == [Tier.PRIORITY, Tier.DEFAULT, Tier.DEFAULT, Tier.FLEX]
@@ -187,21 +179,19 @@ def test_the_engine_gets_the_tier(mars: Checkpoint) -> None:
     ("fields", "mode"),
     [({}, Mode.EXACT), ({"mode": "ar"}, Mode.AR), ({"mode": "exact"}, Mode.EXACT)],
 )
-def test_priority_is_decoded_without_loss(
-    mars: Checkpoint, fields: dict[str, Any], mode: Mode
-) -> None:
+def test_priority_is_decoded_without_loss(mars, fields, mode):
     options = options_of(mars, body_of(service_tier="priority", **fields))
     assert (options.mode, options.threshold) == (mode, 1.0)
 
 
-def test_priority_refuses_a_mode_that_may_lose_quality(mars: Checkpoint, plain: Checkpoint) -> None:
+def test_priority_refuses_a_mode_that_may_lose_quality(mars, plain):
     with pytest.raises(ApiError, match=r"^mode: 'threshold' .* use 'exact' or 'ar'"):
         options_of(mars, body_of(service_tier="priority", mode="threshold"))
     assert options_of(plain, body_of(service_tier="priority")).mode is Mode.AR
 
 
 @pytest.mark.parametrize("tier", ["default", "flex", "priority"])
-def test_a_tier_that_the_key_does_not_allow_is_refused(mars: Checkpoint, tier: str) -> None:
+def test_a_tier_that_the_key_does_not_allow_is_refused(mars, tier):
     body = body_of(service_tier=tier)
     options_of(mars, body, caller=Caller("", tiers=frozenset({tier})))
     others = frozenset({"default", "flex", "priority"} - {tier})
@@ -219,9 +209,7 @@ def test_a_tier_that_the_key_does_not_allow_is_refused(mars: Checkpoint, tier: s
         (("priority",), "priority"),
     ],
 )
-def test_without_a_tier_a_request_gets_default_or_one_that_its_key_allows(
-    asked: str | None, tiers: tuple[str, ...], used: str
-) -> None:
+def test_without_a_tier_a_request_gets_default_or_one_that_its_key_allows(asked, tiers, used):
     assert tier_of(body_of(service_tier=asked), Caller("", tiers=frozenset(tiers))) == used
 
 
@@ -236,30 +224,28 @@ def test_without_a_tier_a_request_gets_default_or_one_that_its_key_allows(
         ({"echo": True, "max_tokens": 0}, 0),
     ],
 )
-def test_only_echoed_prompts_are_scored(
-    mars: Checkpoint, fields: dict[str, Any], expected: int | None
-) -> None:
+def test_only_echoed_prompts_are_scored(mars, fields, expected):
     assert options_of(mars, body_of(**fields)).num_prompt_logprobs == expected
 
 
-def test_the_longest_queue_time_is_a_setting(mars: Checkpoint) -> None:
+def test_the_longest_queue_time_is_a_setting(mars):
     assert options_of(mars, body_of(), limits=LimitSettings(queue_wait_s=2)).max_queue_s == 2
 
 
 @pytest.mark.parametrize("default", list(Mode))
-def test_a_plain_checkpoint_decodes_one_token_per_pass(plain: Checkpoint, default: Mode) -> None:
+def test_a_plain_checkpoint_decodes_one_token_per_pass(plain, default):
     assert options_of(plain, body_of(), mode=default).mode is Mode.AR
     for mode in (Mode.EXACT, Mode.THRESHOLD):
         with pytest.raises(ApiError, match=r"^mode: .* use mode 'ar'"):
             options_of(plain, body_of(mode=mode))
 
 
-def test_confidence_and_calibration_reach_the_engine(mars: Checkpoint) -> None:
+def test_confidence_and_calibration_reach_the_engine(mars):
     options = options_of(mars, body_of(confidence="margin", calibrated=True))
     assert (options.confidence, options.calibrated) == (Confidence.MARGIN, True)
 
 
-def test_stop_fields_become_stop_rules(mars: Checkpoint) -> None:
+def test_stop_fields_become_stop_rules(mars):
     fields = {"stop_token_ids": [5, 7, 5], "include_stop_str_in_output": True, "min_tokens": 2}
     body = body_of(stop="end", **fields)
     expected = StopRules(("end",), frozenset({5, 7}), in_output=True, min_tokens=2)
@@ -276,9 +262,7 @@ def test_stop_fields_become_stop_rules(mars: Checkpoint) -> None:
         ({"stop_token_ids": [5, 90000]}, r"^stop_token_ids: token id 90000 is not below"),
     ],
 )
-def test_values_that_this_model_cannot_serve_are_refused(
-    mars: Checkpoint, fields: dict[str, Any], message: str
-) -> None:
+def test_values_that_this_model_cannot_serve_are_refused(mars, fields, message):
     with pytest.raises(ApiError, match=message):
         options_of(mars, body_of(**fields))
 
@@ -308,9 +292,7 @@ def test_values_that_this_model_cannot_serve_are_refused(
     ],
 )
 @pytest.mark.parametrize("make", [body_of, chat_of])
-def test_every_way_to_give_a_grammar_is_understood(
-    make: Any, fields: dict[str, Any], kind: str, text: Any
-) -> None:
+def test_every_way_to_give_a_grammar_is_understood(make, fields, kind, text):
     structure = structure_of(make(**fields))
     assert [structure.field] == list(fields)
     assert structure.grammar.kind == GrammarKind(kind)
@@ -322,16 +304,16 @@ def test_every_way_to_give_a_grammar_is_understood(
     "fields",
     [{}, {"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}],
 )
-def test_plain_text_has_no_grammar(fields: dict[str, Any]) -> None:
+def test_plain_text_has_no_grammar(fields):
     assert structure_of(chat_of(**fields)) is None
 
 
-def test_an_empty_schema_still_requires_json() -> None:
+def test_an_empty_schema_still_requires_json():
     assert structure_of(chat_of(guided_json={})).grammar.text == "{}"
 
 
 @given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
-def test_a_choice_matches_its_alternatives_and_nothing_else(choices: list[str]) -> None:
+def test_a_choice_matches_its_alternatives_and_nothing_else(choices):
     pattern = re.compile(structure_of(body_of(guided_choice=choices)).grammar.text)
     assert all(pattern.fullmatch(choice) for choice in choices)
     others = {choice[:-1] for choice in choices} | {choice + "a" for choice in choices}
@@ -359,15 +341,13 @@ def test_a_choice_matches_its_alternatives_and_nothing_else(choices: list[str]) 
         ({"guided_choice": ["a" * 1000] * 100}, "^guided_choice: .* shorten them to"),
     ],
 )
-def test_incomplete_or_contradictory_grammars_are_refused(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_incomplete_or_contradictory_grammars_are_refused(fields, message):
     with pytest.raises(ApiError, match=message) as refusal:
         structure_of(chat_of(**fields))
     assert (refusal.value.status, refusal.value.param) == (400, message[1:].partition(":")[0])
 
 
-def test_a_schema_nested_too_deeply_is_refused() -> None:
+def test_a_schema_nested_too_deeply_is_refused():
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"items": schema}
@@ -375,7 +355,7 @@ def test_a_schema_nested_too_deeply_is_refused() -> None:
         json_schema_grammar("guided_json", schema)
 
 
-def test_a_plain_model_with_a_draft_supports_every_mode(plain: Checkpoint) -> None:
+def test_a_plain_model_with_a_draft_supports_every_mode(plain):
     draft = DraftSettings(path="small")
     for mode in Mode:
         assert options_of(plain, body_of(mode=mode), draft=draft).mode is mode

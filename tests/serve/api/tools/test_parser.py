@@ -141,9 +141,7 @@ def parse(family: Family, *parts: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), OUTPUTS)
-def test_calls_and_content_are_separated(
-    family: Family, text: str, content: str | None, calls: list[tuple[str, str]]
-) -> None:
+def test_calls_and_content_are_separated(family, text, content, calls):
     expected = (text if content is None else content, calls)
     assert parse(family, text) == expected
     assert parse(family, *text) == expected
@@ -159,7 +157,7 @@ PIECES = st.sampled_from([
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_the_result_does_not_depend_on_how_the_text_is_divided(data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_divided(data):
     family = data.draw(st.sampled_from(list(PARSERS)))
     pieces = data.draw(st.lists(PIECES, max_size=12)) or [data.draw(st.sampled_from(OUTPUTS))[1]]
     text = "".join(pieces)
@@ -171,7 +169,7 @@ def test_the_result_does_not_depend_on_how_the_text_is_divided(data: st.DataObje
         assert whole[0] == text  # text that belongs to no call is never lost
 
 
-def test_only_text_that_may_begin_a_call_is_held() -> None:
+def test_only_text_that_may_begin_a_call_is_held():
     parser = parser_of(Family.HERMES)
     assert parser.push("I see", last=False) == [ContentDelta("I see")]
     assert parser.push(" <tool", last=False) == []
@@ -196,9 +194,7 @@ def test_only_text_that_may_begin_a_call_is_held() -> None:
         (Family.MISTRAL_NAMED, "f", "[TOOL_CALLS]f{}" * 2),
     ],
 )
-def test_without_parallel_calls_only_the_first_call_counts(
-    family: Family, name: str, text: str
-) -> None:
+def test_without_parallel_calls_only_the_first_call_counts(family, name, text):
     parser = parser_of(family, is_parallel=False)
     events = [event for char in text for event in parser.push(char, last=False)]
     assert gather(events + parser.push("", last=True)) == ("", [(name, "{}")])

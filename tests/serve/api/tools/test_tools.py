@@ -152,9 +152,7 @@ def plans(checkpoint_of: Callable[..., Checkpoint]) -> dict[Family, RequestTools
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_call_format_is_found_in_the_template(
-    checkpoint_of: Callable[..., Checkpoint], family: Family
-) -> None:
+def test_the_call_format_is_found_in_the_template(checkpoint_of, family):
     form = find_format(checkpoint_of(family).tokenizer)
     assert form is not None
     assert form.family is family
@@ -168,17 +166,13 @@ def test_the_call_format_is_found_in_the_template(
         ("{{ raise_exception('no') if messages | length > 1 else tools }}", "is unknown"),
     ],
 )
-def test_a_model_without_a_known_call_format_is_refused(
-    checkpoint_of: Callable[..., Checkpoint], template: str, message: str
-) -> None:
+def test_a_model_without_a_known_call_format_is_refused(checkpoint_of, template, message):
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
         plan_of(checkpoint_of(template))
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
-def test_kept_special_tokens_are_those_that_decoding_would_drop(
-    plans: dict[Family, RequestTools], checkpoint_of: Callable[..., Checkpoint]
-) -> None:
+def test_kept_special_tokens_are_those_that_decoding_would_drop(plans, checkpoint_of):
     tokenizer = checkpoint_of(Family.MISTRAL_NAMED).tokenizer
     kept = plans[Family.MISTRAL_NAMED].kept_special
     names = {tokenizer.convert_ids_to_tokens(token) for token in kept}
@@ -188,14 +182,14 @@ def test_kept_special_tokens_are_those_that_decoding_would_drop(
     assert plan_of(plain).kept_special == frozenset()
 
 
-def test_the_template_gets_complete_tool_definitions(plans: dict[Family, RequestTools]) -> None:
+def test_the_template_gets_complete_tool_definitions(plans):
     function = {"name": "get-time", "parameters": {"type": "object", "properties": {}}}
     expected = [WEATHER_TOOL, {"type": "function", "function": function}]
     assert plans[Family.HERMES].template_tools == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tools_reach_the_prompt(checkpoint_of: Callable[..., Checkpoint], family: Family) -> None:
+def test_tools_reach_the_prompt(checkpoint_of, family):
     checkpoint = checkpoint_of(family)
     messages = [{"role": "user", "content": "Rain?"}]
     text = render_prompt(checkpoint.tokenizer, messages, plan_of(checkpoint).template_tools)
@@ -204,9 +198,7 @@ def test_tools_reach_the_prompt(checkpoint_of: Callable[..., Checkpoint], family
     assert "get_weather" not in render_prompt(checkpoint.tokenizer, messages)
 
 
-def test_the_tool_choice_selects_tools_and_forces_calls(
-    checkpoint_of: Callable[..., Checkpoint],
-) -> None:
+def test_the_tool_choice_selects_tools_and_forces_calls(checkpoint_of):
     checkpoint = checkpoint_of(Family.HERMES)
 
     def names(choice: Any) -> list[str]:
@@ -252,9 +244,7 @@ def test_the_tool_choice_selects_tools_and_forces_calls(
         ),
     ],
 )
-def test_unusable_tools_and_choices_are_refused(
-    checkpoint_of: Callable[..., Checkpoint], tools: list[dict[str, Any]], choice: Any, message: str
-) -> None:
+def test_unusable_tools_and_choices_are_refused(checkpoint_of, tools, choice, message):
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
         plan_of(checkpoint_of(Family.HERMES), tools, choice)
     assert caught.value.status == 400
@@ -270,7 +260,7 @@ def test_unusable_tools_and_choices_are_refused(
         ({"type": "function"}, "Field required"),
     ],
 )
-def test_an_invalid_tool_definition_is_refused(tool: dict[str, Any], named: str) -> None:
+def test_an_invalid_tool_definition_is_refused(tool, named):
     with pytest.raises(ValidationError, match=named):
         TypeAdapter(Tools).validate_python([tool])
 
@@ -306,9 +296,7 @@ def accepts(checkpoint: Checkpoint, plan: RequestTools, text: str) -> bool:
 
 @pytest.mark.parametrize("has_tags", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_grammar_accepts_what_the_template_would_write(
-    checkpoint_of: Callable[..., Checkpoint], family: Family, has_tags: bool
-) -> None:
+def test_the_grammar_accepts_what_the_template_would_write(checkpoint_of, family, has_tags):
     checkpoint, text = checkpoint_of(family, has_tags=has_tags), VALID[family]
     broken = text.replace('"C"', '"K"')
     separator = {Family.HERMES: "\n", Family.MISTRAL_NAMED: ""}.get(family)
@@ -335,9 +323,7 @@ def test_the_grammar_accepts_what_the_template_would_write(
         )
 
 
-def test_optional_calls_are_constrained_only_for_strict_functions(
-    checkpoint_of: Callable[..., Checkpoint],
-) -> None:
+def test_optional_calls_are_constrained_only_for_strict_functions(checkpoint_of):
     checkpoint = checkpoint_of(Family.HERMES)
     assert plan_of(checkpoint).grammar is None
     call = '<tool_call>\n{"name": "get-time", "arguments": {"any": [1]}}\n</tool_call>'
@@ -355,9 +341,7 @@ def test_optional_calls_are_constrained_only_for_strict_functions(
         ({"properties": {}, "allOf": [{"properties": {"any": {"type": "array"}}}]}, True),
     ],
 )
-def test_undefined_parameters_are_allowed_only_by_open_schemas(
-    checkpoint_of: Callable[..., Checkpoint], parameters: dict[str, Any] | None, is_open: bool
-) -> None:
+def test_undefined_parameters_are_allowed_only_by_open_schemas(checkpoint_of, parameters, is_open):
     checkpoint = checkpoint_of(Family.LLAMA)
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     plan = plan_of(checkpoint, [tool], "required")
@@ -369,9 +353,7 @@ def test_undefined_parameters_are_allowed_only_by_open_schemas(
     ("family", "mode"),
     [*((Family.HERMES, mode) for mode in Mode), (Family.MISTRAL_LIST, Mode.THRESHOLD)],
 )
-def test_forced_calls_are_valid_in_every_mode(
-    mars_dir: Path, checkpoint_of: Callable[..., Checkpoint], family: Family, mode: Mode
-) -> None:
+def test_forced_calls_are_valid_in_every_mode(mars_dir, checkpoint_of, family, mode):
     checkpoint = checkpoint_of(family, has_tags=False)
     settings = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_num_batched_tokens=65)
     engine = Engine(checkpoint, settings)
@@ -392,9 +374,7 @@ def test_forced_calls_are_valid_in_every_mode(
     jsonschema.validate(json.loads(arguments.text), WEATHER)
 
 
-def test_schemas_that_cannot_be_compiled_are_refused(
-    checkpoint_of: Callable[..., Checkpoint],
-) -> None:
+def test_schemas_that_cannot_be_compiled_are_refused(checkpoint_of):
     checkpoint = checkpoint_of(Family.HERMES)
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "x:y"}}}}
     plan = plan_of(checkpoint, [{"type": "function", "function": function}], "required")

@@ -23,7 +23,7 @@ async def client(client: Any) -> Any:
     await client.put("/admin/threshold", json={"confidence_threshold": 0.95})
 
 
-async def test_the_threshold_of_all_models_is_changed(client: Any) -> None:
+async def test_the_threshold_of_all_models_is_changed(client):
     before = (await client.get("/admin/threshold")).json()["models"]
     after = (await client.put("/admin/threshold", json={"confidence_threshold": 0.7})).json()
     assert after == (await client.get("/admin/threshold")).json()
@@ -35,7 +35,7 @@ async def test_the_threshold_of_all_models_is_changed(client: Any) -> None:
         assert live["replicas"] == {"only": state}
 
 
-async def test_the_threshold_of_one_model_is_changed(client: Any) -> None:
+async def test_the_threshold_of_one_model_is_changed(client):
     body = {"model": "mars", "confidence_threshold": 0.6}
     changed = (await client.put("/admin/threshold", json=body)).json()["models"]
     assert changed.keys() == {"mars"}
@@ -44,7 +44,7 @@ async def test_the_threshold_of_one_model_is_changed(client: Any) -> None:
     assert states["plain"]["confidence_threshold"] == 0.95
 
 
-async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
+async def test_running_requests_follow_down_to_their_floor(client):
     body = {"model": "mars", "prompt": "What is 3", "max_tokens": 120, "logit_bias": {"2": -100}}
     body["service_tier"] = "flex"  # the floor of this tier is 0.7
     running = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -67,9 +67,7 @@ async def test_running_requests_follow_down_to_their_floor(client: Any) -> None:
         ({"confidence_threshold": 0.5, "models": "mars"}, 400, "models"),
     ],
 )
-async def test_an_invalid_change_is_refused_and_has_no_effect(
-    client: Any, body: dict[str, Any], status: int, param: str
-) -> None:
+async def test_an_invalid_change_is_refused_and_has_no_effect(client, body, status, param):
     response = await client.put("/admin/threshold", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
@@ -140,7 +138,7 @@ async def autoscalers(client: Any) -> dict[str, Any]:
     return models
 
 
-async def test_the_autoscalers_plan_is_reported(governed: Any) -> None:
+async def test_the_autoscalers_plan_is_reported(governed):
     models = await autoscalers(governed(decided()))
     assert models["plain"] is None
     plan = models["mars"]["plan"]
@@ -163,7 +161,7 @@ async def test_the_autoscalers_plan_is_reported(governed: Any) -> None:
     assert ladder[1]["break_even_batch"] > 100
 
 
-async def test_the_reported_ladder_is_the_one_that_replicas_use(governed: Any) -> None:
+async def test_the_reported_ladder_is_the_one_that_replicas_use(governed):
     """Replicas leave out rungs with a gain below 5%."""
     ladder = (LADDER[0], Rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
     capacity = Capacity(linear_step_time(0.1, 1000), ladder, 4, 1_000.0)
@@ -176,7 +174,7 @@ async def test_the_reported_ladder_is_the_one_that_replicas_use(governed: Any) -
     ]
 
 
-async def test_the_autoscalers_decisions_are_reported(governed: Any) -> None:
+async def test_the_autoscalers_decisions_are_reported(governed):
     explanation = decided()
     decisions = (await autoscalers(governed(explanation)))["mars"]["decisions"]
     assert len(decisions) == 6
@@ -196,14 +194,12 @@ async def test_the_autoscalers_decisions_are_reported(governed: Any) -> None:
 
 
 @pytest.mark.parametrize("explanation", [None, Explanation(None, [])])
-async def test_there_is_no_plan_before_a_replica_has_reported(
-    governed: Any, explanation: Explanation | None
-) -> None:
+async def test_there_is_no_plan_before_a_replica_has_reported(governed, explanation):
     models = await autoscalers(governed(explanation))
     assert models == {"mars": {"plan": None, "decisions": []}, "plain": None}
 
 
-async def test_the_reason_for_refusing_a_frontier_is_reported(governed: Any) -> None:
+async def test_the_reason_for_refusing_a_frontier_is_reported(governed):
     capacity = Capacity(linear_step_time(0.1, 1000), LADDER[:1], 4, 1_000.0)
     refused = AutoscalingBasis(capacity, PLAN.settings, refused="frontier.json: wrong checksum")
     plan = (await autoscalers(governed(Explanation(refused, []))))["mars"]["plan"]
@@ -211,7 +207,7 @@ async def test_the_reason_for_refusing_a_frontier_is_reported(governed: Any) -> 
     assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [1.0]
 
 
-async def test_a_threshold_is_pinned_and_returned_to_the_autoscaler(governed: Any) -> None:
+async def test_a_threshold_is_pinned_and_returned_to_the_autoscaler(governed):
     client = governed()
 
     async def put(threshold: float | None) -> dict[str, Any]:
@@ -231,9 +227,7 @@ async def test_a_threshold_is_pinned_and_returned_to_the_autoscaler(governed: An
 
 
 @pytest.mark.parametrize("model", [{}, {"model": "plain"}])
-async def test_the_threshold_of_a_model_without_autoscaler_cannot_be_returned(
-    governed: Any, model: dict[str, str]
-) -> None:
+async def test_the_threshold_of_a_model_without_autoscaler_cannot_be_returned(governed, model):
     client = governed()
     before = (await client.get("/admin/threshold")).json()
     response = await client.put("/admin/threshold", json={"confidence_threshold": None, **model})

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
-import openai
-
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import decode, encode
 from rest_requests import CHAT, MESSAGES, PROMPT
 
 
-async def test_a_chat_equals_the_reference_decoder(
-    official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any
-) -> None:
+async def test_a_chat_equals_the_reference_decoder(official, mars, oracle):
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     ids = encode(mars.tokenizer, rendered, add_special_tokens=False)
     expected = oracle(ids, 0.05)
@@ -31,7 +24,7 @@ async def test_a_chat_equals_the_reference_decoder(
     assert response.mars["forward_passes"] == len(expected.passes)
 
 
-async def test_a_chat_may_fill_the_models_context_by_default(client: Any) -> None:
+async def test_a_chat_may_fill_the_models_context_by_default(client):
     body = await client.answer(CHAT, {"model": "mars", "messages": MESSAGES})
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
@@ -15,9 +14,7 @@ from rest_server import LoopBackend
 
 @pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
-async def test_a_completion_equals_the_reference_decoder(
-    official: openai.AsyncOpenAI, mars: Checkpoint, threshold: float, as_ids: bool, oracle: Any
-) -> None:
+async def test_a_completion_equals_the_reference_decoder(official, mars, threshold, as_ids, oracle):
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     expected = oracle(ids, threshold)
     response = await official.completions.create(
@@ -42,20 +39,18 @@ async def test_a_completion_equals_the_reference_decoder(
     }
 
 
-async def test_a_low_threshold_takes_fewer_passes(client: Any) -> None:
+async def test_a_low_threshold_takes_fewer_passes(client):
     low = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 0.05})
     high = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 1})
     assert low["mars"]["forward_passes"] < high["mars"]["forward_passes"] == 24
 
 
-async def test_a_completion_has_16_tokens_by_default(client: Any) -> None:
+async def test_a_completion_has_16_tokens_by_default(client):
     body = await client.answer(COMPLETIONS, {"model": "mars", "prompt": PROMPT})
     assert body["usage"]["completion_tokens"] == 16
 
 
-async def test_an_end_token_ends_the_output_and_is_counted(
-    mars: Checkpoint, make_loop: Any, client_over: Any, oracle: Any
-) -> None:
+async def test_an_end_token_ends_the_output_and_is_counted(mars, make_loop, client_over, oracle):
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     tokens = oracle(ids, 1.0).tokens
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
@@ -67,7 +62,7 @@ async def test_an_end_token_ends_the_output_and_is_counted(
     assert body["usage"]["completion_tokens"] == index + 1
 
 
-async def test_concurrent_requests_do_not_affect_each_other(client: Any) -> None:
+async def test_concurrent_requests_do_not_affect_each_other(client):
     bodies = [
         {**COMPLETION, "prompt": f"What is {i} plus", "confidence_threshold": 0.05}
         for i in range(8)
@@ -86,7 +81,7 @@ async def test_concurrent_requests_do_not_affect_each_other(client: Any) -> None
         {"user": "someone", "seed": 3, "not_a_field": True},
     ],
 )
-async def test_neutral_values_change_nothing(client: Any, fields: dict[str, Any]) -> None:
+async def test_neutral_values_change_nothing(client, fields):
     plain = await client.answer(COMPLETIONS, COMPLETION)
     assert (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["choices"] == plain[
         "choices"
@@ -107,9 +102,7 @@ def prompts_of(mars: Checkpoint, kind: str) -> list[Any]:
     "fields", [{}, {"temperature": 1, "seed": 3}, {"echo": True, "logprobs": 2}]
 )
 @pytest.mark.parametrize("kind", ["texts", "ids"])
-async def test_each_of_several_prompts_is_served_as_if_alone(
-    client: Any, mars: Checkpoint, kind: str, fields: dict[str, Any]
-) -> None:
+async def test_each_of_several_prompts_is_served_as_if_alone(client, mars, kind, fields):
     body = {**COMPLETION, "n": 2, "mode": "ar", "max_tokens": 9, **fields}
     several = prompts_of(mars, kind)
     together = await client.answer(COMPLETIONS, {**body, "prompt": several})
@@ -127,9 +120,7 @@ async def test_each_of_several_prompts_is_served_as_if_alone(
     assert together["mars"]["forward_passes"] == 6 * 9
 
 
-async def test_streams_of_several_prompts_have_the_same_texts(
-    client: Any, mars: Checkpoint
-) -> None:
+async def test_streams_of_several_prompts_have_the_same_texts(client, mars):
     several = prompts_of(mars, "texts")
     body = {**COMPLETION, "prompt": several, "n": 2, "confidence_threshold": 0.05, "echo": True}
     whole = await client.answer(COMPLETIONS, body)
@@ -141,13 +132,13 @@ async def test_streams_of_several_prompts_have_the_same_texts(
         assert choice["text"].startswith(several[choice["index"] // 2])
 
 
-async def test_outputs_of_equal_prompts_differ_without_a_seed(client: Any) -> None:
+async def test_outputs_of_equal_prompts_differ_without_a_seed(client):
     body = {**COMPLETION, "prompt": [PROMPT] * 3, "temperature": 1}
     choices = (await client.answer(COMPLETIONS, body))["choices"]
     assert len({choice["text"] for choice in choices}) == 3
 
 
-async def test_the_refusal_of_one_prompt_names_it(client: Any) -> None:
+async def test_the_refusal_of_one_prompt_names_it(client):
     body = {**COMPLETION, "prompt": [[5], [5, 100_000]]}
     assert (await client.refusal(COMPLETIONS, body, 400, "prompt")).startswith("prompt[1]: ")
     body = {**COMPLETION, "prompt": ["a", "plus " * 300]}
@@ -158,9 +149,7 @@ async def test_the_refusal_of_one_prompt_names_it(client: Any) -> None:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_echo_puts_the_prompt_before_the_output(
-    client: Any, mars: Checkpoint, as_ids: bool
-) -> None:
+async def test_echo_puts_the_prompt_before_the_output(client, mars, as_ids):
     prompt = "é What is 3 plus 4?"
     ids = encode(mars.tokenizer, prompt, add_special_tokens=True)
     body = {**COMPLETION, "prompt": ids if as_ids else prompt, "mode": "ar"}
@@ -173,7 +162,7 @@ async def test_echo_puts_the_prompt_before_the_output(
     assert len(events) == 24
 
 
-async def test_echo_without_output_tokens_returns_the_prompt(client: Any) -> None:
+async def test_echo_without_output_tokens_returns_the_prompt(client):
     body = {**COMPLETION, "max_tokens": 0, "echo": True}
     answer = await client.answer(COMPLETIONS, body)
     expected = {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
@@ -186,7 +175,7 @@ async def test_echo_without_output_tokens_returns_the_prompt(client: Any) -> Non
 # Fields around the output
 
 
-async def test_responses_of_a_model_share_only_its_fingerprint(client: Any) -> None:
+async def test_responses_of_a_model_share_only_its_fingerprint(client):
     first, second = [await client.answer(COMPLETIONS, COMPLETION) for _ in range(2)]
     assert first["id"] != second["id"]
     assert first["system_fingerprint"] == second["system_fingerprint"]
@@ -195,7 +184,7 @@ async def test_responses_of_a_model_share_only_its_fingerprint(client: Any) -> N
     assert "service_tier" not in first
 
 
-async def test_cached_tokens_are_counted(client: Any) -> None:
+async def test_cached_tokens_are_counted(client):
     body = {**COMPLETION, "prompt": "Nobody has asked this before, I think: what is 1 plus 2?"}
     first, second = [(await client.answer(COMPLETIONS, body))["usage"] for _ in range(2)]
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}

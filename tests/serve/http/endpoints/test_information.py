@@ -1,23 +1,20 @@
 from __future__ import annotations
 
-from typing import Any
-
 import openai
 import pytest
 
 from mars_platform import __version__
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
 from rest_server import BrokenBackend, app_of, client_of, served
 
 
-async def test_health_and_version_are_reported(client: Any) -> None:
+async def test_health_and_version_are_reported(client):
     assert (await client.get("/health")).json() == {"status": "ok"}
     assert (await client.get("/version")).json() == {"version": __version__}
 
 
-async def test_ready_reports_every_replica(client: Any) -> None:
+async def test_ready_reports_every_replica(client):
     response = await client.get("/ready")
     body = response.json()
     assert (response.status_code, body["status"]) == (200, "ready")
@@ -27,7 +24,7 @@ async def test_ready_reports_every_replica(client: Any) -> None:
     Readiness.model_validate_json(response.text)  # as its schema says
 
 
-async def test_not_ready_while_a_model_has_no_replica(models: list[Any], mars: Checkpoint) -> None:
+async def test_not_ready_while_a_model_has_no_replica(models, mars):
     down = served("down", mars, BrokenBackend(EngineDied("it has stopped")))
     async with client_of(app_of(*models, down)) as client:
         response = await client.get("/ready")
@@ -36,7 +33,7 @@ async def test_not_ready_while_a_model_has_no_replica(models: list[Any], mars: C
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_the_openai_client_lists_the_models(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_lists_the_models(official):
     entries = {model.id: model async for model in await official.models.list()}
     assert entries.keys() == {"mars", "plain"}
     mars, plain = ((entries[name].model_extra or {})["mars"] for name in ("mars", "plain"))
@@ -46,13 +43,13 @@ async def test_the_openai_client_lists_the_models(official: openai.AsyncOpenAI) 
 
 
 @pytest.mark.parametrize("name", ["nobody", "some/one"])
-async def test_an_unknown_model_is_not_found(official: openai.AsyncOpenAI, name: str) -> None:
+async def test_an_unknown_model_is_not_found(official, name):
     with pytest.raises(openai.NotFoundError, match=f"there is no '{name}' here") as caught:
         await official.models.retrieve(name)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_a_models_name_may_contain_slashes(models: list[Any], mars: Checkpoint) -> None:
+async def test_a_models_name_may_contain_slashes(models, mars):
     named = served("some/one", mars, models[0].backend)
     async with client_of(app_of(named)) as client:
         assert (await client.get("/v1/models/some/one")).json()["id"] == "some/one"

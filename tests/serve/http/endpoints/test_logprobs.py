@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -19,9 +18,7 @@ def raw_logprobs(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-async def test_log_probabilities_of_a_completion_are_the_models(
-    official: openai.AsyncOpenAI, mars: Checkpoint, oracle: Any
-) -> None:
+async def test_log_probabilities_of_a_completion_are_the_models(official, mars, oracle):
     prompt = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     tokens, names = oracle(prompt, 1.0).tokens, TokenBytes(mars.tokenizer)
     expected = raw_logprobs(mars, prompt, tokens)
@@ -52,9 +49,7 @@ async def test_log_probabilities_of_a_completion_are_the_models(
             )
 
 
-async def test_log_probabilities_of_a_chat_mark_tokens_from_masks(
-    official: openai.AsyncOpenAI, mars: Checkpoint
-) -> None:
+async def test_log_probabilities_of_a_chat_mark_tokens_from_masks(official, mars):
     options: dict[str, Any] = {"model": "mars", "messages": MESSAGES, "max_tokens": 24}
     options |= {"logprobs": True, "top_logprobs": 4, "extra_body": {"confidence_threshold": 0.05}}
     response = await official.chat.completions.create(**options)
@@ -78,7 +73,7 @@ async def test_log_probabilities_of_a_chat_mark_tokens_from_masks(
     assert all(part == [False] + [True] * (len(part) - 1) for part in passes)
 
 
-async def test_log_probabilities_end_with_the_stop_string(client: Any) -> None:
+async def test_log_probabilities_end_with_the_stop_string(client):
     body = {**COMPLETION, "confidence_threshold": 0.02, "logprobs": 1}
     plain = (await client.answer(COMPLETIONS, body))["choices"][0]
     stop = plain["text"][3:5]
@@ -89,7 +84,7 @@ async def test_log_probabilities_end_with_the_stop_string(client: Any) -> None:
         assert values == plain["logprobs"][field][:num_tokens], field
 
 
-async def test_log_probabilities_are_null_by_default(client: Any) -> None:
+async def test_log_probabilities_are_null_by_default(client):
     for path, body in BODIES.items():
         assert (await client.answer(path, body))["choices"][0]["logprobs"] is None
 
@@ -99,9 +94,7 @@ async def test_log_probabilities_are_null_by_default(client: Any) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("num_top", [0, 3])
-async def test_an_echoed_prompt_is_scored(
-    official: openai.AsyncOpenAI, mars: Checkpoint, num_top: int, max_tokens: int
-) -> None:
+async def test_an_echoed_prompt_is_scored(official, mars, num_top, max_tokens):
     text = "What is 3 plus 4? It is 7, I think."
     prompt = encode(mars.tokenizer, text, add_special_tokens=True)
     response = await official.completions.create(
@@ -132,7 +125,7 @@ async def test_an_echoed_prompt_is_scored(
     assert response.usage.completion_tokens == max_tokens
 
 
-async def test_a_prompt_is_scored_alike_as_text_and_as_ids(client: Any, mars: Checkpoint) -> None:
+async def test_a_prompt_is_scored_alike_as_text_and_as_ids(client, mars):
     ids = encode(mars.tokenizer, PROMPT, add_special_tokens=True)
     body = {**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 1}
     by_text = await client.answer(COMPLETIONS, body)
@@ -140,7 +133,7 @@ async def test_a_prompt_is_scored_alike_as_text_and_as_ids(client: Any, mars: Ch
     assert by_ids["choices"] == by_text["choices"]
 
 
-async def test_streamed_log_probabilities_equal_those_of_a_response(client: Any) -> None:
+async def test_streamed_log_probabilities_equal_those_of_a_response(client):
     body = {**COMPLETION, "echo": True, "logprobs": 2, "confidence_threshold": 0.05}
     whole = (await client.answer(COMPLETIONS, body))["choices"][0]["logprobs"]
     events = await client.events(COMPLETIONS, body)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 
-import httpx2
 import pytest
 from fastapi import FastAPI
 from prometheus_client.core import Metric
@@ -84,9 +83,7 @@ def check_histogram(family: Metric) -> None:
     assert all(each == sorted(each) for each in counts.values())
 
 
-async def test_one_response_has_the_metrics_of_ingress_and_replicas(
-    client: httpx2.AsyncClient,
-) -> None:
+async def test_one_response_has_the_metrics_of_ingress_and_replicas(client):
     before = samples((await client.get("/metrics")).text)
     for max_tokens in (3, 5):
         response = await client.post("/v1/completions", json={**BODY, "max_tokens": max_tokens})
@@ -109,7 +106,7 @@ async def test_one_response_has_the_metrics_of_ingress_and_replicas(
     assert grown("marsray_rejections_total", "", status="404", code="model_not_found", **of) == 1
 
 
-async def test_the_response_is_valid_for_prometheus(client: httpx2.AsyncClient) -> None:
+async def test_the_response_is_valid_for_prometheus(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
@@ -119,7 +116,7 @@ async def test_the_response_is_valid_for_prometheus(client: httpx2.AsyncClient) 
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1
 
 
-async def test_openmetrics_is_returned_on_request(client: httpx2.AsyncClient) -> None:
+async def test_openmetrics_is_returned_on_request(client):
     headers = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain;q=0.5"}
     response = await client.get("/metrics", headers=headers)
     assert response.headers["content-type"].startswith("application/openmetrics-text")

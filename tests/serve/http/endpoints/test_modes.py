@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from rest_requests import BODIES, COMPLETION, COMPLETIONS
@@ -29,17 +28,15 @@ from rest_server import LoopBackend, app_of, client_of, served
     ],
 )
 async def test_the_response_reports_the_effective_mode_and_threshold(
-    client: Any, fields: dict[str, Any], mode: str, threshold: float
-) -> None:
+    client, fields, mode, threshold
+):
     summary = (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["mars"]
     assert (summary["mode"], summary["confidence_threshold"]) == (mode, threshold)
     if threshold == 1:
         assert summary["forward_passes"] == 24
 
 
-async def test_the_models_settings_are_the_defaults(
-    loops: dict[str, LocalLoop], mars: Checkpoint
-) -> None:
+async def test_the_models_settings_are_the_defaults(loops, mars):
     backend = LoopBackend(loops["mars"])
     tiers = {"default_min_threshold": 0.99}
     low = served("low", mars, backend, confidence_threshold=0.99, tiers=tiers)
@@ -53,7 +50,7 @@ async def test_the_models_settings_are_the_defaults(
     assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
 
 
-async def test_calibrated_confidence_needs_a_calibration(client: Any) -> None:
+async def test_calibrated_confidence_needs_a_calibration(client):
     response = await client.post(COMPLETIONS, json={**COMPLETION, "calibrated": True})
     client.error_of(response, 400, "calibrated")
 
@@ -71,9 +68,7 @@ async def test_calibrated_confidence_needs_a_calibration(client: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_response_reports_the_tier(
-    client: Any, path: str, tier: str, used: str, mode: str
-) -> None:
+async def test_the_response_reports_the_tier(client, path, tier, used, mode):
     body = {**BODIES[path], "service_tier": tier}
     answer = await client.answer(path, body)
     assert (answer["service_tier"], answer["mars"]["mode"]) == (used, mode)
@@ -81,7 +76,7 @@ async def test_the_response_reports_the_tier(
     assert {event["service_tier"] for event in events} == {used}
 
 
-async def test_a_plain_model_serves_every_tier(client: Any) -> None:
+async def test_a_plain_model_serves_every_tier(client):
     for tier in ("default", "flex", "priority"):
         body = {**COMPLETION, "model": "plain", "service_tier": tier}
         assert (await client.answer(COMPLETIONS, body))["mars"]["mode"] == "ar"
@@ -96,9 +91,7 @@ def governed(make_loop: Any, mars: Checkpoint) -> Any:
     return LoopBackend(make_loop(mars))
 
 
-async def test_requests_follow_the_servers_threshold_down_to_their_floors(
-    governed: Any, mars: Checkpoint
-) -> None:
+async def test_requests_follow_the_servers_threshold_down_to_their_floors(governed, mars):
     tiers = {"default_min_threshold": 0.3, "flex_min_threshold": 0.05}
     async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
 
@@ -119,9 +112,7 @@ async def test_requests_follow_the_servers_threshold_down_to_their_floors(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(
-    governed: Any, mars: Checkpoint, stream: bool
-) -> None:
+async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(governed, mars, stream):
     """The threshold moves from 1 to 0.5 after the first five passes."""
     engine, steps = governed.loop.engine, 0
     step = engine.begin_step

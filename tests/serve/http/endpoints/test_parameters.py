@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
 
 import pytest
 
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
 from rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
@@ -15,7 +13,7 @@ SAMPLED = {"temperature": 1, "seed": 11}
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_seed_repeats_the_output(client: Any, path: str) -> None:
+async def test_a_seed_repeats_the_output(client, path):
     body = {**BODIES[path], **SAMPLED}
     first, again = await client.answer(path, body), await client.answer(path, body)
     other = await client.answer(path, {**body, "seed": 12})
@@ -28,7 +26,7 @@ async def test_a_seed_repeats_the_output(client: Any, path: str) -> None:
     assert streamed == text_of(first["choices"][0])
 
 
-async def test_choices_have_consecutive_seeds(client: Any) -> None:
+async def test_choices_have_consecutive_seeds(client):
     body = {**COMPLETION, **SAMPLED}
     several = await client.answer(COMPLETIONS, {**body, "n": 3})
     texts = [choice["text"] for choice in several["choices"]]
@@ -40,7 +38,7 @@ async def test_choices_have_consecutive_seeds(client: Any) -> None:
     assert len(set(texts)) == 3
 
 
-async def test_outputs_without_a_seed_differ(client: Any) -> None:
+async def test_outputs_without_a_seed_differ(client):
     bodies = [client.answer(COMPLETIONS, {**COMPLETION, "temperature": 1}) for _ in range(4)]
     texts = {each["choices"][0]["text"] for each in await asyncio.gather(*bodies)}
     assert len(texts) == 4
@@ -49,7 +47,7 @@ async def test_outputs_without_a_seed_differ(client: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, SAMPLED, {**SAMPLED, "top_p": 0.9, "frequency_penalty": 1.0}]
 )
-async def test_mode_exact_gives_the_output_of_mode_ar(client: Any, fields: dict[str, Any]) -> None:
+async def test_mode_exact_gives_the_output_of_mode_ar(client, fields):
     exact = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "exact"})
     ar = await client.answer(COMPLETIONS, {**COMPLETION, **fields, "mode": "ar"})
     assert exact["choices"] == ar["choices"]
@@ -65,21 +63,21 @@ async def test_mode_exact_gives_the_output_of_mode_ar(client: Any, fields: dict[
         {**SAMPLED, "temperature": 1e-4},
     ],
 )
-async def test_narrow_sampling_is_greedy(client: Any, fields: dict[str, Any]) -> None:
+async def test_narrow_sampling_is_greedy(client, fields):
     greedy = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
     narrow = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar", **fields})
     assert narrow["choices"] == greedy["choices"]
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_logit_bias_can_force_a_token(client: Any, mars: Checkpoint, mode: Mode) -> None:
+async def test_logit_bias_can_force_a_token(client, mars, mode):
     (token,) = encode(mars.tokenizer, "a", add_special_tokens=False)
     body = {**COMPLETION, "mode": mode, "logit_bias": {str(token): 100}}
     assert (await client.answer(COMPLETIONS, body))["choices"][0]["text"] == "a" * 24
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_penalties_change_the_output(client: Any, mode: Mode) -> None:
+async def test_penalties_change_the_output(client, mode):
     body = {**COMPLETION, "mode": mode}
     plain = await client.answer(COMPLETIONS, body)
     for field, value in [
@@ -91,7 +89,7 @@ async def test_penalties_change_the_output(client: Any, mode: Mode) -> None:
         assert changed["choices"] != plain["choices"], field
 
 
-async def test_min_tokens_keep_end_tokens_away(client: Any, mars: Checkpoint) -> None:
+async def test_min_tokens_keep_end_tokens_away(client, mars):
     (end,) = mars.special.eos
     body = {**COMPLETION, "logit_bias": {str(end): 100}}
     at_once = await client.answer(COMPLETIONS, body)
@@ -116,9 +114,7 @@ async def test_min_tokens_keep_end_tokens_away(client: Any, mars: Checkpoint) ->
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_output_matches_its_grammar(
-    client: Any, path: str, fields: dict[str, Any], pattern: str, mode: Mode
-) -> None:
+async def test_the_output_matches_its_grammar(client, path, fields, pattern, mode):
     body = {**BODIES[path], **fields, "mode": mode, **SAMPLED}
     choice = (await client.answer(path, body))["choices"][0]
     assert re.fullmatch(pattern, text_of(choice).strip())
@@ -140,8 +136,6 @@ async def test_the_output_matches_its_grammar(
         ),
     ],
 )
-async def test_a_grammar_that_does_not_compile_is_refused_by_field(
-    client: Any, field: str, value: Any, stream: bool
-) -> None:
+async def test_a_grammar_that_does_not_compile_is_refused_by_field(client, field, value, stream):
     response = await client.post(COMPLETIONS, json={**COMPLETION, field: value, "stream": stream})
     assert client.error_of(response, 400, field).startswith(f"{field}: ")

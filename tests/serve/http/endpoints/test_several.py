@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from mars_platform.checkpoint.directory import Checkpoint
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, text_of
 from rest_server import LoopBackend, until_idle
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_several_choices_share_one_prompt(client: Any, path: str) -> None:
+async def test_several_choices_share_one_prompt(client, path):
     one = await client.answer(path, BODIES[path])
     several = await client.answer(path, {**BODIES[path], "n": 3, "best_of": 3})
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
@@ -23,7 +20,7 @@ async def test_several_choices_share_one_prompt(client: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_streams_of_several_choices_interleave(client: Any, path: str) -> None:
+async def test_streams_of_several_choices_interleave(client, path):
     body = {**BODIES[path], "n": 3, "confidence_threshold": 0.05}
     whole = await client.answer(path, body)
     body["stream_options"] = {"include_usage": True}
@@ -46,8 +43,8 @@ async def test_streams_of_several_choices_interleave(client: Any, path: str) -> 
 
 
 async def test_a_choice_that_cannot_be_queued_ends_the_others(
-    mars: Checkpoint, make_loop: Any, client_over: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mars, make_loop, client_over, monkeypatch
+):
     loop = make_loop(mars, max_requests=2)
     ended, cancel = list[str](), loop.engine.cancel
     monkeypatch.setattr(loop.engine, "cancel", lambda name: (ended.append(name), cancel(name)))

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import OutputText, StopRules, decode, encode
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, PROMPT, text_of
@@ -23,14 +22,8 @@ def tokens_of(oracle: Any, checkpoint: Checkpoint, path: str, threshold: float) 
 @pytest.mark.parametrize("threshold", [0.05, 1.0])
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_output_ends_at_a_stop_string(
-    client: Any,
-    loops: dict[str, LocalLoop],
-    mars: Checkpoint,
-    oracle: Any,
-    path: str,
-    threshold: float,
-    include: bool,
-) -> None:
+    client, loops, mars, oracle, path, threshold, include
+):
     tokens = tokens_of(oracle, mars, path, threshold)
     text = decode(mars.tokenizer, tokens)
     middle = len(text) // 2
@@ -54,9 +47,7 @@ async def test_an_output_ends_at_a_stop_string(
     await until_idle(loops["mars"].engine)
 
 
-async def test_a_stop_string_cancels_the_engines_request(
-    loops: dict[str, LocalLoop], client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_string_cancels_the_engines_request(loops, client, monkeypatch):
     engine = loops["mars"].engine
     ended, cancel = list[str](), engine.cancel
     monkeypatch.setattr(engine, "cancel", lambda name: (ended.append(name), cancel(name)))
@@ -69,7 +60,7 @@ async def test_a_stop_string_cancels_the_engines_request(
     assert len(ended) == 2
 
 
-async def test_a_stop_string_that_does_not_occur_changes_nothing(client: Any) -> None:
+async def test_a_stop_string_that_does_not_occur_changes_nothing(client):
     plain = await client.answer(COMPLETIONS, COMPLETION)
     start = plain["choices"][0]["text"][-1]
     stopped = await client.answer(COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
@@ -79,7 +70,7 @@ async def test_a_stop_string_that_does_not_occur_changes_nothing(client: Any) ->
     assert text == plain["choices"][0]["text"]
 
 
-async def test_an_output_ends_at_a_stop_token(client: Any, mars: Checkpoint, oracle: Any) -> None:
+async def test_an_output_ends_at_a_stop_token(client, mars, oracle):
     tokens = tokens_of(oracle, mars, COMPLETIONS, 0.05)
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
     for include, kept in ((False, tokens[:index]), (True, tokens[: index + 1])):

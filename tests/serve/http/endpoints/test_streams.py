@@ -7,14 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
-import openai
 import pytest
-from fastapi import FastAPI
 
 import asgi
 from engine_requests import make_request
-from local_loop import LocalLoop
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.incoming.prompts import Prompt
 from mars_serve.api.outgoing.choices import Choice, stream_all
 from mars_serve.api.text import OutputText, StopRules
@@ -38,9 +34,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.parametrize("threshold", [0.02, 0.05, 1.0])
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_stream_has_the_same_text_and_figures_as_a_response(
-    client: Any, path: str, threshold: float
-) -> None:
+async def test_a_stream_has_the_same_text_and_figures_as_a_response(client, path, threshold):
     body = {**BODIES[path], "max_tokens": 60, "confidence_threshold": threshold}
     whole = await client.answer(path, body)
     events = await client.events(path, body)
@@ -58,7 +52,7 @@ async def test_a_stream_has_the_same_text_and_figures_as_a_response(
     assert all("confidence_threshold" not in event["mars"] for event in events[:-1])
 
 
-async def test_the_events_of_each_endpoint_have_openais_shape(client: Any) -> None:
+async def test_the_events_of_each_endpoint_have_openais_shape(client):
     completion = await client.events(COMPLETIONS, COMPLETION)
     assert {event["object"] for event in completion} == {"text_completion"}
     chat = await client.events(CHAT, CONVERSATION)
@@ -68,7 +62,7 @@ async def test_the_events_of_each_endpoint_have_openais_shape(client: Any) -> No
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_include_usage_adds_one_event(client: Any, path: str) -> None:
+async def test_include_usage_adds_one_event(client, path):
     whole = await client.answer(path, BODIES[path])
     without = await client.events(path, BODIES[path])
     body = {**BODIES[path], "stream_options": {"include_usage": True}}
@@ -79,7 +73,7 @@ async def test_include_usage_adds_one_event(client: Any, path: str) -> None:
     assert not any(event.get("usage") for event in [*events, *without])
 
 
-async def test_the_openai_client_reads_streams(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_reads_streams(official):
     options = {"model": "mars", "extra_body": {"confidence_threshold": 0.05}, "max_tokens": 24}
     whole = await official.chat.completions.create(messages=MESSAGES, **options)
     stream = await official.chat.completions.create(
@@ -96,9 +90,7 @@ async def test_the_openai_client_reads_streams(official: openai.AsyncOpenAI) -> 
     assert "".join(texts) == complete.choices[0].text
 
 
-async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(
-    app: FastAPI, loops: dict[str, LocalLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(app, loops, monkeypatch):
     engine = loops["mars"].engine
     monkeypatch.setattr(engine, "step", _slowed(engine.step))
     body = json.dumps({**COMPLETION, "max_tokens": 200, "stream": True, "mode": "ar"}).encode()
@@ -118,7 +110,7 @@ def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutpu
     return slow
 
 
-async def test_an_error_within_a_stream_is_its_last_event(client_over: Any) -> None:
+async def test_an_error_within_a_stream_is_its_last_event(client_over):
     backend = BrokenBackend(EngineDied("dead"), num_outputs=2)
     async with client_over(backend) as client:
         response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
@@ -129,14 +121,14 @@ async def test_an_error_within_a_stream_is_its_last_event(client_over: Any) -> N
     assert (error["type"], error["code"]) == ("server_error", "not_ready")
 
 
-async def test_a_stream_forbids_caching_and_buffering(client: Any) -> None:
+async def test_a_stream_forbids_caching_and_buffering(client):
     response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": True})
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_usage_is_null_until_the_end(client: Any, path: str) -> None:
+async def test_usage_is_null_until_the_end(client, path):
     body = {**BODIES[path], "stream_options": {"include_usage": True}}
     *events, _ = await client.events(path, body)
     assert all(event["usage"] is None for event in events)
@@ -144,7 +136,7 @@ async def test_usage_is_null_until_the_end(client: Any, path: str) -> None:
     assert not any("usage" in event for event in events)
 
 
-async def test_each_event_may_report_the_usage_so_far(client: Any) -> None:
+async def test_each_event_may_report_the_usage_so_far(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await client.events(COMPLETIONS, {**COMPLETION, "stream_options": options})
     counts = [event["usage"]["completion_tokens"] for event in events]
@@ -166,7 +158,7 @@ class GatedBackend:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n: int) -> None:
+async def test_closing_the_deltas_closes_the_backend_at_once(mars, n):
     backend = GatedBackend()
     choices = [
         Choice(
@@ -185,9 +177,7 @@ async def test_closing_the_deltas_closes_the_backend_at_once(mars: Checkpoint, n
     assert backend.is_closed
 
 
-async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(
-    mars: Checkpoint,
-) -> None:
+async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(mars):
     """The client disconnects while an event is being sent, not while one is awaited."""
     backend = GatedBackend()
     app = app_of(served("mars", mars, backend))

@@ -11,7 +11,6 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from mars_serve.api.text import encode
 from mars_serve.config.served import ServedModel
@@ -41,9 +40,7 @@ async def refusal(client: httpx2.AsyncClient, path: str, **body: Any) -> tuple[i
     return response.status_code, error
 
 
-async def test_a_text_is_tokenized_and_detokenized(
-    client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
+async def test_a_text_is_tokenized_and_detokenized(client, tokenizer):
     body = {"model": "mars", "prompt": TEXT, "return_token_strs": True}
     response = await client.post("/tokenize", json=body)
     found = response.json()
@@ -58,7 +55,7 @@ async def test_a_text_is_tokenized_and_detokenized(
     assert response.json() == {"prompt": TEXT}
 
 
-async def test_token_names_are_returned_only_on_request(client: httpx2.AsyncClient) -> None:
+async def test_token_names_are_returned_only_on_request(client):
     response = await client.post("/tokenize", json={"model": "mars", "prompt": ""})
     assert response.json() == {"count": 0, "max_model_len": 256, "tokens": [], "token_strs": None}
     response = await client.post("/detokenize", json={"model": "mars", "tokens": []})
@@ -67,14 +64,12 @@ async def test_token_names_are_returned_only_on_request(client: httpx2.AsyncClie
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40).map(lambda text: unicodedata.normalize("NFC", text)))
-async def test_any_text_survives_the_round_trip(client: httpx2.AsyncClient, text: str) -> None:
+async def test_any_text_survives_the_round_trip(client, text):
     body = {"model": "mars", "tokens": await ids_of(client, prompt=text)}
     assert (await client.post("/detokenize", json=body)).json() == {"prompt": text}
 
 
-async def test_a_conversation_is_rendered_before_it_is_tokenized(
-    client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
+async def test_a_conversation_is_rendered_before_it_is_tokenized(client, tokenizer):
     expected = encode(tokenizer, PROMPT + "<|im_start|>assistant\n", add_special_tokens=False)
     assert await ids_of(client, messages=[USER]) == expected
     parts = {"role": "user", "content": [{"type": "text", "text": "Count"}]}
@@ -83,24 +78,20 @@ async def test_a_conversation_is_rendered_before_it_is_tokenized(
     assert without == encode(tokenizer, PROMPT, add_special_tokens=False)
 
 
-async def test_tokenize_counts_the_same_tokens_as_the_chat_endpoint(
-    client: httpx2.AsyncClient,
-) -> None:
+async def test_tokenize_counts_the_same_tokens_as_the_chat_endpoint(client):
     body = {"model": "mars", "messages": [USER], "max_tokens": 1}
     response = await client.post("/v1/chat/completions", json=body)
     charged = response.json()["usage"]["prompt_tokens"]
     assert len(await ids_of(client, messages=[USER])) == charged
 
 
-async def test_detokenize_spells_special_tokens(
-    client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
+async def test_detokenize_spells_special_tokens(client, tokenizer):
     body = {"model": "mars", "tokens": await ids_of(client, messages=[USER])}
     response = await client.post("/detokenize", json=body)
     assert response.json() == {"prompt": PROMPT + "<|im_start|>assistant\n"}
 
 
-async def test_the_only_model_needs_no_name(alone: FastAPI) -> None:
+async def test_the_only_model_needs_no_name(alone):
     async with client_of(alone) as client:
         response = await client.post("/tokenize", json={"prompt": TEXT})
         tokens = response.json()["tokens"]
@@ -111,9 +102,7 @@ async def test_the_only_model_needs_no_name(alone: FastAPI) -> None:
         assert (await client.get("/tokenizer_info")).json() == named.json()
 
 
-async def test_tokenizer_info_describes_the_tokenizer(
-    client: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
+async def test_tokenizer_info_describes_the_tokenizer(client, tokenizer):
     response = await client.get("/tokenizer_info", params={"model": "mars"})
     assert response.json() == {
         "tokenizer_class": type(tokenizer).__name__,
@@ -167,22 +156,13 @@ async def test_tokenizer_info_describes_the_tokenizer(
         ("/detokenize", {"model": "mars", "tokens": [1, 5000]}, 400, "tokens", "id 5000 is not"),
     ],
 )  # fmt: skip
-async def test_invalid_requests_are_refused_by_field(
-    client: httpx2.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    status: int,
-    param: str,
-    message: str,
-) -> None:
+async def test_invalid_requests_are_refused_by_field(client, path, body, status, param, message):
     found, error = await refusal(client, path, **body)
     assert (found, error["param"]) == (status, param)
     assert message in error["message"]
 
 
-async def test_the_record_names_the_model(
-    client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_record_names_the_model(client, caplog):
     caplog.set_level("INFO", "marsray.requests")
     await ids_of(client, prompt=TEXT)
     (line,) = caplog.messages
@@ -202,9 +182,7 @@ async def test_the_record_names_the_model(
         ({"messages": [{**USER, "role": "human"}]}, False),
     ],
 )
-async def test_the_schema_describes_exactly_what_is_accepted(
-    client: httpx2.AsyncClient, body: dict[str, Any], is_valid: bool
-) -> None:
+async def test_the_schema_describes_exactly_what_is_accepted(client, body, is_valid):
     document = (await client.get("/openapi.json")).json()
     schema = {"$ref": "#/components/schemas/TokenizeRequest", "components": document["components"]}
     assert jsonschema.Draft202012Validator(schema).is_valid({"model": "mars", **body}) == is_valid

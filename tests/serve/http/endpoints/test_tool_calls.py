@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
 
 from local_loop import LocalLoop
@@ -85,7 +84,7 @@ def joined(events: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_a_required_call_is_returned_whole_and_streamed(client: Any, mode: Mode) -> None:
+async def test_a_required_call_is_returned_whole_and_streamed(client, mode):
     body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, "mode": mode}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -100,7 +99,7 @@ async def test_a_required_call_is_returned_whole_and_streamed(client: Any, mode:
     assert "role" in events[0]["choices"][0]["delta"]
 
 
-async def test_a_function_that_is_named_is_called(official: openai.AsyncOpenAI) -> None:
+async def test_a_function_that_is_named_is_called(official):
     named = {"type": "function", "function": {"name": "take"}}
     options: dict[str, Any] = {**BODY, "tool_choice": named}
     response = await official.chat.completions.create(**options)
@@ -114,7 +113,7 @@ async def test_a_function_that_is_named_is_called(official: openai.AsyncOpenAI) 
     assert again.choices[0].message.tool_calls[0].id != call.id
 
 
-async def test_the_openai_client_assembles_a_streamed_call(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_assembles_a_streamed_call(official):
     body = {key: value for key, value in BODY.items() if key != "tools"}
     tools = [{**each, "function": {**each["function"], "strict": True}} for each in TOOLS]
     async with official.chat.completions.stream(
@@ -136,8 +135,8 @@ async def test_the_openai_client_assembles_a_streamed_call(official: openai.Asyn
 )
 @pytest.mark.parametrize("threshold", [0.05, 1.0])
 async def test_calls_within_text_are_separated_from_content(
-    client: Any, text: str, content: str | None, num_calls: int, threshold: float
-) -> None:
+    client, text, content, num_calls, threshold
+):
     body = {**BODY, "guided_grammar": f"start: {json.dumps(text)}"}
     body |= {"confidence_threshold": threshold, "max_tokens": 150}
     (choice,) = (await client.answer(CHAT, body))["choices"]
@@ -155,13 +154,13 @@ async def test_calls_within_text_are_separated_from_content(
     assert [each["function"] for each in calls] == [each["function"] for each in found]
 
 
-async def test_an_incomplete_call_ends_with_reason_length(client: Any) -> None:
+async def test_an_incomplete_call_ends_with_reason_length(client):
     body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "max_tokens": 45}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["finish_reason"] == "length"
 
 
-async def test_tool_choice_none_leaves_calls_in_the_text(client: Any) -> None:
+async def test_tool_choice_none_leaves_calls_in_the_text(client):
     body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "tool_choice": "none"}
     (choice,) = (await client.answer(CHAT, body))["choices"]
     assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
@@ -179,7 +178,5 @@ async def test_tool_choice_none_leaves_calls_in_the_text(client: Any) -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
     ],
 )
-async def test_unusable_tools_are_refused_by_field(
-    client: Any, fields: dict[str, Any], param: str
-) -> None:
+async def test_unusable_tools_are_refused_by_field(client, fields, param):
     await client.refusal(CHAT, {**BODY, **fields}, 400, param)

@@ -190,9 +190,7 @@ def check_error(
 
 
 @pytest.mark.parametrize("case", ERRORS)
-async def test_an_error_does_not_affect_a_concurrent_request(
-    shared: httpx2.AsyncClient, golden: str, case: str
-) -> None:
+async def test_an_error_does_not_affect_a_concurrent_request(shared, golden, case):
     method, path, request, status, code, param = ERRORS[case]
     if callable(request.get("content")):
         request = {**request, "content": request["content"]()}
@@ -203,22 +201,18 @@ async def test_an_error_does_not_affect_a_concurrent_request(
     assert await beside == golden
 
 
-async def test_the_response_to_a_wrong_method_names_the_right_ones(
-    client: httpx2.AsyncClient,
-) -> None:
+async def test_the_response_to_a_wrong_method_names_the_right_ones(client):
     assert (await client.get(COMPLETIONS)).headers["allow"] == "POST"
     assert (await client.post("/version", json={})).headers["allow"] == "GET"
 
 
-async def test_an_unexpected_error_is_described_only_in_the_log(
-    client: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unexpected_error_is_described_only_in_the_log(client, caplog):
     response = await client.post(COMPLETIONS, json={**COMPLETION, "model": "odd"})
     assert response.status_code == 500
     assert "KeyError: 'secret'" in caplog.text
 
 
-async def test_a_body_of_exactly_the_largest_size_is_accepted(client: httpx2.AsyncClient) -> None:
+async def test_a_body_of_exactly_the_largest_size_is_accepted(client):
     body = json.dumps(COMPLETION).encode()
     padded = body + b" " * (BODY_BYTES - len(body))
     for content in (padded, b"\xef\xbb\xbf" + body):
@@ -235,9 +229,7 @@ async def complete(client: httpx2.AsyncClient, key: str, **fields: Any) -> httpx
     return await client.post(COMPLETIONS, json={**COMPLETION, **fields}, headers=bearer(key))
 
 
-async def test_concurrent_requests_of_a_key_are_limited(
-    client: httpx2.AsyncClient, golden: str
-) -> None:
+async def test_concurrent_requests_of_a_key_are_limited(client, golden):
     results = await asyncio.gather(
         *(complete(client, "one", stream=stream) for stream in (True, False)), text_of(client)
     )
@@ -250,9 +242,7 @@ async def test_concurrent_requests_of_a_key_are_limited(
     assert (await complete(client, "one")).status_code == 200
 
 
-async def test_requests_per_minute_of_a_key_are_limited(
-    client: httpx2.AsyncClient, golden: str
-) -> None:
+async def test_requests_per_minute_of_a_key_are_limited(client, golden):
     first = await complete(client, "rare")
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -268,9 +258,7 @@ async def test_requests_per_minute_of_a_key_are_limited(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_per_minute_of_a_key_are_limited(
-    client: httpx2.AsyncClient, golden: str, stream: bool
-) -> None:
+async def test_tokens_per_minute_of_a_key_are_limited(client, golden, stream):
     first = await complete(client, "small", prompt=[5, 6, 7], max_tokens=2, stream=stream)
     assert first.status_code == 200
     left = 3 if stream else 1  # of six; a stream sends its headers earlier
@@ -283,14 +271,12 @@ async def test_tokens_per_minute_of_a_key_are_limited(
     assert await text_of(client) == golden
 
 
-async def test_a_key_without_limits_gets_no_limit_headers(client: httpx2.AsyncClient) -> None:
+async def test_a_key_without_limits_gets_no_limit_headers(client):
     response = await complete(client, "golden")
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
-async def test_a_disconnected_client_no_longer_counts_as_running(
-    make_app: Callable[[], FastAPI],
-) -> None:
+async def test_a_disconnected_client_no_longer_counts_as_running(make_app):
     app = make_app()
     body = json.dumps({**COMPLETION, "max_tokens": 30, "stream": True}).encode()
     leaving = asgi.call(
@@ -318,9 +304,7 @@ async def test_a_disconnected_client_no_longer_counts_as_running(
         (RayTaskError("f", "secret", ValueError("secret")), 500, "internal_error"),
     ],
 )
-def test_errors_raised_through_ray_get_the_status_of_their_cause(
-    error: Exception, status: int, code: str
-) -> None:
+def test_errors_raised_through_ray_get_the_status_of_their_cause(error, status, code):
     for each in (error, RayTaskError("outer", "secret", error)):
         found = as_api_error(each, "guided_regex")
         assert (found.status, found.code) == (status, code)
@@ -337,9 +321,7 @@ def test_errors_raised_through_ray_get_the_status_of_their_cause(
         ("stop: '\ud800' is long", "stop", "stop: '?' is long"),
     ],
 )
-def test_a_refusal_by_the_engine_names_the_requests_field(
-    message: str, param: str | None, expected: str
-) -> None:
+def test_a_refusal_by_the_engine_names_the_requests_field(message, param, expected):
     error = as_api_error(UserError(message), "guided_regex")
     found = error.body()["error"]
     assert (error.status, found["param"], found["message"]) == (400, param, expected)

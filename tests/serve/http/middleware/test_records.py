@@ -126,9 +126,7 @@ def header(message: Message, name: str) -> list[str]:
     return [each.decode() for key, each in message["headers"] if key.decode().lower() == name]
 
 
-async def test_a_successful_request_is_logged_and_counted(
-    own: FastAPI, lines: Lines, telemetry: IngressTelemetry
-) -> None:
+async def test_a_successful_request_is_logged_and_counted(own, lines, telemetry):
     start, *_ = await call(own, COMPLETIONS, x_request_id="abc-1")
     (line,) = lines()
     took = datetime.now(UTC) - datetime.fromisoformat(line.pop("time"))
@@ -151,8 +149,8 @@ async def test_a_successful_request_is_logged_and_counted(
 
 
 async def test_a_client_that_disconnects_from_a_stream_is_recorded_as_cancelled(
-    own: FastAPI, lines: Lines, telemetry: IngressTelemetry
-) -> None:
+    own, lines, telemetry
+):
     with suppress(Exception):
         await call(own, COMPLETIONS, leave_after=2)
     (line,) = lines()
@@ -161,9 +159,7 @@ async def test_a_client_that_disconnects_from_a_stream_is_recorded_as_cancelled(
     assert counted(telemetry) == {("mars", "cancelled"): 1}
 
 
-async def test_a_request_whose_task_is_cancelled_is_recorded_as_cancelled(
-    own: FastAPI, lines: Lines, telemetry: IngressTelemetry
-) -> None:
+async def test_a_request_whose_task_is_cancelled_is_recorded_as_cancelled(own, lines, telemetry):
     task = asyncio.create_task(call(own, "/v1/slow"))
     await asyncio.sleep(0.02)
     task.cancel()
@@ -176,9 +172,7 @@ async def test_a_request_whose_task_is_cancelled_is_recorded_as_cancelled(
 
 
 @pytest.mark.parametrize("path", ["/v1/failed", "/v1/broken"])
-async def test_an_endpoint_that_raises_is_recorded_as_error(
-    own: FastAPI, lines: Lines, telemetry: IngressTelemetry, path: str
-) -> None:
+async def test_an_endpoint_that_raises_is_recorded_as_error(own, lines, telemetry, path):
     with suppress(RuntimeError):  # raised if the stream had begun
         start, *_ = await call(own, path)
         assert header(start, "x-request-id") == [lines()[0]["request_id"]]
@@ -189,9 +183,7 @@ async def test_an_endpoint_that_raises_is_recorded_as_error(
 
 
 @pytest.mark.parametrize("path", ["/v1/unknown", "/other"])
-async def test_a_refusal_is_counted_only_below_v1(
-    own: FastAPI, lines: Lines, telemetry: IngressTelemetry, path: str
-) -> None:
+async def test_a_refusal_is_counted_only_below_v1(own, lines, telemetry, path):
     await call(own, path)
     assert lines()[0]["outcome"] == "rejected_404"
     assert counted(telemetry) == ({("", "rejected_404"): 1} if path.startswith("/v1/") else {})
@@ -200,16 +192,14 @@ async def test_a_refusal_is_counted_only_below_v1(
 @pytest.mark.parametrize(
     "given", ["a" * 129, "", "a b", 'a"b', "ä", "a\tb", "a%0d%0ab"], ids=range(7)
 )
-async def test_an_unsafe_request_id_is_replaced(own: FastAPI, lines: Lines, given: str) -> None:
+async def test_an_unsafe_request_id_is_replaced(own, lines, given):
     start, *_ = await call(own, COMPLETIONS, x_request_id=given)
     (made,) = header(start, "x-request-id")
     assert len(made) == 32
     assert lines()[0]["request_id"] == made
 
 
-async def test_a_request_id_that_the_server_returns_itself_is_not_added(
-    telemetry: IngressTelemetry,
-) -> None:
+async def test_a_request_id_that_the_server_returns_itself_is_not_added(telemetry):
     app = FastAPI()
     recorder = Recorder(telemetry, is_id_echoed=True)
     app.add_middleware(RecordMiddleware, recorder=recorder)
@@ -219,13 +209,13 @@ async def test_a_request_id_that_the_server_returns_itself_is_not_added(
     assert len(header(start, "x-request-id")) == 1
 
 
-async def test_probes_that_succeed_are_not_logged(client: httpx2.AsyncClient, lines: Lines) -> None:
+async def test_probes_that_succeed_are_not_logged(client, lines):
     for path in ("/health", "/ready", "/metrics", "/v1/models"):
         assert (await client.get(path)).status_code == 200
     assert [line["path"] for line in lines()] == ["/v1/models"]
 
 
-async def test_the_log_can_be_turned_off(models: list[ServedModel], lines: Lines) -> None:
+async def test_the_log_can_be_turned_off(models, lines):
     async with client_of(app_of(*models, telemetry={"log_requests": False})) as client:
         await client.get("/v1/models")
     assert lines() == []
@@ -243,9 +233,7 @@ async def keyed(
         yield client
 
 
-async def test_no_text_and_no_key_is_logged(
-    keyed: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture, lines: Lines
-) -> None:
+async def test_no_text_and_no_key_is_logged(keyed, caplog, lines):
     caplog.set_level(logging.DEBUG)
     body = {**BODY, "prompt": "canary prompt", "stop": "canary stop", "user": "canary user"}
     output = (await keyed.post("/v1/completions?canary=query", json=body)).json()
@@ -273,9 +261,7 @@ async def test_no_text_and_no_key_is_logged(
     assert len({response.headers["x-request-id"] for response in responses}) == len(responses)
 
 
-async def test_the_log_line_of_a_generation_has_its_figures(
-    keyed: httpx2.AsyncClient, lines: Lines
-) -> None:
+async def test_the_log_line_of_a_generation_has_its_figures(keyed, lines):
     body = {**BODY, "mode": "threshold", "confidence_threshold": 0.25, "stream": True}
     await keyed.post(COMPLETIONS, json=body)
     await keyed.post(COMPLETIONS, json={**BODY, "n": 0})
@@ -299,9 +285,7 @@ async def test_the_log_line_of_a_generation_has_its_figures(
     assert refused["error_code"] == "invalid_value"
 
 
-async def test_a_span_continues_the_clients_trace_and_has_the_figures(
-    own: FastAPI, spans: InMemorySpanExporter
-) -> None:
+async def test_a_span_continues_the_clients_trace_and_has_the_figures(own, spans):
     trace = "0af7651916cd43dd8448eb211c80319c"
     await call(own, COMPLETIONS, traceparent=f"00-{trace}-b7ad6b7169203331-01")
     (span,) = spans.get_finished_spans()
@@ -326,9 +310,7 @@ async def test_a_span_continues_the_clients_trace_and_has_the_figures(
     }
 
 
-async def test_a_span_of_a_failure_has_the_error_but_no_text(
-    own: FastAPI, spans: InMemorySpanExporter
-) -> None:
+async def test_a_span_of_a_failure_has_the_error_but_no_text(own, spans):
     await call(own, "/v1/failed")
     (span,) = spans.get_finished_spans()
     assert span.name == "POST"
@@ -339,13 +321,13 @@ async def test_a_span_of_a_failure_has_the_error_but_no_text(
     assert not span.events  # an exception's text may quote a request
 
 
-def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_its_packages_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(UserError, match=r"^telemetry\.tracing: .*marsray\[tracing\]"):
         tracer_from_environment()
 
 
-def test_records_are_written_to_stderr_as_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_records_are_written_to_stderr_as_json_lines(capfd):
     log = logging.getLogger("marsray.requests")
     before = log.handlers, log.level, log.propagate
     try:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
-
 import openai
 import pytest
 from ray.exceptions import RayTaskError
-from transformers import PreTrainedTokenizerBase
 
 from mars_platform.errors import UserError
 from mars_serve.api.text import encode
@@ -47,8 +44,8 @@ NAN = float("nan")
     ],
 )
 async def test_a_field_that_the_model_cannot_serve_is_named(
-    client: Any, path: str, fields: dict[str, Any], status: int, param: str, stream: bool
-) -> None:
+    client, path, fields, status, param, stream
+):
     body = {**BODIES[path], **fields, "stream": stream}
     await client.refusal(path, body, status, param)
 
@@ -56,12 +53,12 @@ async def test_a_field_that_the_model_cannot_serve_is_named(
 @pytest.mark.parametrize(
     ("path", "missing"), [(COMPLETIONS, "prompt"), (COMPLETIONS, "model"), (CHAT, "messages")]
 )
-async def test_a_missing_field_is_named(client: Any, path: str, missing: str) -> None:
+async def test_a_missing_field_is_named(client, path, missing):
     body = {key: value for key, value in BODIES[path].items() if key != missing}
     await client.refusal(path, body, 400, missing)
 
 
-async def test_stream_options_need_a_stream(client: Any) -> None:
+async def test_stream_options_need_a_stream(client):
     body = {**COMPLETION, "stream_options": {"include_usage": True}}
     await client.refusal(COMPLETIONS, body, 400, "stream_options")
 
@@ -81,14 +78,12 @@ async def test_stream_options_need_a_stream(client: Any) -> None:
         ({"stop_characters": 3}, CHAT, {"stop": "four"}, "stop"),
     ],
 )
-async def test_requests_beyond_the_servers_limits_are_refused(
-    models: Any, limits: Any, path: str, fields: Any, param: str
-) -> None:
+async def test_requests_beyond_the_servers_limits_are_refused(models, limits, path, fields, param):
     async with client_of(app_of(*models, limits=limits)) as client:
         await client.refusal(path, {**BODIES[path], **fields}, 400, param)
 
 
-async def test_the_output_limit_is_also_the_default(models: Any) -> None:
+async def test_the_output_limit_is_also_the_default(models):
     async with client_of(app_of(*models, limits={"output_tokens": 7})) as client:
         for path, body in BODIES.items():
             answer = await client.answer(path, {**body, "max_tokens": None})
@@ -97,9 +92,7 @@ async def test_the_output_limit_is_also_the_default(models: Any) -> None:
 
 @pytest.mark.parametrize("num_words", [300, 3000])
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_too_long_prompt_is_refused_with_its_length(
-    client: Any, tokenizer: PreTrainedTokenizerBase, path: str, num_words: int
-) -> None:
+async def test_a_too_long_prompt_is_refused_with_its_length(client, tokenizer, path, num_words):
     long = "plus " * num_words
     body = {**COMPLETION, "prompt": long}
     if path == CHAT:
@@ -114,13 +107,13 @@ async def test_a_too_long_prompt_is_refused_with_its_length(
         assert str(num_prompt + 24) in message
 
 
-async def test_the_refusal_of_an_unknown_model_names_the_known_ones(client: Any) -> None:
+async def test_the_refusal_of_an_unknown_model_names_the_known_ones(client):
     response = await client.post(COMPLETIONS, json={**COMPLETION, "model": "absent"})
     message = client.error_of(response, 404, "model")
     assert all(name in message for name in ("absent", "mars", "plain"))
 
 
-async def test_the_openai_client_raises_its_own_errors(official: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_raises_its_own_errors(official):
     with pytest.raises(openai.BadRequestError) as refusal:
         await official.completions.create(model="mars", prompt=PROMPT, temperature=2.5)
     assert refusal.value.param == "temperature"
@@ -138,8 +131,8 @@ async def test_the_openai_client_raises_its_own_errors(official: openai.AsyncOpe
     ],
 )
 async def test_errors_of_a_backend_have_a_status_even_for_streams(
-    client_over: Any, error: Exception, status: int, code: str, stream: bool
-) -> None:
+    client_over, error, status, code, stream
+):
     async with client_over(BrokenBackend(error)) as client:
         response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": stream})
     message = client.error_of(response, status, None)
@@ -148,7 +141,7 @@ async def test_errors_of_a_backend_have_a_status_even_for_streams(
     assert "secret" not in message
 
 
-async def test_a_refusal_by_the_engine_keeps_its_message_through_ray(client_over: Any) -> None:
+async def test_a_refusal_by_the_engine_keeps_its_message_through_ray(client_over):
     cause = UserError("grammar: it does not parse")
     error = RayTaskError("stream", "a remote traceback", cause).as_instanceof_cause()
     async with client_over(BrokenBackend(error)) as client:

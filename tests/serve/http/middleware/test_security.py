@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +77,7 @@ def expected(method: str, path: str, who: str) -> set[int]:
 
 
 @pytest.mark.parametrize("who", HOLDERS)
-async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed: FastAPI, who: str) -> None:
+async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed, who):
     routes = set(routes_of(keyed))
     assert {("POST", COMPLETIONS), ("GET", "/metrics"), ("GET", "/health")} <= routes
     async with client_of(keyed, headers=bearer(HOLDERS[who])) as client:
@@ -93,7 +92,7 @@ async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed: FastAPI, 
                 assert response.json()["error"]["type"] == "permission_error"
 
 
-async def test_a_key_may_use_only_its_tiers(keyed: FastAPI) -> None:
+async def test_a_key_may_use_only_its_tiers(keyed):
     async with client_of(keyed) as client:
         for key, tier, status in [
             (FLEX, "flex", 200),
@@ -129,9 +128,7 @@ async def test_a_key_may_use_only_its_tiers(keyed: FastAPI) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "PUT", "HEAD", "OPTIONS", "POST", "TRACE"])
-async def test_no_spelling_gets_around_the_admin_key(
-    keyed: FastAPI, path: str, method: str
-) -> None:
+async def test_no_spelling_gets_around_the_admin_key(keyed, path, method):
     assert (await call(keyed, path, method))[0] == 401
     assert (await call(keyed, path, method, key=PLAIN))[0] == 403
 
@@ -155,19 +152,19 @@ async def test_no_spelling_gets_around_the_admin_key(
         "/v1/models",
     ],
 )
-async def test_a_path_that_is_not_public_needs_a_key(keyed: FastAPI, path: str) -> None:
+async def test_a_path_that_is_not_public_needs_a_key(keyed, path):
     assert (await call(keyed, path))[0] == 401
     assert (await call(keyed, path, key=PLAIN))[0] in (200, 404)
 
 
-async def test_public_paths_are_public_for_reading_only(keyed: FastAPI) -> None:
+async def test_public_paths_are_public_for_reading_only(keyed):
     assert (await call(keyed, "/health"))[0] == 200
     for method in ("POST", "OPTIONS", "DELETE"):
         assert (await call(keyed, "/health", method))[0] == 401
         assert (await call(keyed, "/health", method, key=PLAIN))[0] == 405
 
 
-async def test_paths_are_checked_below_the_prefix_of_a_mount(keyed: FastAPI) -> None:
+async def test_paths_are_checked_below_the_prefix_of_a_mount(keyed):
     root = "/mars"
     assert (await call(keyed, "/mars/health", root_path=root))[0] == 200
     assert (await call(keyed, "/mars/v1/models", root_path=root))[0] == 401
@@ -175,7 +172,7 @@ async def test_paths_are_checked_below_the_prefix_of_a_mount(keyed: FastAPI) -> 
     assert (await call(keyed, "/marsh/health", root_path=root))[0] == 401
 
 
-async def test_websockets_are_refused() -> None:
+async def test_websockets_are_refused():
     sent = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -188,9 +185,7 @@ async def test_websockets_are_refused() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-async def test_the_openapi_document_says_which_paths_need_a_key(
-    keyed: FastAPI, app: FastAPI
-) -> None:
+async def test_the_openapi_document_says_which_paths_need_a_key(keyed, app):
     async with client_of(keyed) as client:
         document = (await client.get("/openapi.json")).json()
     assert document["security"] == [{"key": []}]
@@ -227,9 +222,7 @@ async def test_the_openapi_document_says_which_paths_need_a_key(
         ([f"Bearer {PLAIN.upper()}"], False),
     ],
 )
-async def test_a_key_counts_only_in_one_bearer_header(
-    keyed: FastAPI, values: list[str], is_let_in: bool
-) -> None:
+async def test_a_key_counts_only_in_one_bearer_header(keyed, values, is_let_in):
     headers = [(b"authorization", value.encode()) for value in values]
     status, found, body = await call(keyed, "/v1/models", headers=headers)
     assert status == (200 if is_let_in else 401)
@@ -240,7 +233,7 @@ async def test_a_key_counts_only_in_one_bearer_header(
         assert "Authorization: Bearer" in error["message"]
 
 
-async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed: FastAPI) -> None:
+async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed):
     for name in (b"api-key", b"x-api-key", b"proxy-authorization", b"cookie"):
         headers = [(name, f"Bearer {PLAIN}".encode()), (name, PLAIN.encode())]
         assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
@@ -249,16 +242,12 @@ async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed: Fast
 
 @settings(max_examples=100, deadline=None)
 @given(value=st.binary(max_size=80), scheme=st.sampled_from([b"", b"Bearer ", b"Basic "]))
-async def test_no_header_value_breaks_authentication(
-    keyed: FastAPI, value: bytes, scheme: bytes
-) -> None:
+async def test_no_header_value_breaks_authentication(keyed, value, scheme):
     headers = [(b"authorization", scheme + value)]
     assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
 
 
-async def test_no_log_and_no_response_contains_a_key(
-    keyed: FastAPI, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_log_and_no_response_contains_a_key(keyed, caplog):
     caplog.set_level(logging.DEBUG)
     secrets = ["canary-wrong", ADMIN]
     for secret in secrets:
@@ -270,9 +259,7 @@ async def test_no_log_and_no_response_contains_a_key(
     assert f"Bearer {ADMIN}" not in logged  # the key's name is the same text
 
 
-async def test_a_changed_key_file_takes_effect_without_a_restart(
-    models: list[ServedModel], tmp_path: Path
-) -> None:
+async def test_a_changed_key_file_takes_effect_without_a_restart(models, tmp_path):
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [key_entry("old")]}), encoding="utf-8")
     app = app_of(*models, keys={"file": path, "reload_s": 1e-9})
@@ -285,9 +272,7 @@ async def test_a_changed_key_file_takes_effect_without_a_restart(
 # Without keys
 
 
-async def test_an_open_server_has_admin_paths_only_on_loopback(
-    models: list[ServedModel], app: FastAPI
-) -> None:
+async def test_an_open_server_has_admin_paths_only_on_loopback(models, app):
     reachable = app_of(*models, host="192.0.2.1", insecure=True)
     for each, status in ((app, 404), (reachable, 403)):
         assert (await call(each, "/v1/models", key="anything"))[0] == 200
@@ -295,7 +280,7 @@ async def test_an_open_server_has_admin_paths_only_on_loopback(
         assert (await call(each, "/admin/nothing"))[0] == status
 
 
-async def test_keys_without_an_admin_close_the_admin_paths(models: list[ServedModel]) -> None:
+async def test_keys_without_an_admin_close_the_admin_paths(models):
     app = app_of(*models, keys={"entries": [key_entry(PLAIN)]})
     status, _, body = await call(app, "/admin/threshold", key=PLAIN)
     assert status == 403
@@ -304,9 +289,7 @@ async def test_keys_without_an_admin_close_the_admin_paths(models: list[ServedMo
     assert "admin: true" in error["message"]
 
 
-def test_a_process_without_its_drivers_keys_does_not_open_the_server(
-    models: list[ServedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_its_drivers_keys_does_not_open_the_server(models, monkeypatch):
     monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [key_entry(PLAIN)]}))
     made = ServeSettings(models=[models[0].settings], host="192.0.2.1")
     captured = made.model_copy(update={"keys": made.keys.captured()})
@@ -333,7 +316,7 @@ FIELDS += ["response_format", "guided_json", "stream_options", "metadata", "chat
     path=st.sampled_from([COMPLETIONS, CHAT]),
     fields=st.dictionaries(st.sampled_from(FIELDS), NESTED, max_size=2),
 )
-async def test_no_body_breaks_the_server(app: FastAPI, path: str, fields: dict[str, Any]) -> None:
+async def test_no_body_breaks_the_server(app, path, fields):
     body = json.dumps({**BODIES[path], **fields}).encode()
     json_type = [(b"content-type", b"application/json")]
     status, _, content = await call(app, path, "POST", headers=json_type, chunks=(body,))
@@ -342,7 +325,7 @@ async def test_no_body_breaks_the_server(app: FastAPI, path: str, fields: dict[s
 
 @settings(max_examples=100, deadline=None)
 @given(body=st.binary(max_size=60) | st.text('[]{}":,\\0a', max_size=60).map(str.encode))
-async def test_no_bytes_break_the_server(app: FastAPI, body: bytes) -> None:
+async def test_no_bytes_break_the_server(app, body):
     json_type = [(b"content-type", b"application/json")]
     status, _, _ = await call(app, COMPLETIONS, "POST", headers=json_type, chunks=(body,))
     assert status in (400, 422)
@@ -357,9 +340,7 @@ def levels(value: Any) -> int:
 
 @settings(max_examples=50, deadline=None)
 @given(value=NESTED, num_more=st.integers(0, 3), wide=st.booleans())
-def test_the_nesting_depth_of_json_is_exact_if_there_are_many_brackets(
-    value: Any, num_more: int, wide: bool
-) -> None:
+def test_the_nesting_depth_of_json_is_exact_if_there_are_many_brackets(value, num_more, wide):
     for _ in range(num_more):
         value = [value]
     if wide:
