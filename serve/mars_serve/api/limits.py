@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
@@ -59,18 +59,52 @@ class Account:
         return self.wait_s(self.capacity)
 
 
+class _Running:
+    """A running request, whose tokens are charged while it generates."""
+
+    def __init__(self, num_tokens: Callable[[], int]) -> None:
+        self._num_tokens = num_tokens
+        self._num_charged = 0
+
+    def newly_used(self) -> int:
+        """Return the number of tokens used since the last call."""
+        before, self._num_charged = self._num_charged, self._num_tokens()
+        return self._num_charged - before
+
+
 @dataclass
-class _Usage:
+class KeyUsage:
     """The running requests and accounts of one key."""
 
-    running: set[Admission] = field(default_factory=set)
+    running: set[_Running] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""
 
     def settle(self) -> None:
         """Charge the tokens that running requests have used since the last call."""
         if tokens := self.accounts.get("tokens"):
-            tokens.take(sum(admission.newly_used() for admission in self.running))
+            tokens.take(sum(request.newly_used() for request in self.running))
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's rate limit headers for the key."""
+        self.settle()
+        headers = {}
+        for kind, account in self.accounts.items():
+            headers[f"x-ratelimit-limit-{kind}"] = str(account.capacity)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(account.remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = f"{account.full_s:.3f}s"
+        return headers
+
+    def refusal(self, reason: str, wait_s: float) -> ApiError:
+        """Return the error for a request beyond one of the key's limits."""
+        wait = max(1, math.ceil(wait_s))
+        return ApiError(
+            429,
+            f"rate limit of this key: {reason}; try again in {wait} s",
+            code="rate_limit_exceeded",
+            retry_after_s=wait,
+            headers=self.headers(),
+        )
 
 
 class KeyLimits:
@@ -79,10 +113,11 @@ class KeyLimits:
     def __init__(self, *, num_shares: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_shares = num_shares
         self._clock = clock
-        self._usage: dict[str, _Usage] = {}
+        self._usage: dict[str, KeyUsage] = {}
 
-    def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Admission:
-        """Admit a request; it counts as running while the returned context is open.
+    @contextmanager
+    def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Iterator[KeyUsage]:
+        """Admit a request, which counts as running within the block, and yield its key's usage.
 
         Args:
             caller: The key's holder, with its limits.
@@ -94,17 +129,23 @@ class KeyLimits:
         usage = self._usage_of(caller)
         limit = self._share(caller.max_concurrent)
         if limit is not None and len(usage.running) >= limit:
-            raise _refusal(f"{len(usage.running)} requests are running already", _BUSY_S, usage)
+            raise usage.refusal(f"{len(usage.running)} requests are running already", _BUSY_S)
         waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
         wait_s = max(waits_s, default=0)
         if wait_s:
-            raise _refusal(f"too many {waits_s[wait_s]} in a minute", wait_s, usage)
+            raise usage.refusal(f"too many {waits_s[wait_s]} in a minute", wait_s)
         if "requests" in usage.accounts:
             usage.accounts["requests"].take(1)
-        return Admission(usage, num_tokens)
+        request = _Running(num_tokens)
+        usage.running.add(request)
+        try:
+            yield usage
+        finally:
+            usage.settle()
+            usage.running.remove(request)
 
-    def _usage_of(self, caller: Caller) -> _Usage:
-        usage = self._usage.setdefault(caller.name, _Usage())
+    def _usage_of(self, caller: Caller) -> KeyUsage:
+        usage = self._usage.setdefault(caller.name, KeyUsage())
         usage.settle()  # charge first: update() caps the level at what the account holds
         now_s = self._clock()
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}
@@ -120,55 +161,3 @@ class KeyLimits:
 
     def _share(self, limit: int | None) -> int | None:
         return None if limit is None else max(1, limit // self._num_shares)
-
-
-class Admission:
-    """An admitted request, as a context manager that lasts as long as the request runs."""
-
-    def __init__(self, usage: _Usage, num_tokens: Callable[[], int]) -> None:
-        self._usage = usage
-        self._num_tokens = num_tokens
-        self._num_charged = 0
-
-    def newly_used(self) -> int:
-        """Return the number of tokens used since the last call."""
-        before, self._num_charged = self._num_charged, self._num_tokens()
-        return self._num_charged - before
-
-    def headers(self) -> dict[str, str]:
-        """Return OpenAI's rate limit headers for the key."""
-        self._usage.settle()
-        return _headers(self._usage)
-
-    def __enter__(self) -> Admission:
-        self._usage.running.add(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._usage.settle()
-        self._usage.running.remove(self)
-
-
-def _refusal(reason: str, wait_s: float, usage: _Usage) -> ApiError:
-    wait = max(1, math.ceil(wait_s))
-    return ApiError(
-        429,
-        f"rate limit of this key: {reason}; try again in {wait} s",
-        code="rate_limit_exceeded",
-        retry_after_s=wait,
-        headers=_headers(usage),
-    )
-
-
-def _headers(usage: _Usage) -> dict[str, str]:
-    headers = {}
-    for kind, account in usage.accounts.items():
-        headers[f"x-ratelimit-limit-{kind}"] = str(account.capacity)
-        headers[f"x-ratelimit-remaining-{kind}"] = str(account.remaining)
-        headers[f"x-ratelimit-reset-{kind}"] = f"{account.full_s:.3f}s"
-    return headers

@@ -9,9 +9,12 @@ from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}
+"""Byte of each character of a byte-level token (GPT-2's tokenizer)."""
 
 
 class TextStream:
@@ -174,7 +177,10 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _find(self, token: int) -> bytes:
-        once, twice = self._decode([token]), self._decode([token, token])
+        once, twice = (
+            decode(self.tokenizer, tokens, skip_special_tokens=False)
+            for tokens in ([token], [token, token])
+        )
         if _REPLACEMENT not in once:
             return twice[len(once) :].encode()  # an output's first token may lose its leading space
         name = self.tokenizer.convert_ids_to_tokens(token)
@@ -184,27 +190,6 @@ class TokenBytes:
         if all(character in _BYTE_OF for character in name):
             return bytes(_BYTE_OF[character] for character in name)
         return once.encode()
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level token to its byte (GPT-2's tokenizer).
-
-    Bytes that are printable in Latin-1 map to themselves, all others follow from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-_BYTE_OF = _byte_level_alphabet()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -5,7 +5,7 @@ import pytest
 from api_keys import FakeClock
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
-from mars_serve.api.limits import Admission, KeyLimits
+from mars_serve.api.limits import KeyLimits, KeyUsage
 
 
 class Tokens:
@@ -28,14 +28,14 @@ def limits(clock: FakeClock) -> KeyLimits:
     return KeyLimits(clock=clock)
 
 
-def use(limits: KeyLimits, caller: Caller, num_tokens: int = 0) -> Admission:
-    with limits.admit(caller, lambda: num_tokens) as admission:
-        return admission
+def use(limits: KeyLimits, caller: Caller, num_tokens: int = 0) -> KeyUsage:
+    with limits.admit(caller, lambda: num_tokens) as usage:
+        return usage
 
 
 def refusal_of(limits: KeyLimits, caller: Caller) -> ApiError:
     with pytest.raises(ApiError) as refusal:
-        limits.admit(caller, lambda: 0)
+        use(limits, caller)
     error = refusal.value
     assert (error.status, error.code) == (429, "rate_limit_exceeded")
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from mars_serve.api.protocol import (
 )
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
-_ANY_OBJECT = '{"type": "object"}'
+_ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 _REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 
 
@@ -35,15 +36,19 @@ def structure_of(body: GenerationRequest) -> Structure | None:
         ApiError: status 400: several fields give a grammar, or one is incomplete.
     """
     found = []
-    if body.response_format is not None and body.response_format.type != "text":
-        found.append(Structure("response_format", _response_grammar(body)))
+    form = body.response_format
+    if isinstance(form, SchemaFormat):
+        grammar = json_schema_grammar("response_format", form.json_schema.schema_)
+        found.append(Structure("response_format", grammar))
+    elif form is not None and form.type == "json_object":
+        found.append(Structure("response_format", _ANY_OBJECT))
     if body.structured_outputs is not None:
         grammar = _structured_grammar(body.structured_outputs)
         found.append(Structure("structured_outputs", grammar))
-    for name, make in _GUIDED.items():
-        value = getattr(body, name)
+    for kind, make in _MAKERS.items():
+        value = getattr(body, f"guided_{kind}", None)
         if value is not None:
-            found.append(Structure(name, make(name, value)))
+            found.append(Structure(f"guided_{kind}", make(f"guided_{kind}", value)))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
         raise invalid_value(second, f"{first} already gives a grammar; leave one of them out")
@@ -70,31 +75,15 @@ def json_schema_grammar(field: str, schema: dict[str, Any] | str) -> GrammarSpec
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
-def _response_grammar(body: GenerationRequest) -> GrammarSpec:
-    wanted = body.response_format
-    assert wanted is not None
-    if isinstance(wanted, SchemaFormat):
-        return json_schema_grammar("response_format", wanted.json_schema.schema_)
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
-
-
 def _structured_grammar(wanted: StructuredOutputs) -> GrammarSpec:
+    fields = wanted.model_dump(by_alias=True, exclude_none=True)
+    given = {kind: value for kind, value in fields.items() if value is not False}
     name = "structured_outputs"
-    found = []
-    if wanted.json_ is not None:
-        found.append(json_schema_grammar(name, wanted.json_))
-    if wanted.json_object:
-        found.append(GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT))
-    if wanted.regex is not None:
-        found.append(GrammarSpec(GrammarKind.REGEX, wanted.regex))
-    if wanted.grammar is not None:
-        found.append(GrammarSpec(GrammarKind.LARK, wanted.grammar))
-    if wanted.choice is not None:
-        found.append(_choice_grammar(name, wanted.choice))
-    if len(found) != 1:
+    if len(given) != 1:
         names = "json, json_object, regex, grammar and choice"
-        raise invalid_value(name, f"{len(found)} of {names} are given; give exactly one")
-    return found[0]
+        raise invalid_value(name, f"{len(given)} of {names} are given; give exactly one")
+    ((kind, value),) = given.items()
+    return _MAKERS[kind](name, value)
 
 
 def _choice_grammar(field: str, alternatives: list[str]) -> GrammarSpec:
@@ -105,9 +94,11 @@ def _choice_grammar(field: str, alternatives: list[str]) -> GrammarSpec:
     return GrammarSpec(GrammarKind.REGEX, text)
 
 
-_GUIDED = {
-    "guided_json": json_schema_grammar,
-    "guided_regex": lambda _, text: GrammarSpec(GrammarKind.REGEX, text),
-    "guided_grammar": lambda _, text: GrammarSpec(GrammarKind.LARK, text),
-    "guided_choice": _choice_grammar,
+_MAKERS: dict[str, Callable[[str, Any], GrammarSpec]] = {
+    "json": json_schema_grammar,
+    "json_object": lambda *_: _ANY_OBJECT,
+    "regex": lambda _, text: GrammarSpec(GrammarKind.REGEX, text),
+    "grammar": lambda _, text: GrammarSpec(GrammarKind.LARK, text),
+    "choice": _choice_grammar,
 }
+"""Functions that make a grammar from a field's name and value, by kind of structured output."""

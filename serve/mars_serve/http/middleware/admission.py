@@ -26,27 +26,28 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request within the limits of its key."""
-        if scope["type"] != "http" or not _generates(scope):
+        if not _is_limited(scope):
             await self._app(scope, receive, send)
             return
         caller: Caller = scope["state"]["caller"]
-        if not caller.is_limited:
-            await self._app(scope, receive, send)
-            return
         record: RequestRecord = scope["state"]["record"]
-        with self._limits.admit(caller, lambda: _num_tokens(record)) as admission:
+
+        def num_tokens() -> int:
+            return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
+
+        with self._limits.admit(caller, num_tokens) as usage:
 
             async def telling(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    MutableHeaders(scope=message).update(admission.headers())
+                    MutableHeaders(scope=message).update(usage.headers())
                 await send(message)
 
             await self._app(scope, receive, telling)
 
 
-def _generates(scope: Scope) -> bool:
-    return scope["method"] == "POST" and path_within(scope) in _GENERATING
-
-
-def _num_tokens(record: RequestRecord) -> int:
-    return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
+def _is_limited(scope: Scope) -> bool:
+    """Return whether a request generates text for a key with limits."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    caller: Caller = scope["state"]["caller"]
+    return path_within(scope) in _GENERATING and caller.is_limited
