@@ -5,6 +5,7 @@ Imports no Ray, torch or HTTP library.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +84,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML ({_one_line(error)})") from error
+        raise UserError(f"{path}: not valid YAML ({one_line(error)})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: the top level must be a mapping of settings")
+    return content
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON file whose top level is an object.
+
+    Args:
+        path: the file.
+        remedy: end of every error's message: what the user can do about it.
+
+    Raises:
+        UserError: the file is missing or malformed, or its top level is not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: the top level must be an object; {remedy}")
     return content
 
 
@@ -103,13 +125,16 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> None:
         _apply_override(content, override)
 
 
-def build_settings(content: dict[str, Any], model: type[SettingsT], source: str) -> SettingsT:
+def build_settings(
+    content: dict[str, Any], model: type[SettingsT], source: str, *, remedy: str = ""
+) -> SettingsT:
     """Validate a mapping by a settings model.
 
     Args:
         content: the mapping.
         model: the settings model.
         source: name of the mapping's origin, such as a file, for the error.
+        remedy: end of the error's message: what the user can do beyond mending the fields.
 
     Raises:
         UserError: the mapping is invalid; one line names each offending field and the remedy.
@@ -117,7 +142,8 @@ def build_settings(content: dict[str, Any], model: type[SettingsT], source: str)
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise UserError(f"{source}: {describe_validation_error(error, model)}") from error
+        problems = describe_validation_error(error, model)
+        raise UserError(f"{source}: {problems}{remedy and f'; {remedy}'}") from error
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
@@ -188,7 +214,7 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--set {key}: not a valid YAML value ({_one_line(error)})") from error
+        raise UserError(f"--set {key}: not a valid YAML value ({one_line(error)})") from error
     *parents, last = key.split(".")
     target: Any = content
     try:
@@ -200,7 +226,3 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
             target[last] = value
     except (ValueError, IndexError, TypeError, AttributeError) as error:
         raise UserError(f"--set {key}: there is no such place in the config") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

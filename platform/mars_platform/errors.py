@@ -1,4 +1,11 @@
-"""Errors that end a command with one line: a mistake of the user, or an order to terminate."""
+"""Errors that end a command with one line, and the text of any error as one line.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+_MESSAGE_CHARACTERS = 300
 
 
 class UserError(ValueError):
@@ -13,3 +20,11 @@ class Stopped(Exception):
 
     The command line prints the message and exits with status 143, as a shell does after SIGTERM.
     """
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message, or its type if it has none, as one line of limited length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text.encode(errors="backslashreplace").decode()
+    is_short = len(text) <= _MESSAGE_CHARACTERS
+    return text if is_short else f"{text[:_MESSAGE_CHARACTERS]} ..."

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from mars_autoscale.model.capacity import Capacity, Rung, StepTime
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.config import Settings, build_settings
+from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 
 FRONTIER_FILE = "frontier.json"
@@ -276,19 +276,9 @@ def read_frontier(path: Path) -> Frontier:
             figures contradict each other. The message names file, field and remedy.
     """
     file = path / FRONTIER_FILE
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); {_REMEDY}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error}); {_REMEDY}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: the top level must be an object; {_REMEDY}")
+    content = read_json(file, _REMEDY)
     checksum = content.pop("checksum", None)
-    try:
-        frontier = build_settings(content, Frontier, source=str(file))
-    except UserError as error:
-        raise UserError(f"{error}; {_REMEDY}") from error
+    frontier = build_settings(content, Frontier, source=str(file), remedy=_REMEDY)
     if checksum != frontier.checksum:
         raise UserError(f"{file}: checksum: it is not that of the other fields; {_REMEDY}")
     if frontier.weights != weights_fingerprint(path):

@@ -16,7 +16,6 @@ no Ray or HTTP library.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.config import Settings, build_settings
+from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 
 CALIBRATION_FILE = "calibration.json"
@@ -116,16 +115,8 @@ def read_calibration(path: Path, block_size: int) -> Calibration | None:
     file = path / CALIBRATION_FILE
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error}); {_REMEDY}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: the top level must be an object; {_REMEDY}")
-    try:
-        calibration = build_settings(content, Calibration, source=str(file))
-    except UserError as error:
-        raise UserError(f"{error}; {_REMEDY}") from error
+    content = read_json(file, _REMEDY)
+    calibration = build_settings(content, Calibration, source=str(file), remedy=_REMEDY)
     if len(calibration.depths) != block_size + 1:
         raise UserError(
             f"{file}: depths: there are {len(calibration.depths)}, but the model's block size of "

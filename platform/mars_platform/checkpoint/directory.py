@@ -6,7 +6,6 @@ or HTTP library.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,8 +29,8 @@ from transformers import (
 )
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
-from mars_platform.config import Settings, build_settings
-from mars_platform.errors import UserError
+from mars_platform.config import Settings, build_settings, read_json
+from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -40,6 +39,7 @@ METADATA_FILE = "mars.json"
 MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -136,8 +136,7 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"model: {path} cannot be loaded ({reason})") from error
+        raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
     refuse_unsupported(config, path)
     metadata = read_metadata(path)
     if metadata is not None and metadata.mask_token_id != _token_id(tokenizer, MASK_TOKEN):
@@ -174,7 +173,7 @@ def read_metadata(path: Path) -> MarsMetadata | None:
     file = path / METADATA_FILE
     if not file.is_file():
         return None
-    return build_settings(_read_json(file), MarsMetadata, source=str(file))
+    return build_settings(read_json(file, _REMEDY), MarsMetadata, source=str(file))
 
 
 def load_model(
@@ -200,8 +199,7 @@ def load_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"model: weights of {path} cannot be loaded ({reason})") from error
+        raise UserError(f"model: weights of {path} cannot be loaded ({one_line(error)})") from error
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
         raise UserError(
@@ -280,7 +278,7 @@ def _special_tokens(
     path: Path, tokenizer: PreTrainedTokenizerBase, metadata: MarsMetadata | None
 ) -> SpecialTokens:
     file = path / "generation_config.json"
-    generation = _read_json(file) if file.is_file() else {}
+    generation = read_json(file, _REMEDY) if file.is_file() else {}
     listed = generation.get("eos_token_id")
     eos = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
     if tokenizer.eos_token_id is not None:
@@ -290,16 +288,6 @@ def _special_tokens(
         banned.add(metadata.mask_token_id)
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: the top level must be an object")
-    return content
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 
 
 def weights_fingerprint(path: Path) -> str:
@@ -33,6 +33,5 @@ def weights_fingerprint(path: Path) -> str:
                     raw = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                     sums[name] = hashlib.sha256(header + raw).digest()
         except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{file}: cannot be read ({reason}); copy it again") from error
+            raise UserError(f"{file}: cannot be read ({one_line(error)}); copy it again") from error
     return hashlib.sha256(b"".join(sums[name] for name in sorted(sums))).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -17,7 +17,6 @@ from mars_platform.config import Settings
 MANIFEST = "manifest.json"
 MEASURED = frozenset({"calibration.json", "frontier.json", ".calibrate.json"})
 """Files that each ``marsray calibrate`` rewrites; they name the weights that they belong to."""
-_CHUNK_BYTES = 2**22
 
 
 class FileEntry(Settings):
@@ -48,7 +47,8 @@ class Damaged(Exception):
 def describe(path: Path) -> FileEntry:
     """Return the manifest entry of a local file."""
     with path.open("rb") as handle:
-        return FileEntry(num_bytes=path.stat().st_size, sha256=_sha256(handle))
+        digest = hashlib.file_digest(handle, "sha256")
+    return FileEntry(num_bytes=path.stat().st_size, sha256=digest.hexdigest())
 
 
 def describe_all(directory: Path) -> Manifest:
@@ -88,12 +88,6 @@ def verify(file_system: Any, directory: str) -> None:
         if (size := file_system.size(path)) != entry.num_bytes:
             raise Damaged(f"{file} has {size} bytes instead of {entry.num_bytes}")
         with file_system.open(path, "rb") as handle:
-            if _sha256(handle) != entry.sha256:
-                raise Damaged(f"{file} does not match its checksum")
-
-
-def _sha256(handle: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while chunk := handle.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
+            digest = hashlib.file_digest(handle, "sha256")
+        if digest.hexdigest() != entry.sha256:
+            raise Damaged(f"{file} does not match its checksum")

@@ -33,14 +33,13 @@ def _show_version(value: bool) -> None:
 
 def _root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
     _version: Annotated[
         bool | None,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
     """Train, serve and autoscale language models that emit several tokens per forward pass."""
-    context.obj = debug
     show_help_without_command(context)
 
 

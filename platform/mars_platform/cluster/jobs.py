@@ -79,11 +79,8 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, with times in UTC as ISO 8601."""
-        times = {
-            name: None if value is None else value.isoformat()
-            for name, value in (("started", self.started), ("ended", self.ended))
-        }
-        return {**vars(self), **times}
+        times = {"started": self.started, "ended": self.ended}
+        return vars(self) | {name: time and time.isoformat() for name, time in times.items()}
 
 
 class Jobs:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 
 import httpx
 
@@ -38,11 +39,9 @@ def wait_until_ready(
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise CommandFailed(f"{name} ended with status {process.returncode}")
-        try:
+        with suppress(httpx.TransportError):  # not listening yet
             if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
                 return
-        except httpx.TransportError:
-            pass  # not listening yet
         time.sleep(_POLL_S)
     raise CommandFailed(f"{name} was not ready within {timeout_s:.0f} s")
 
@@ -53,7 +52,5 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             return
         process.send_signal(number)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            continue

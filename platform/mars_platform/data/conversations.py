@@ -10,14 +10,13 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.config import describe_validation_error
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 
 _MISTRAL_CALLS = "[TOOL_CALLS]"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -117,14 +116,12 @@ def render_prompt(
             "tools: this model's chat template does not know tools; leave them out, or use a model "
             "that was trained with tools"
         )
-    kwargs = template_kwargs or {}
-    taken = sorted(_reserved_names(tokenizer) & kwargs.keys()) if kwargs else []
-    if taken:
+    if template_kwargs and (taken := sorted(_reserved_names(tokenizer) & template_kwargs.keys())):
         raise UserError(
             f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
             "of the template's own variables"
         )
-    return _render(tokenizer, messages, add_generation_prompt, tools or None, kwargs)
+    return _render(tokenizer, messages, add_generation_prompt, tools or None, template_kwargs)
 
 
 def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -176,7 +173,7 @@ def _render(
     messages: list[dict[str, Any]],
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     turns = _adapted(messages, _template_of(tokenizer, tools))
     try:
@@ -185,11 +182,12 @@ def _render(
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **kwargs,
+            **(kwargs or {}),
         )
     except Exception as error:  # a template can raise any exception
-        reason = " ".join(str(error).split())
-        raise UserError(f"messages: the chat template cannot render them ({reason})") from error
+        raise UserError(
+            f"messages: the chat template cannot render them ({one_line(error)})"
+        ) from error
     assert isinstance(text, str)
     return text
 

@@ -38,6 +38,14 @@ class DemoSetting:
     mode: Mode
     threshold: float
 
+    def __str__(self) -> str:
+        return f"{self.model} {self.mode} {self.threshold:g}"
+
+    @property
+    def extra_body(self) -> dict[str, Any]:
+        """Fields of a request that the client library does not know."""
+        return {"mode": self.mode, "confidence_threshold": self.threshold}
+
 
 @dataclass
 class DemoResult:
@@ -76,7 +84,7 @@ def read_items(path: Path, count: int) -> list[Item]:
     return [Item(row["messages"][0]["content"], row["answer"]) for row in rows]
 
 
-def measure(
+async def measure(
     base_url: str, settings: list[DemoSetting], items: list[Item], display: ProgressDisplay
 ) -> list[DemoResult]:
     """Ask every item in every setting.
@@ -84,12 +92,6 @@ def measure(
     The items are split into rounds, and each round runs all settings: a machine whose speed drifts
     then slows all of them alike.
     """
-    return asyncio.run(_measure(base_url, settings, items, display))
-
-
-async def _measure(
-    base_url: str, settings: list[DemoSetting], items: list[Item], display: ProgressDisplay
-) -> list[DemoResult]:
     results = [DemoResult(setting) for setting in settings]
     total, done = len(results) * len(items), 0
     size = -(-len(items) // _ROUNDS)
@@ -101,12 +103,8 @@ async def _measure(
                 part = items[start : start + size]
                 await _ask_all(client, result, part)
                 done += len(part)
-                display.update("asking over REST", done, total, _describe(result.setting))
+                display.update("asking over REST", done, total, str(result.setting))
     return results
-
-
-def _describe(setting: DemoSetting) -> str:
-    return f"{setting.model} {setting.mode} {setting.threshold:g}"
 
 
 async def _ask_all(client: AsyncOpenAI, result: DemoResult, items: list[Item]) -> None:
@@ -118,10 +116,7 @@ async def _ask_all(client: AsyncOpenAI, result: DemoResult, items: list[Item]) -
                 model=result.setting.model,
                 messages=[{"role": "user", "content": item.question}],
                 max_tokens=_MAX_TOKENS,
-                extra_body={
-                    "mode": result.setting.mode,
-                    "confidence_threshold": result.setting.threshold,
-                },
+                extra_body=result.setting.extra_body,
             )
 
     started = time.monotonic()
@@ -147,6 +142,6 @@ def stream_passes(base_url: str, setting: DemoSetting, item: Item) -> list[str]:
             messages=[{"role": "user", "content": item.question}],
             max_tokens=_MAX_TOKENS,
             stream=True,
-            extra_body={"mode": setting.mode, "confidence_threshold": setting.threshold},
+            extra_body=setting.extra_body,
         )
         return [chunk.choices[0].delta.content or "" for chunk in chunks]

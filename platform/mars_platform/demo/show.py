@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
 import tempfile
@@ -128,7 +129,7 @@ def _ask_server(demo: _Demo) -> tuple[list[DemoResult], str, list[str]]:
     with running_server(models, free_port(), demo.environment) as base_url:
         demo.seconds["serve_start"] = round(time.monotonic() - started, 1)
         with demo.timed("measure"), progress_display(demo.console) as display:
-            results = measure(base_url, settings, items, display)
+            results = asyncio.run(measure(base_url, settings, items, display))
         longest = max(items, key=lambda item: len(item.question))
         passes = stream_passes(base_url, _SHOWN, longest)
     return results, longest.question, passes

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cluster.session import ray_session
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_serve.config.settings import ServeSettings
 from mars_serve.control.governor_actor import end_governor
 from mars_serve.deploy.app import build_application
@@ -69,8 +69,7 @@ def _deploy(settings: ServeSettings, console: Console) -> None:
         try:
             serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:400]
-            raise UserError(f"models: they did not start ({reason})") from error
+            raise UserError(f"models: they did not start ({one_line(error)})") from error
     names = ", ".join(model.name for model in settings.models)
     console.print(f"serving {names} on http://{settings.host}:{settings.port}", highlight=False)
 

@@ -25,7 +25,7 @@ from mars_platform.checkpoint.directory import (
     read_checkpoint,
     refuse_unsupported,
 )
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_serve.bench.decode.workload import read_json
 from mars_serve.engine.execution.linear import pack_linears
 
@@ -169,8 +169,7 @@ def _config(name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(**content)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--untrained: {name} is no model's config ({reason})") from error
+        raise UserError(f"--untrained: {name} is no model's config ({one_line(error)})") from error
     refuse_unsupported(config, Path(name))
     return config
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from mars_platform.cli.progress import ProgressDisplay, progress_display
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.contenders import (
     BlockSync,
@@ -295,8 +295,7 @@ def _prepare(
             contender.run([_shortened(request) for request in requests[:batch]])  # warm-up
             timing, result.outputs = _time(contender, requests, device)
         except NotAvailable as error:
-            reason = " ".join(str(error).split())[:300]
-            result.trials.append({**settings, "unavailable": reason})
+            result.trials.append({**settings, "unavailable": one_line(error)})
             return math.inf
         result.trials.append({**settings, "tokens_per_s": timing.tokens_per_s})
         return timing.seconds

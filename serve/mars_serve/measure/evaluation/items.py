@@ -20,7 +20,7 @@ from mars_platform.data.conversations import (
     render_prompt,
     validate_conversation,
 )
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_serve.api.text import encode
 
 
@@ -80,7 +80,7 @@ def _rows(paths: Iterable[Path]) -> Iterator[tuple[str, Any]]:
             for line, row in enumerate(read(path), start=1):
                 yield f"{path}:{line}", row
         except (OSError, pa.ArrowInvalid) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            reason = getattr(error, "strerror", None) or one_line(error)
             raise UserError(f"data: {path} cannot be read ({reason}); check the file") from error
 
 
