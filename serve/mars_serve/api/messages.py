@@ -231,13 +231,10 @@ def _answer(message: PastAssistantMessage) -> dict[str, Any]:
     content = "" if message.content is None else _text_of(message.content)
     turn: dict[str, Any] = {"role": "assistant", "content": content or message.refusal or ""}
     if message.tool_calls:
-        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+        turn["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
+        for call in calls:
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return turn
-
-
-def _call(call: PastToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _arguments(text: str) -> dict[str, Any] | str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
+from typing import Annotated
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
@@ -41,24 +42,8 @@ class KeyEntry(Settings):
     """Allow the paths below /admin."""
 
 
-class KeyFile(Settings):
-    """Content of a key file or of the environment variable."""
-
-    keys: list[KeyEntry]
-    """Keys with distinct names and hashes; an empty list lets nobody in."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> KeyFile:
-        refuse_duplicates(self.keys)
-        return self
-
-
-def refuse_duplicates(entries: list[KeyEntry]) -> None:
-    """Refuse keys that share a name or a hash.
-
-    Raises:
-        ValueError: two do; the message names them.
-    """
+def _distinct(entries: list[KeyEntry]) -> list[KeyEntry]:
+    """Refuse keys that share a name or a hash; the error names them."""
     names = Counter(entry.name for entry in entries)
     repeated = [name for name, count in names.items() if count > 1]
     if repeated:
@@ -68,6 +53,17 @@ def refuse_duplicates(entries: list[KeyEntry]) -> None:
         other = by_hash.setdefault(entry.sha256, entry.name)
         if other != entry.name:
             raise ValueError(f"{other!r} and {entry.name!r} have the same hash; make one anew")
+    return entries
+
+
+KeyEntries = Annotated[list[KeyEntry], AfterValidator(_distinct)]
+"""Keys with distinct names and hashes; an empty list lets nobody in."""
+
+
+class KeyFile(Settings):
+    """Content of a key file or of the environment variable."""
+
+    keys: KeyEntries
 
 
 def parse_keys(text: str, source: str) -> list[KeyEntry]:

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
-from mars_serve.config.key_file import KeyEntry, parse_keys, refuse_duplicates
+from mars_serve.config.key_file import KeyEntries, KeyEntry, parse_keys
 from mars_serve.engine.settings import EngineSettings
 
 
@@ -194,16 +194,10 @@ class KeySettings(Settings):
     environment: str = Field(default="MARSRAY_API_KEYS", min_length=1)
     """Environment variable with key entries, used if no file is set. An ingress replica without the
     variable uses the entries that ``marsray serve`` found in its own environment."""
-    entries: list[KeyEntry] | None = None
+    entries: KeyEntries | None = None
     """Key entries, used if neither file nor variable is set."""
     reload_s: float = Field(default=2, gt=0)
     """Seconds between two checks of the file for changes."""
-
-    @field_validator("entries")
-    @classmethod
-    def _distinct(cls, entries: list[KeyEntry] | None) -> list[KeyEntry] | None:
-        refuse_duplicates(entries or [])
-        return entries
 
     @property
     def are_given(self) -> bool:

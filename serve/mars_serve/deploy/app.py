@@ -47,7 +47,13 @@ class Ingress:
             model.name: ServedModel(
                 model,
                 read_checkpoint(model.path),
-                HandleBackend(_own_handle(handle, context.app_name), model, context.app_name),
+                # A handle that was passed in takes its transport from the environment of the
+                # process that deployed it, which may differ from the cluster's.
+                HandleBackend(
+                    serve.get_deployment_handle(handle.deployment_name, context.app_name),
+                    model,
+                    context.app_name,
+                ),
                 created,
             )
             for model, handle in zip(settings.models, handles, strict=True)
@@ -59,15 +65,6 @@ class Ingress:
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry).start()
         return app
-
-
-def _own_handle(handle: DeploymentHandle, application: str) -> DeploymentHandle:
-    """Return a new handle of the same deployment.
-
-    A handle that was passed in takes its transport from the environment of the process that
-    deployed it, which may differ from the cluster's.
-    """
-    return serve.get_deployment_handle(handle.deployment_name, application)
 
 
 def application(args: dict[str, Any]) -> Application:

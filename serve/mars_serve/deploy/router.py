@@ -114,8 +114,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
                 self.on_replica_actor_unavailable(each.replica_id)
             return [candidate_replicas]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        loads = {name: self._load(each.replica_id) for name, each in by_name.items()}
-        chosen = by_name.pop(self._map.choose(self._keys(request), loads))
+        loads = {
+            name: self._sent[each.replica_id] + self._chosen[each.replica_id]
+            for name, each in by_name.items()
+        }
+        keys = list[bytes]()
+        if request is not None and self._page_size is not None:
+            keys = prompt_keys(request.tenant, request.tokens, self._page_size)
+        chosen = by_name.pop(self._map.choose(keys, loads))
         if pending_request is not None:
             self._chosen[chosen.replica_id] += 1
             weakref.finalize(pending_request, self._chosen.subtract, [chosen.replica_id])
@@ -146,14 +152,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         for counter in (self._sent, self._chosen):
             for gone in counter.keys() - self.curr_replicas.keys():
                 del counter[gone]
-
-    def _load(self, replica_id: ReplicaID) -> int:
-        return self._sent[replica_id] + self._chosen[replica_id]
-
-    def _keys(self, request: Request | None) -> list[bytes]:
-        if request is None or self._page_size is None:
-            return []
-        return prompt_keys(request.tenant, request.tokens, self._page_size)
 
 
 def _request_of(pending_request: PendingRequest | None) -> Request | None:

@@ -8,14 +8,14 @@ from fastapi import FastAPI
 
 from mars_platform import __version__
 from mars_serve.config.served import ServedModel
-from mars_serve.config.settings import ServeSettings, TelemetrySettings
+from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
-from mars_serve.http.middleware.recording import Recorder, RecordMiddleware
+from mars_serve.http.middleware.recording import RecordMiddleware
 from mars_serve.http.middleware.security import add_security
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
@@ -39,8 +39,18 @@ def create_app(
     app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
     add_error_handlers(app)
     add_security(app, settings)
-    recorder = _recorder(settings.telemetry, telemetry, is_id_echoed=replica is not None)
-    app.add_middleware(RecordMiddleware, recorder=recorder)  # added last, so outermost
+    tracer = None
+    if settings.telemetry.tracing:
+        from mars_serve.http.middleware.tracing import tracer_from_environment
+
+        tracer = tracer_from_environment()
+    app.add_middleware(  # added last, so outermost
+        RecordMiddleware,
+        telemetry=telemetry,
+        logs=settings.telemetry.log_requests,
+        tracer=tracer,
+        is_id_echoed=replica is not None,
+    )
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
     app.include_router(admin_router(models))
@@ -48,14 +58,3 @@ def create_app(
     app.include_router(generation_router(models, settings.limits))
     app.include_router(tokens_router(models))
     return app
-
-
-def _recorder(
-    settings: TelemetrySettings, telemetry: IngressTelemetry, *, is_id_echoed: bool
-) -> Recorder:
-    tracer = None
-    if settings.tracing:
-        from mars_serve.http.middleware.tracing import tracer_from_environment
-
-        tracer = tracer_from_environment()
-    return Recorder(telemetry, logs=settings.log_requests, tracer=tracer, is_id_echoed=is_id_echoed)

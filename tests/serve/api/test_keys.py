@@ -168,10 +168,10 @@ def test_mistakes_are_reported_without_the_written_values(text, expected):
 
 def test_two_keys_may_not_share_a_name_or_a_hash():
     same_name = [key_entry("a"), key_entry("b", name="a")]
-    with pytest.raises(UserError, match=r"^s: two keys have the name 'a'"):
+    with pytest.raises(UserError, match=r"^s: keys: two keys have the name 'a'"):
         parse_keys(json.dumps({"keys": same_name}), "s")
     same_hash = [key_entry("a"), key_entry("a", name="b")]
-    with pytest.raises(UserError, match=r"^s: 'a' and 'b' have the same hash"):
+    with pytest.raises(UserError, match=r"^s: keys: 'a' and 'b' have the same hash"):
         parse_keys(json.dumps({"keys": same_hash}), "s")
     with pytest.raises(ValueError, match="the same hash"):
         KeySettings(entries=same_hash)

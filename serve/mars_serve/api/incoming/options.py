@@ -17,16 +17,28 @@ from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sam
 
 NUM_SEEDS = 2**63
 """Seeds lie in ``range(NUM_SEEDS)``."""
+_SAMPLING_FIELDS = {
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+}
+"""Fields with the same name and meaning in `Sampling`, whose defaults stand for absent ones."""
 
 
 def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
     """Return the tier that a request is served in.
 
+    A request that names none gets ``default``, or else one that its key allows.
+
     Raises:
         ApiError: status 403: the caller's key does not allow it.
     """
-    requested = body.service_tier or ServiceTier.AUTO
-    tier = _usual_tier(caller) if requested is ServiceTier.AUTO else requested
+    tier = body.service_tier or ServiceTier.AUTO
+    if tier is ServiceTier.AUTO:
+        order = (ServiceTier.DEFAULT, ServiceTier.FLEX, ServiceTier.PRIORITY)
+        return next(tier for tier in order if tier in caller.tiers)
     if tier not in caller.tiers:
         allowed = ", ".join(sorted(caller.tiers))
         raise ApiError(
@@ -36,12 +48,6 @@ def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
             code="tier_not_allowed",
         )
     return tier
-
-
-def _usual_tier(caller: Caller) -> ServiceTier:
-    """Return the tier for a request that names none: default, or else one that its key allows."""
-    order = (ServiceTier.DEFAULT, ServiceTier.FLEX, ServiceTier.PRIORITY)
-    return next(tier for tier in order if tier in caller.tiers)
 
 
 def decoding_options(
@@ -175,16 +181,8 @@ def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Samp
     return Sampling(
         temperature=temperature,
         top_k=max(body.top_k or 0, 0),
-        top_p=_given(body.top_p, 1.0),
-        min_p=_given(body.min_p, 0.0),
         seed=seed if temperature > 0 else 0,
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
         min_tokens=min_tokens,
+        **body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
     )
-
-
-def _given(value: float | None, neutral: float) -> float:
-    return neutral if value is None else value

@@ -48,10 +48,16 @@ async def completion_prompts(
     is_one = isinstance(given, str) or isinstance(given[0], int)
     several: list[str | list[int]] = [given] if is_one else given  # type: ignore[list-item,assignment]
     check_num_choices(body, len(several), limits)
-    prompts = []
+    tokenizer, prompts = model.checkpoint.tokenizer, []
     for index, each in enumerate(several):
         where = "prompt" if is_one else f"prompt[{index}]"
-        prompts.append(await _completion_prompt(each, where, model, echo=bool(body.echo)))
+        if isinstance(each, str):
+            tokens = await encode_prompt(tokenizer, each, add_special_tokens=True)
+            echo = echo_text(tokenizer, each) if body.echo else None
+        else:
+            check_token_ids(where, each, len(tokenizer))
+            tokens, echo = each, echo_tokens(tokenizer, each) if body.echo else None
+        prompts.append(Prompt(tokens, where, echo))
     return prompts
 
 
@@ -147,14 +153,3 @@ def checked_max_tokens(
 
 def _too_long(where: str, reason: str) -> ApiError:
     return invalid_value(where, reason, code="context_length_exceeded")
-
-
-async def _completion_prompt(
-    given: str | list[int], where: str, model: ServedModel, *, echo: bool
-) -> Prompt:
-    tokenizer = model.checkpoint.tokenizer
-    if isinstance(given, str):
-        tokens = await encode_prompt(tokenizer, given, add_special_tokens=True)
-        return Prompt(tokens, where, echo_text(tokenizer, given) if echo else None)
-    check_token_ids(where, given, len(tokenizer))
-    return Prompt(given, where, echo_tokens(tokenizer, given) if echo else None)

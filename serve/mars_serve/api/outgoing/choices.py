@@ -74,16 +74,8 @@ class Passes:
     queue_s: float = 0.0
     """Seconds in the queue before the first forward pass; the longest of several choices."""
 
-    def count(self, output: StepOutput, num_tokens: int) -> None:
-        """Add a pass that produced tokens or was the last one."""
-        self.num_passes += 1
-        self.num_tokens += num_tokens
-        self.sum_threshold += output.threshold
-        self.min_threshold = min(self.min_threshold, output.threshold)
-        self.max_threshold = max(self.max_threshold, output.threshold)
-
     def add(self, other: Passes) -> None:
-        """Add the passes of another choice."""
+        """Add further passes, of this choice or another one."""
         self.num_passes += other.num_passes
         self.num_tokens += other.num_tokens
         self.sum_threshold += other.sum_threshold
@@ -142,7 +134,8 @@ class Choice:
             return None
         part = self.text.push(output.tokens, last=output.finish_reason is not None)
         is_first = self.passes.num_passes == 0
-        self.passes.count(output, part.num_tokens)
+        threshold = output.threshold
+        self.passes.add(Passes(1, part.num_tokens, threshold, threshold, threshold))
         text, reported = self._echoed() if is_first else ("", [])
         text += part.text
         reported += self._reported(output, part)
@@ -196,14 +189,6 @@ def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:
         else:
             part.arguments += event.text
     return content, list(calls.values())
-
-
-def passes_of(choices: Sequence[Choice]) -> Passes:
-    """Return the totals over several choices."""
-    total = Passes()
-    for choice in choices:
-        total.add(choice.passes)
-    return total
 
 
 async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delta]]:

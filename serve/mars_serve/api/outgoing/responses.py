@@ -13,36 +13,12 @@ from hashlib import blake2b
 from typing import Any
 
 from mars_platform import __version__
-from mars_serve.api.outgoing.choices import (
-    CallPart,
-    Choice,
-    Delta,
-    Passes,
-    ReportedToken,
-    passes_of,
-)
+from mars_serve.api.outgoing.choices import CallPart, Choice, Delta, Passes, ReportedToken
 from mars_serve.api.outgoing.logprobs import chat_logprobs, completion_logprobs
 from mars_serve.api.protocol import ServiceTier, StreamOptions
 from mars_serve.api.text import TokenBytes
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.decoding_options import DecodingOptions
-
-
-@dataclass(frozen=True)
-class UsageEvents:
-    """Events of a stream that report token counts."""
-
-    at_end: bool = False
-    """Whether a last event, after all choices, reports the counts."""
-    in_each: bool = False
-    """Whether each event reports the counts so far."""
-
-    @classmethod
-    def of(cls, options: StreamOptions | None) -> UsageEvents:
-        """Return the events that a request's ``stream_options`` ask for."""
-        if options is None:
-            return cls()
-        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 @dataclass(frozen=True)
@@ -56,7 +32,7 @@ class ResponseBuilder:
     names: TokenBytes
     tier: ServiceTier | None = None
     """The tier used, if the request gave one."""
-    usage_events: UsageEvents = UsageEvents()
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
     grammar_field: str | None = None
     """Field of the request that gave a grammar, for error messages."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -80,9 +56,9 @@ class ResponseBuilder:
         entry["logprobs"] = self._logprobs(delta.choice, delta.reported)
         entry["finish_reason"] = delta.finish_reason
         event = {**self._chunk_head, "choices": [entry]}
-        if self.usage_events.in_each:
+        if self.stream_options.continuous_usage_stats:
             event["usage"] = self.usage()
-        elif self.usage_events.at_end:
+        elif self.stream_options.include_usage:
             event["usage"] = None
         event["mars"] = mars = {"tokens": delta.num_tokens}
         if delta.finish_reason is not None:
@@ -109,7 +85,10 @@ class ResponseBuilder:
     @property
     def passes(self) -> Passes:
         """Totals over the forward passes of all choices."""
-        return passes_of(self.choices)
+        total = Passes()
+        for choice in self.choices:
+            total.add(choice.passes)
+        return total
 
     @property
     def options(self) -> DecodingOptions:

@@ -58,15 +58,14 @@ class LiveThresholds(Shape):
 
 def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
     """Return the router of the endpoints below ``/admin``."""
-    router = APIRouter()
-    described = {200: {"model": LiveThresholds}, **errors_described()}
+    router = APIRouter(responses=errors_described())
 
-    @router.get("/admin/threshold", responses=described)
+    @router.get("/admin/threshold", responses={200: {"model": LiveThresholds}})
     async def read_threshold() -> JSONResponse:
         """Return the live τ that was set last and the one of every replica."""
         return JSONResponse(await _states(models))
 
-    @router.put("/admin/threshold", responses=described)
+    @router.put("/admin/threshold", responses={200: {"model": LiveThresholds}})
     async def change_threshold(body: ThresholdChange) -> JSONResponse:
         """Change the live τ, also for running requests, unless they set their own.
 
@@ -80,7 +79,7 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
         await asyncio.gather(*(each.set_live_threshold(threshold) for each in backends))
         return JSONResponse(await _states(changed))
 
-    @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}, **errors_described()})
+    @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}})
     async def explain_autoscaler() -> JSONResponse:
         """Return the latest decisions with their reasons and figures."""
         return JSONResponse(await explanations(models))

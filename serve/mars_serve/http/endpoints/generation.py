@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -25,8 +25,13 @@ from mars_serve.api.incoming.prompts import (
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
-from mars_serve.api.outgoing.responses import ResponseBuilder, UsageEvents
-from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from mars_serve.api.outgoing.responses import ResponseBuilder
+from mars_serve.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
 from mars_serve.api.schema import ChatCompletionResponse, CompletionResponse, generation_described
 from mars_serve.api.text import OutputText, TokenBytes, special_tokens
 from mars_serve.api.tools import RequestTools, prepare_tools
@@ -91,7 +96,6 @@ def _begin(
         caller=request.state.caller,
         limits=limits,
         record=record,
-        start_s=time.perf_counter(),
     )
 
 
@@ -104,7 +108,7 @@ class _Call:
     caller: Caller
     limits: LimitSettings
     record: RequestRecord
-    start_s: float
+    start_s: float = field(default_factory=time.perf_counter)
     """Time of arrival by ``time.perf_counter``, in seconds."""
 
     def prepare(
@@ -137,7 +141,7 @@ class _Call:
             choices=choices,
             names=TokenBytes(self.model.checkpoint.tokenizer),
             tier=tier_of(self.body, self.caller) if self.body.service_tier else None,
-            usage_events=UsageEvents.of(self.body.stream_options),
+            stream_options=self.body.stream_options or StreamOptions(),
             grammar_field=structure.field if structure else None,
         )
 
@@ -251,6 +255,6 @@ async def _events(call: _Call, response: ResponseBuilder) -> AsyncGenerator[byte
         return
     finally:
         call.record_end(response)
-    if response.usage_events.at_end:
+    if response.stream_options.include_usage:
         yield sse(response.usage_event())
     yield DONE

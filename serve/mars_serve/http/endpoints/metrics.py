@@ -22,20 +22,17 @@ from mars_serve.config.served import ServedModel
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 _CONTENT = {"schema": {"type": "string"}}
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Metrics of the server and of every replica.",
-        "content": {"text/plain": _CONTENT, "application/openmetrics-text": _CONTENT},
-    },
-    **errors_described(),
+_DESCRIBED: dict[str, Any] = {
+    "description": "Metrics of the server and of every replica.",
+    "content": {"text/plain": _CONTENT, "application/openmetrics-text": _CONTENT},
 }
 
 
 def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetry) -> APIRouter:
     """Return the router of the endpoint that Prometheus scrapes."""
-    router = APIRouter()
+    router = APIRouter(responses=errors_described())
 
-    @router.get("/metrics", response_class=Response, responses=_RESPONSES)
+    @router.get("/metrics", response_class=Response, responses={200: _DESCRIBED})
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
         asked = (model.backend.metrics() for model in models.values())

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
-from transformers import PreTrainedTokenizerBase
 
 from mars_serve.api.errors import check_token_ids, invalid_value
 from mars_serve.api.incoming.prompts import encode_prompt, render_chat
@@ -128,9 +127,9 @@ class TokenizerInfo(Shape):
 
 def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
     """Return the router of the endpoints that convert between text and token ids."""
-    router = APIRouter()
+    router = APIRouter(responses=errors_described())
 
-    @router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **errors_described()})
+    @router.post("/tokenize", responses={200: {"model": TokenizeResponse}})
     async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
         """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
@@ -147,9 +146,7 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
             }
         )
 
-    @router.post(
-        "/detokenize", responses={200: {"model": DetokenizeResponse}, **errors_described()}
-    )
+    @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
     async def detokenize(body: DetokenizeRequest, request: Request) -> JSONResponse:
         """Return the text of token ids."""
         tokenizer = _model_of(models, body.model, request).checkpoint.tokenizer
@@ -157,7 +154,7 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
         text = await asyncio.to_thread(decode, tokenizer, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
-    @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}, **errors_described()})
+    @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
         """Return the tokenizer's special tokens and chat template."""
         found = _model_of(models, model, request)
@@ -169,7 +166,8 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
                 "model_max_length": found.max_length,
                 "vocab_size": len(tokenizer),
                 **special,
-                "chat_template": _template_of(tokenizer),
+                # of several templates, the one for conversations without tools
+                "chat_template": tokenizer.chat_template and tokenizer.get_chat_template(),
             }
         )
 
@@ -205,8 +203,3 @@ def _text_of(body: TokenizeRequest, model: ServedModel) -> tuple[str, bool]:
         add_generation_prompt=body.add_generation_prompt,
     )
     return text, bool(body.add_special_tokens)
-
-
-def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the chat template; if there are several, the one for conversations without tools."""
-    return None if tokenizer.chat_template is None else tokenizer.get_chat_template()

@@ -30,10 +30,11 @@ _PROBES = {"/health", "/ready", "/metrics"}
 _PATH_LENGTH = 200  # longest path in the log
 
 
-class Recorder:
-    """Counts, logs and traces requests that have ended.
+class RecordMiddleware:
+    """Puts a record into ``request.state.record``, and counts, logs and traces ended requests.
 
     Args:
+        app: The application within.
         telemetry: Counters of requests.
         logs: Whether each request is logged.
         tracer: Sender of spans; None for no tracing.
@@ -43,23 +44,55 @@ class Recorder:
 
     def __init__(
         self,
+        app: ASGIApp,
         telemetry: IngressTelemetry,
         *,
         logs: bool = True,
         tracer: RequestTracer | None = None,
         is_id_echoed: bool = False,
     ) -> None:
+        self._app = app
         self._telemetry = telemetry
         self._tracer = tracer
-        self.is_id_echoed = is_id_echoed
+        self._is_id_echoed = is_id_echoed
         self._logs = logs
 
-    def begin(self, headers: Headers, exchange: Exchange) -> Span | None:
-        """Start a request's span if tracing is on."""
-        tracer = self._tracer
-        return tracer.begin(headers, exchange.method, exchange.path) if tracer else None
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a request; its record is reported exactly once, however the request ends."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id, is_own = _request_id(headers.get("x-request-id"))
+        adds_header = is_own or not self._is_id_echoed
+        record = RequestRecord(request_id)
+        exchange = Exchange(scope["method"], path_within(scope))
+        scope.setdefault("state", {})["record"] = record
 
-    def end(
+        async def recording_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                if adds_header:
+                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                exchange.is_complete = True
+
+        tracer = self._tracer
+        span = tracer.begin(headers, exchange.method, exchange.path) if tracer else None
+        start = perf_counter()
+        problem: BaseException | None = None
+        try:
+            await self._app(scope, receive, recording_send)
+        except BaseException as error:
+            problem = error
+            raise
+        finally:
+            exchange.duration_s = perf_counter() - start
+            record.key = record.key or getattr(scope["state"].get("caller"), "name", None) or None
+            self._report(record, exchange, problem, span)
+
+    def _report(
         self,
         record: RequestRecord,
         exchange: Exchange,
@@ -97,48 +130,6 @@ def _log_fields(
     }
     rounded = ((k, round(v, 6) if isinstance(v, float) else v) for k, v in fields.items())
     return {key: value for key, value in rounded if value is not None}
-
-
-class RecordMiddleware:
-    """Puts a record into ``request.state.record``, and reports it once the request has ended."""
-
-    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
-        self._app = app
-        self._recorder = recorder
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a request; its record is reported exactly once, however the request ends."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        request_id, is_own = _request_id(headers.get("x-request-id"))
-        adds_header = is_own or not self._recorder.is_id_echoed
-        record = RequestRecord(request_id)
-        exchange = Exchange(scope["method"], path_within(scope))
-        scope.setdefault("state", {})["record"] = record
-
-        async def recording_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                if adds_header:
-                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                exchange.is_complete = True
-
-        span = self._recorder.begin(headers, exchange)
-        start = perf_counter()
-        problem: BaseException | None = None
-        try:
-            await self._app(scope, receive, recording_send)
-        except BaseException as error:
-            problem = error
-            raise
-        finally:
-            exchange.duration_s = perf_counter() - start
-            record.key = record.key or getattr(scope["state"].get("caller"), "name", None) or None
-            self._recorder.end(record, exchange, problem, span)
 
 
 def _request_id(given: str | None) -> tuple[str, bool]:

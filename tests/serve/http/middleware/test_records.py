@@ -27,7 +27,7 @@ from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import RequestFailed
 from mars_serve.http.middleware.errors import ErrorMiddleware
-from mars_serve.http.middleware.recording import Recorder, RecordMiddleware, write_records_to_stderr
+from mars_serve.http.middleware.recording import RecordMiddleware, write_records_to_stderr
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from rest_requests import CHAT, COMPLETION, COMPLETIONS, MESSAGES
@@ -98,8 +98,8 @@ def own(telemetry: IngressTelemetry, spans: InMemorySpanExporter) -> FastAPI:
     app.post("/v1/failed")(fail)
     app.post("/v1/slow")(dawdle)
     app.add_middleware(ErrorMiddleware)
-    recorder = Recorder(telemetry, tracer=RequestTracer(SimpleSpanProcessor(spans)))
-    app.add_middleware(RecordMiddleware, recorder=recorder)
+    tracer = RequestTracer(SimpleSpanProcessor(spans))
+    app.add_middleware(RecordMiddleware, telemetry=telemetry, tracer=tracer)
     return app
 
 
@@ -201,8 +201,7 @@ async def test_an_unsafe_request_id_is_replaced(own, lines, given):
 
 async def test_a_request_id_that_the_server_returns_itself_is_not_added(telemetry):
     app = FastAPI()
-    recorder = Recorder(telemetry, is_id_echoed=True)
-    app.add_middleware(RecordMiddleware, recorder=recorder)
+    app.add_middleware(RecordMiddleware, telemetry=telemetry, is_id_echoed=True)
     start, *_ = await call(app, "/", x_request_id="known")
     assert header(start, "x-request-id") == []
     start, *_ = await call(app, "/")
