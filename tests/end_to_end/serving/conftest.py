@@ -41,8 +41,7 @@ def keys() -> Keys:
 def server(request, trained, keys, tmp_path_factory) -> Iterator[str]:
     """Start a server with keys behind one of Serve's proxies; yields its address.
 
-    It serves two replicas of ``mars``, whose chat template has tools, the AR model ``plain``, and
-    ``untrained``, whose outputs do not end by themselves.
+    It serves two replicas of ``mars``, whose chat template has tools, and the AR model ``plain``.
     """
     work = tmp_path_factory.mktemp("serve")
     model = shutil.copytree(trained.model, work / "model")
@@ -52,7 +51,6 @@ def server(request, trained, keys, tmp_path_factory) -> Iterator[str]:
         "models": [
             _model("mars", model, num_replicas=2, num_cpus=0.5, tiers=tiers),
             _model("plain", trained.ar_model),
-            _model("untrained", trained.output / "stages" / "start"),
         ],
         "proxy": {"kind": request.param},
         "keys": {"file": str(_write_keys(keys, work))},

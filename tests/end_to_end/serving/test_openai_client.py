@@ -75,7 +75,7 @@ def test_a_streams_usage_comes_last_with_no_choice(client):
 
 def test_models_are_listed_and_found(client):
     listed = {model.id: model for model in client.models.list().data}
-    assert listed.keys() == {"mars", "plain", "untrained"}
+    assert listed.keys() == {"mars", "plain"}
     assert client.models.retrieve("mars") == listed["mars"]
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("nobody")

@@ -1,12 +1,24 @@
-"""One Ray cluster for all runs of this folder, which saves a start for each of them."""
+"""One Ray cluster for all runs of this folder, and a recipe as a user writes it."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import ray
+import yaml
+from rich.console import Console
+
+from mars_platform.config import load_settings
+from mars_train.recipe import Recipe
+from mars_train.run.recipe_run import run_recipe
+
+_MAX_STEPS = 120
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -24,7 +36,7 @@ def address() -> Iterator[str]:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         context = ray.init(
             address="local",
-            num_cpus=4,
+            num_cpus=3,  # two workers, and one for Ray Data
             object_store_memory=200 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
@@ -32,3 +44,37 @@ def address() -> Iterator[str]:
         )
         yield context.address_info["gcs_address"]
         ray.shutdown()
+
+
+@pytest.fixture(scope="package")
+def recipe_file(trained, tmp_path_factory) -> Path:
+    """A recipe that gives an existing AR model a MARS stage.
+
+    Its data is a JSONL file with bad rows in lines 11 and 34, and a Parquet file.
+    """
+    work = tmp_path_factory.mktemp("own")
+    rows = (trained.data / "train.jsonl").read_text().splitlines()[:64]
+    lines = [*rows[:10], '{"messages": []}', *rows[10:32], "not JSON"]
+    (work / "data").mkdir()
+    (work / "data" / "a.jsonl").write_text("\n".join(lines) + "\n")
+    table = pa.Table.from_pylist([json.loads(row) for row in rows[32:]])
+    pa.parquet.write_table(table, work / "data" / "b.parquet")
+    stage = {"objective": "mars", "block_size": 8, "batch_size": 16, "micro_batch_size": 8}
+    content = {
+        "model": {"base": str(trained.ar_model)},
+        "data": {"train": [str(work / "data")], "max_length": 128, "max_bad_rows": 2},
+        "stages": [{**stage, "epochs": 1000, "max_steps": _MAX_STEPS}],
+        "checkpoints": {"every_steps": 5},
+        "scaling": {"threads_per_worker": 1, "max_failures": 1},
+        "output": str(work / "uninterrupted"),
+    }
+    (work / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return work / "recipe.yaml"
+
+
+@pytest.fixture(scope="package")
+def uninterrupted(address, recipe_file) -> Path:
+    """The output directory of the recipe's run without any interruption."""
+    recipe = load_settings(recipe_file, Recipe)
+    run_recipe(recipe, Console(quiet=True))
+    return recipe.output
