@@ -23,7 +23,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell
 
 format: $(VENV)/.installed-dev
@@ -66,4 +66,4 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache
