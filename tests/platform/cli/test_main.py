@@ -159,15 +159,7 @@ def test_existing_data_are_not_overwritten(tmp_path, refusal, capsys):
     [
         ("learning_rte=1", "learning_rte: unknown key; known keys: model, data"),
         ("data.max_len=9", "data.max_len: unknown key; known keys: train, loss_on"),
-        ("model.scratch.config={model_type: qwen2}", "give either base"),
-        ("model={}", "give either base"),
-        ("stages.1.block_size=0", "block_size: Input should be greater than or equal to 1"),
-        ("stages.0.block_size=4", "block_size: unknown key"),
-        ("scaling.num_workers=500", "batch_size: 384 conversations cannot be shared"),
         ("stages.5.epochs=1", "--set stages.5.epochs: there is no such place"),
-        ("stages=[]", "stages: "),
-        ("data.train=[]", "data.train: "),
-        ("stages.1.name=ar", "names must differ"),
         ("epochs", "--set 'epochs': write it as key.sub=value"),
     ],
 )

@@ -32,7 +32,5 @@ from mars_platform.data.answers import is_correct
         ("Answer: ", "", False),
     ],
 )
-def test_an_output_is_correct_if_it_ends_with_the_answer_behind_a_mark(
-    response: str, answer: str, expected: bool
-) -> None:
+def test_an_output_is_correct_if_it_ends_with_the_answer_behind_a_mark(response, answer, expected):
     assert is_correct(response, answer) is expected

@@ -119,13 +119,6 @@ def test_the_last_assistant_turn_or_all_are_supervised(tokenizer, loss_on, conte
     assert supervised(tokenizer, loss_on) == [content + TURN_END for content in contents]
 
 
-def test_a_supervised_span_begins_where_the_prompt_ends(tokenizer):
-    text, spans = render_turns(tokenizer, conversation(USER, ANSWER), "last")
-    prompt = render_prompt(tokenizer, [USER])
-    assert spans == [(len(prompt), len(prompt) + len("one" + TURN_END))]
-    assert text.startswith(prompt)
-
-
 def test_an_assistant_turn_that_opens_the_conversation_is_not_supervised(tokenizer):
     messages = conversation({"role": "assistant", "content": "Hello"}, USER, ANSWER)
     text, spans = render_turns(tokenizer, messages, "all")

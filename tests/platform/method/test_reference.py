@@ -103,72 +103,46 @@ def test_every_pass_feeds_the_committed_tokens_and_the_masks(model, fed):
         committed += tokens
 
 
-def plain_pass(model, committed, num_masks, threshold):
+def plain_pass(model, committed, threshold, measure):
     """Tokens of one pass, by a plain loop over depths that ends at the first unsure one."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([committed + [MASK] * num_masks])).logits[0]
+        logits = model(input_ids=torch.tensor([committed + [MASK] * 3])).logits[0]
     run = []
-    for depth in range(num_masks + 1):
-        scores = logits[len(committed) - 1 + depth]
+    for scores in logits[len(committed) - 1 :]:
         allowed = [token for token in range(64) if token not in PLAIN.never_emitted]
         best = max(allowed, key=lambda token, scores=scores: float(scores[token]))
-        if depth > 0 and float(torch.softmax(scores, -1)[best]) < threshold:
+        if run and float(confidence(scores, torch.tensor(best), measure)) < threshold:
             break
         run.append(best)
     return run
 
 
-@pytest.mark.parametrize("threshold", [0.2, 0.4, 0.6])
-def test_passes_equal_those_of_a_plain_loop(model, threshold):
+@pytest.mark.parametrize("measure", Confidence)
+@pytest.mark.parametrize("threshold", [0.25, 0.4, 0.6])
+def test_passes_equal_those_of_a_plain_loop(model, threshold, measure):
     lengths = set()
     for prompt in PROMPTS:
-        decoded = windowed(model, prompt, threshold=threshold, max_tokens=40)
+        options = {} if measure is Confidence.PROBABILITY else {"measure": measure}  # the default
+        decoded = windowed(model, prompt, threshold=threshold, max_tokens=40, **options)
         committed = list(prompt)
         for tokens in decoded.passes[:-1]:  # max_tokens may cut the last one
-            assert tokens == plain_pass(model, committed, 3, threshold)
+            assert tokens == plain_pass(model, committed, threshold, measure)
             committed += tokens
         lengths |= {len(tokens) for tokens in decoded.passes}
     assert len(lengths) > 1  # runs of more than one length occurred
 
 
-def test_the_confidence_measure_decides_the_passes(model):
-    passes = {
-        measure: windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40, measure=measure).passes
-        for measure in Confidence
-    }
-    assert (
-        passes[Confidence.PROBABILITY]
-        == windowed(model, PROMPTS[0], threshold=0.25, max_tokens=40).passes
-    )
-    for measure, decoded in passes.items():
-        committed = list(PROMPTS[0])
-        for tokens in decoded[:-1]:
-            with torch.no_grad():
-                ids = torch.tensor([committed + [MASK] * 3])
-                logits = model(input_ids=ids).logits[0, len(committed) - 1 :]
-            proposed = logits.index_fill(-1, torch.tensor([MASK, PAD]), -torch.inf).argmax(-1)
-            passing = [float(c) >= 0.25 for c in confidence(logits, proposed, measure)[1:]]
-            run = [*passing, False].index(False)
-            assert tokens == proposed[: 1 + run].tolist()
-            committed += tokens
-    assert len({str(decoded) for decoded in passes.values()}) == len(Confidence)
-
-
-def test_each_pass_uses_its_own_window(model, fed):
-    decoded = windowed(model, PROMPTS[0], max_tokens=12, num_masks=[0, 3, 1, 5])
-    assert [len(tokens) for tokens in decoded.passes] == [1, 4, 2, 5]
-    assert [ids.count(MASK) for ids in fed] == [0, 3, 1, 5]
-
-
-def test_one_window_for_all_passes_equals_a_list_of_it(model):
-    free = windowed(model, PROMPTS[0], threshold=0.3)
-    assert windowed(model, PROMPTS[0], threshold=0.3, num_masks=[3] * len(free.passes)) == free
-
-
-def test_each_pass_uses_its_own_threshold(model, fed):
-    decoded = windowed(model, PROMPTS[0], max_tokens=10, threshold=[ALWAYS, 1.0, 1.0, ALWAYS])
-    assert [len(tokens) for tokens in decoded.passes] == [4, 1, 1, 4]
-    assert [ids.count(MASK) for ids in fed] == [3, 0, 0, 3]
+@pytest.mark.parametrize(
+    ("values", "masks", "lengths"),
+    [
+        ({"num_masks": [0, 3, 1, 5]}, [0, 3, 1, 5], [1, 4, 2, 5]),
+        ({"threshold": [ALWAYS, 1.0, 1.0, ALWAYS]}, [3, 0, 0, 3], [4, 1, 1, 4]),
+    ],
+)
+def test_each_pass_uses_its_own_window_and_threshold(model, fed, values, masks, lengths):
+    decoded = windowed(model, PROMPTS[0], max_tokens=sum(lengths), **values)
+    assert [len(tokens) for tokens in decoded.passes] == lengths
+    assert [ids.count(MASK) for ids in fed] == masks
 
 
 @pytest.mark.parametrize(
@@ -181,14 +155,6 @@ def test_each_pass_uses_its_own_threshold(model, fed):
 def test_too_short_a_sequence_of_values_is_refused(model, values, message):
     with pytest.raises(UserError, match=message):
         windowed(model, PROMPTS[0], max_tokens=9, **values)
-
-
-def test_the_first_token_of_every_pass_is_the_exact_prediction(model):
-    decoded = windowed(model, PROMPTS[1])
-    committed = list(PROMPTS[1])
-    for tokens in decoded.passes:
-        assert tokens[0] == generate(model, committed, 1)[0]
-        committed += tokens
 
 
 def test_an_end_token_inside_a_run_cuts_it(model):
