@@ -11,15 +11,20 @@ Corners = tuple[tuple[float, float], tuple[float, float]]
 
 
 def point(
-    mode: str, threshold: float, quality: float, tokens: float, positions: float
+    mode: str,
+    threshold: float,
+    quality: float,
+    tokens: float,
+    positions: float,
+    half: float = 2.0,
 ) -> dict[str, Any]:
-    """Return a point whose quality interval is two percentage points to either side."""
+    """Return a point whose quality interval is ``half`` percentage points to either side."""
     return {
         "mode": mode,
         "threshold": threshold,
         "quality": quality,
-        "quality_low": quality - 2,
-        "quality_high": quality + 2,
+        "quality_low": quality - half,
+        "quality_high": quality + half,
         "tokens_per_forward": tokens,
         "positions_per_row": positions,
     }

@@ -102,6 +102,17 @@ class Capacity:
         rows = self.max_num_seqs if batch is None else batch
         return rows * rung.tokens_per_forward / self.step_time.at(rows * rung.positions)
 
+    def busy_s(self, output_tokens: float, prompt_tokens: float, gain: float = 1.0) -> float:
+        """Return the seconds that a replica with a full batch takes for a number of tokens.
+
+        Args:
+            output_tokens: tokens to decode, at least 0.
+            prompt_tokens: prompt tokens to compute, at least 0; no τ makes them faster.
+            gain: decoding speed as a multiple of that at the target τ, above 0.
+        """
+        decode_s = output_tokens / (gain * self.tokens_per_s(self.rungs[0]))
+        return decode_s + prompt_tokens / self.prefill_tokens_per_s
+
     def gain(self, rung: Rung, batch: float | None = None) -> float:
         """Return a rung's gain over the target τ: the ratio of their speeds at the same batch."""
         return self.tokens_per_s(rung, batch) / self.tokens_per_s(self.rungs[0], batch)

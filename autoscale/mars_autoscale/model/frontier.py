@@ -3,7 +3,7 @@
 It is kept in the file ``frontier.json`` beside the checkpoint's weights. ``marsray calibrate``
 measures and writes it; the autoscaler and the simulator read it. A file that is damaged,
 contradicts itself or belongs to other weights is refused as a whole, because plain AR decoding
-(`ar_only`) is safe and a wrong figure is not.
+is safe and a wrong figure is not.
 """
 
 from __future__ import annotations
@@ -252,17 +252,6 @@ class Frontier(Settings):
         step_time = self.step_seconds.at_cached(max_num_seqs * mean_cached_tokens)
         exact = self.exact_rung() if target_threshold == 1.0 else None
         return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, exact)
-
-
-def ar_only(step_time: StepTime, max_num_seqs: int, prefill_tokens_per_s: float) -> Capacity:
-    """Return a capacity with plain AR decoding alone, for use when a frontier is refused.
-
-    Args:
-        step_time: assumed or measured step times.
-        max_num_seqs: highest number of rows in a step.
-        prefill_tokens_per_s: assumed or measured prompt tokens per second.
-    """
-    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), max_num_seqs, prefill_tokens_per_s)
 
 
 def read_frontier(path: Path) -> Frontier:

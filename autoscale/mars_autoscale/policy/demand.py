@@ -20,20 +20,10 @@ _MIN_FREE_SHARE = 0.1
 """Share of the ready replicas' time that prompts must leave for a lower τ to be of use."""
 
 
-def prompt_demand(arrivals: Arrivals, capacity: Capacity) -> float:
-    """Return the demand of computing prompts, which no τ changes."""
-    return arrivals.prompt_tokens_per_s / capacity.prefill_tokens_per_s
-
-
-def decode_demand(arrivals: Arrivals, capacity: Capacity, gain: float = 1.0) -> float:
-    """Return the demand of decoding at ``gain`` times the speed of the target τ."""
-    rate = arrivals.requests_per_s * arrivals.mean_output_tokens
-    return rate / (gain * capacity.tokens_per_s(capacity.rungs[0]))
-
-
 def total_demand(arrivals: Arrivals, capacity: Capacity, gain: float = 1.0) -> float:
     """Return the demand of prompts, and of decoding at ``gain`` times the target τ's speed."""
-    return decode_demand(arrivals, capacity, gain) + prompt_demand(arrivals, capacity)
+    output_tokens_per_s = arrivals.requests_per_s * arrivals.mean_output_tokens
+    return capacity.busy_s(output_tokens_per_s, arrivals.prompt_tokens_per_s, gain)
 
 
 def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
@@ -47,10 +37,10 @@ def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float
 
     It is 1 if prompts alone fill the replicas, as no τ makes those faster.
     """
-    free = num_ready - prompt_demand(arrivals, capacity)
+    free = num_ready - capacity.busy_s(0.0, arrivals.prompt_tokens_per_s)
     if free <= _MIN_FREE_SHARE * max(num_ready, 1):
         return 1.0
-    return decode_demand(arrivals, capacity) / free
+    return capacity.busy_s(arrivals.requests_per_s * arrivals.mean_output_tokens, 0.0) / free
 
 
 def queue_demand(
@@ -63,11 +53,10 @@ def queue_demand(
     num_waiting = sum(replica.num_waiting for replica in replicas)
     if not num_waiting:
         return 0.0
-    decode_s = arrivals.mean_output_tokens / capacity.tokens_per_s(capacity.rungs[0])
-    prompt_s = 0.0
+    prompt_tokens = 0.0
     if arrivals.requests_per_s:
-        prompt_s = prompt_demand(arrivals, capacity) / arrivals.requests_per_s
-    return num_waiting * (decode_s + prompt_s) / drain_s
+        prompt_tokens = arrivals.prompt_tokens_per_s / arrivals.requests_per_s
+    return num_waiting * capacity.busy_s(arrivals.mean_output_tokens, prompt_tokens) / drain_s
 
 
 def sizing_demand(history: History, is_busy: bool, burst: float) -> float:

@@ -71,7 +71,12 @@ class AutoscalerMetrics(Collector):
             if loop.basis is not None
         }
         yield _gauge("frontier_refused", "1 if frontier.json is not used.", refused)
-        yield _decisions(loops)
+        name = "marsray_autoscaler_decisions_total"
+        counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
+        for model, loop in loops.items():
+            for reason, count in list(loop.counts.items()):  # another thread may add a reason
+                counter.add_metric([model, reason], count)
+        yield counter
 
 
 def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
@@ -79,12 +84,3 @@ def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
     for model, value in values.items():
         gauge.add_metric([model], float(value))
     return gauge
-
-
-def _decisions(loops: Mapping[str, OuterLoop]) -> Metric:
-    name = "marsray_autoscaler_decisions_total"
-    counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
-    for model, loop in loops.items():
-        for reason, count in list(loop.counts.items()):  # another thread may add a reason
-            counter.add_metric([model, reason], count)
-    return counter

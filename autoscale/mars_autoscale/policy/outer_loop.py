@@ -15,7 +15,7 @@ from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.decide import decide, hold
 from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
 from mars_autoscale.policy.observe import Arrivals, Snapshot
-from mars_autoscale.policy.reports import LoadReport, Totals, is_complete
+from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
 
 NUM_RECORDS = 100
@@ -119,11 +119,12 @@ class OuterLoop:
     def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
         """Take in what a known replica told the cluster, if it has been silent here."""
         known = self._replicas.get(replica)
-        if known is None or self.basis is None or not is_complete(stats):
+        report = LoadReport.of_stats(replica, stats, now_s)
+        if known is None or self.basis is None or report is None:
             return
         is_silent = now_s - known.heard_s > 2 * self.basis.settings.period_s
         if is_silent and stats["observed_s"] > known.heard_s:
-            self.hear(now_s, LoadReport.of_stats(replica, stats, now_s), known.basis)
+            self.hear(now_s, report, known.basis)
 
     def see(self, cluster: ClusterView) -> None:
         """Take in what the cluster says."""

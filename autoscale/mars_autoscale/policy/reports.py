@@ -9,17 +9,6 @@ from typing import Any
 
 from mars_autoscale.policy.observe import ReplicaLoad
 
-_NUMBERS = (
-    "num_running",
-    "num_waiting",
-    "threshold",
-    "flex_threshold",
-    "gain",
-    "loss",
-    "is_lowest",
-)
-"""Fields of a `LoadReport` that are numbers themselves, unlike its totals."""
-
 
 @dataclass(frozen=True)
 class Totals:
@@ -69,12 +58,11 @@ class LoadReport:
         return {**content, "observed_s": now_s - self.age_s}
 
     @classmethod
-    def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport:
-        """Return the report from which `stats` made these numbers.
-
-        Raises:
-            KeyError: a number is missing.
-        """
+    def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport | None:
+        """Return the report from which `stats` made these numbers; None if one is not finite."""
+        names = (*(each.name for each in fields(Totals)), *_NUMBERS, "observed_s")
+        if not all(math.isfinite(stats.get(name, math.nan)) for name in names):
+            return None
         totals = Totals(*(int(stats[each.name]) for each in fields(Totals)))
         numbers: dict[str, Any] = {name: stats[name] for name in _NUMBERS}
         numbers["is_lowest"] = bool(numbers["is_lowest"])
@@ -96,7 +84,5 @@ class LoadReport:
         )
 
 
-def is_complete(stats: Mapping[str, float]) -> bool:
-    """Return whether `LoadReport.of_stats` can use these numbers: all there, and finite."""
-    names = (*(each.name for each in fields(Totals)), *_NUMBERS, "observed_s")
-    return all(math.isfinite(stats.get(name, math.nan)) for name in names)
+_NUMBERS = {each.name for each in fields(LoadReport)} - {"replica", "age_s", "totals"}
+"""Fields of a `LoadReport` that are numbers and do not depend on the time."""

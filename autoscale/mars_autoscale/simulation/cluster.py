@@ -156,12 +156,7 @@ class Replica:
 
     def num_ahead(self, tier: Tier) -> int:
         """Return the number of waiting requests that are served before a new one of a tier."""
-        num = 0
-        for each, lane in self._lanes.items():
-            num += len(lane.queue)
-            if each is tier:
-                break
-        return num
+        return sum(len(lane.queue) for each, lane in self._lanes.items() if each.rank >= tier.rank)
 
     def enqueue(self, served: Served) -> None:
         """Let a request wait for a place in the batch."""

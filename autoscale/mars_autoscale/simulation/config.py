@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mars_autoscale.model.capacity import Capacity, Rung, StepTime, linear_step_time
+from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.joint import Joint
@@ -40,10 +40,6 @@ class LinearStepTime(Settings):
     """Seconds of a step without positions."""
     positions_to_double: float = Field(gt=0)
     """K: number of positions that double the time."""
-
-    def step_time(self) -> StepTime:
-        """Return the table that the simulator uses."""
-        return linear_step_time(self.t0_s, self.positions_to_double)
 
 
 class LadderPoint(Settings):
@@ -173,20 +169,17 @@ class SimulationConfig(Settings):
             )
             for point in points
         )
+        exact = None
+        if self.exact is not None:
+            tokens, positions = self.exact.tokens_per_forward, self.exact.positions_per_row
+            exact = Rung(1.0, tokens, 0.0, positions_per_row=positions)
         return Capacity(
-            self.step_time.step_time(),
+            linear_step_time(self.step_time.t0_s, self.step_time.positions_to_double),
             rungs,
             self.slots_per_replica,
             self.prefill_tokens_per_s,
-            self._exact_rung(),
+            exact,
         )
-
-    def _exact_rung(self) -> Rung | None:
-        exact = self.exact
-        if exact is None:
-            return None
-        tokens, positions = exact.tokens_per_forward, exact.positions_per_row
-        return Rung(1.0, tokens, 0.0, positions_per_row=positions)
 
 
 Variant = tuple[str, Callable[[], Policy]]
@@ -227,5 +220,5 @@ def families(config: SimulationConfig) -> list[Family]:
         ("knative", knative(plain)),
         (f"knative, τ={static_threshold:g}", knative(static)),
         ("knative, PI on τ", knative(integral)),
-        ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer))]),
+        ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer, config.inner))]),
     ]

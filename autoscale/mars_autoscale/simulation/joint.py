@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.decide import decide
-from mars_autoscale.policy.decision import Decision, OuterState
+from mars_autoscale.policy.decision import OuterState
 from mars_autoscale.policy.inner_loop import InnerLoop
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
-from mars_autoscale.simulation.policies import Target
+from mars_autoscale.simulation.policies import InnerLoopPolicy, Target
 
 
 @dataclass
@@ -21,8 +21,6 @@ class Joint:
     outer: OuterSettings
     inner: InnerSettings
     state: OuterState = field(default_factory=OuterState)
-    decisions: list[Decision] = field(default_factory=list)
-    """All decisions so far, in order."""
 
     @property
     def period_s(self) -> float:
@@ -30,11 +28,10 @@ class Joint:
         return self.outer.period_s
 
     def decide(self, snapshot: Snapshot, /) -> Target:
-        """Take a decision, and remember it."""
+        """Take a decision."""
         decision, self.state = decide(snapshot, self.state, self.capacity, self.outer)
-        self.decisions.append(decision)
         return Target(decision.num_replicas, decision.range)
 
-    def inner_loop(self) -> InnerLoop:
+    def inner_loop(self) -> InnerLoopPolicy:
         """Make the inner loop of a new replica."""
         return InnerLoop(self.capacity, self.inner)

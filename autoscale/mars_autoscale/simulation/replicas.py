@@ -46,8 +46,7 @@ class ReplicaSettings(Settings):
 
 
 def _num_kept_busy(trace: Sequence[TraceRequest], capacity: Capacity) -> int:
-    plain = capacity.tokens_per_s(capacity.rungs[0])
-    decode_s = sum(request.output_tokens for request in trace) / plain
-    prompt_s = sum(request.prompt_tokens for request in trace) / capacity.prefill_tokens_per_s
+    output_tokens = sum(request.output_tokens for request in trace)
+    prompt_tokens = sum(request.prompt_tokens for request in trace)
     length_s = max(trace[-1].arrival_s, 1.0)
-    return round((decode_s + prompt_s) / length_s / _INITIAL_UTILIZATION)
+    return round(capacity.busy_s(output_tokens, prompt_tokens) / length_s / _INITIAL_UTILIZATION)

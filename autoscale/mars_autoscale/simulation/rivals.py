@@ -14,12 +14,10 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig
 
-from mars_autoscale.model.capacity import Capacity, Rung
-from mars_autoscale.policy.decide import decide
-from mars_autoscale.policy.decision import OuterState
+from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
-from mars_autoscale.policy.settings import OuterSettings
+from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Target
 from mars_platform.cluster.ray_private import autoscaled
 from mars_platform.method.live import LiveDecoding
@@ -49,7 +47,8 @@ class RayDefault:
     """Ray Serve's default autoscaling on concurrency."""
 
     target_ongoing_requests: float
-    make_inner_loop: Callable[[], InnerLoopPolicy]
+    inner_loop: Callable[[], InnerLoopPolicy]
+    """Makes the inner loop of a new replica."""
     period_s: float = 1.0
     config: AutoscalingConfig = field(init=False)
     _num_replicas: int | None = None
@@ -75,10 +74,6 @@ class RayDefault:
         self._num_replicas = number
         return Target(number)
 
-    def inner_loop(self) -> InnerLoopPolicy:
-        """Make the given inner loop."""
-        return self.make_inner_loop()
-
 
 @dataclass
 class Knative:
@@ -86,7 +81,8 @@ class Knative:
 
     target: float
     """Concurrent requests per replica, with Knative's target utilisation already applied."""
-    make_inner_loop: Callable[[], InnerLoopPolicy]
+    inner_loop: Callable[[], InnerLoopPolicy]
+    """Makes the inner loop of a new replica."""
     period_s: float = 2.0
     max_replicas: int = 16
     stable_window_s: float = 60.0
@@ -116,10 +112,6 @@ class Knative:
         self._panic_replicas = max(self._panic_replicas, min(panic, self.max_replicas), stable)
         return Target(self._panic_replicas)
 
-    def inner_loop(self) -> InnerLoopPolicy:
-        """Make the given inner loop."""
-        return self.make_inner_loop()
-
 
 @dataclass
 class ProportionalIntegral:
@@ -145,23 +137,12 @@ class ProportionalIntegral:
         return InnerLoopDecision(LiveDecoding(rung.threshold))
 
 
-@dataclass
-class ModelReplicas:
+class ModelReplicas(Joint):
     """The joint policy without its inner loop: replicas by token rate, at the target τ."""
-
-    capacity: Capacity
-    outer: OuterSettings
-    state: OuterState = field(default_factory=OuterState)
-
-    @property
-    def period_s(self) -> float:
-        """Seconds between two decisions."""
-        return self.outer.period_s
 
     def decide(self, snapshot: Snapshot, /) -> Target:
         """Take the joint policy's decision, and leave out its range of τ."""
-        decision, self.state = decide(snapshot, self.state, self.capacity, self.outer)
-        return Target(decision.num_replicas)
+        return Target(super().decide(snapshot).num_replicas)
 
     def inner_loop(self) -> InnerLoopPolicy:
         """Make an inner loop that stays at the target τ."""

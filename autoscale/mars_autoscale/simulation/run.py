@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mars_autoscale.model.capacity import Capacity
-from mars_autoscale.policy.admission import estimated_wait_s
 from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
@@ -132,15 +131,9 @@ class Simulation:
             self._step(chosen)
 
     def _is_too_late(self, replica: Replica, served: Served) -> bool:
-        capacity = self._capacity
-        wait_s = estimated_wait_s(
-            replica.num_ahead(served.request.tier),
-            mean_output_tokens=self._mean_output,
-            mean_prompt_tokens=self._window_prompt_tokens / max(len(self._window), 1),
-            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * replica.decision.gain,
-            prefill_tokens_per_s=capacity.prefill_tokens_per_s,
-        )
-        return wait_s > self._objective_ttft_s
+        mean_prompt = self._window_prompt_tokens / max(len(self._window), 1)
+        each_s = self._capacity.busy_s(self._mean_output, mean_prompt, replica.decision.gain)
+        return replica.num_ahead(served.request.tier) * each_s > self._objective_ttft_s
 
     def _step(self, replica: Replica) -> None:
         seconds = replica.begin_step()
@@ -196,38 +189,30 @@ class Simulation:
             (each for each in alive if each.ready_s <= now), key=lambda each: each.load
         )
         for replica in [*reversed(starting), *running][: max(0, len(alive) - wanted)]:
-            self._stop(replica)
+            replica.is_draining = True
+            if id(replica) not in self._stepping:
+                replica.ended_s = now
         self._sample(now)
         self._events.at(now + self._policy.period_s, self._decide)
-
-    def _stop(self, replica: Replica) -> None:
-        replica.is_draining = True
-        if id(replica) not in self._stepping:
-            replica.ended_s = self._events.now_s
 
     def _look(self) -> None:
         now = self._events.now_s
         for replica in self._ready():
             before = replica.decision.live
-            replica.follow(self._inner_loops[id(replica)].update(self._look_of(replica)))
-            live = replica.decision.live
-            is_same = (live.threshold, live.flex_threshold) == (
-                before.threshold,
-                before.flex_threshold,
+            look = Look(
+                now,
+                replica.load,
+                self._target.range,
+                prompt_share=replica.prompt_share,
+                flex_share=replica.share(Tier.FLEX),
+                pinned_share=replica.share(Tier.PRIORITY),
             )
-            self._result.num_threshold_changes += not is_same
+            replica.follow(self._inner_loops[id(replica)].update(look))
+            live = replica.decision.live
+            is_changed = replace(live, is_exact=before.is_exact) != before
+            self._result.num_threshold_changes += is_changed
         if now < self._end_s or self._stepping:
             self._events.at(now + LOOK_PERIOD_S, self._look)
-
-    def _look_of(self, replica: Replica) -> Look:
-        return Look(
-            self._events.now_s,
-            replica.load,
-            self._target.range,
-            prompt_share=replica.prompt_share,
-            flex_share=replica.share(Tier.FLEX),
-            pinned_share=replica.share(Tier.PRIORITY),
-        )
 
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s

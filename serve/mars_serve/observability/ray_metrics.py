@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -30,17 +31,16 @@ class RayMirror:
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
-        self._gauges: dict[str, metrics.Gauge] = {}
-        self._counters: dict[str, metrics.Counter] = {}
+        self._instruments: dict[str, Any] = {}
+        """Ray's gauges and counters, by name."""
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def update(self) -> None:
         """Copy the present values."""
         for family in self._collector.collect():
-            write = self._count if family.type == "counter" else self._set
             for sample in family.samples:
                 labels = {key: value for key, value in sample.labels.items() if key != _SERVE_LABEL}
-                write(family, sample, labels)
+                self._write(family, sample, labels)
 
     def start(self) -> Callable[[], None]:
         """Copy every second in a thread; returns a function that ends the thread."""
@@ -57,22 +57,19 @@ class RayMirror:
         threading.Thread(target=run, name="ray-metrics", daemon=True).start()
         return ended.set
 
-    def _set(self, family: Metric, sample: Sample, labels: dict[str, str]) -> None:
-        gauge = self._gauges.get(sample.name)
-        if gauge is None:
-            gauge = metrics.Gauge(sample.name, family.documentation, tuple(labels))
-            self._gauges[sample.name] = gauge
-        gauge.set(sample.value, labels)
-
-    def _count(self, family: Metric, sample: Sample, labels: dict[str, str]) -> None:
-        counter = self._counters.get(sample.name)
-        if counter is None:
-            counter = metrics.Counter(sample.name, family.documentation, tuple(labels))
-            self._counters[sample.name] = counter
+    def _write(self, family: Metric, sample: Sample, labels: dict[str, str]) -> None:
+        kind = metrics.Counter if family.type == "counter" else metrics.Gauge
+        instrument = self._instruments.get(sample.name)
+        if instrument is None:
+            instrument = kind(sample.name, family.documentation, tuple(labels))
+            self._instruments[sample.name] = instrument
+        if family.type != "counter":
+            instrument.set(sample.value, labels)
+            return
         key = (sample.name, tuple(labels.items()))
         counted = self._counted.get(key, 0)
         # a counter that has fallen was restarted from 0
         added = sample.value - (counted if counted <= sample.value else 0)
         if added > 0:  # Ray refuses 0
-            counter.inc(added, labels)
+            instrument.inc(added, labels)
         self._counted[key] = sample.value

@@ -92,25 +92,28 @@ _FLEX_THRESHOLD = MetricDefinition(
     "Threshold of requests of tier flex that name none, before their floors.",
 )
 
-_PROMPT_TOKENS = MetricDefinition(
-    "marsray_prompt_tokens_total", "Prompt tokens of admitted requests."
-)
-_GENERATION_TOKENS = MetricDefinition("marsray_generation_tokens_total", "Output tokens.")
-_FORWARD_PASSES = MetricDefinition(
-    "marsray_forward_passes_total", "Forward passes, each over all requests of the batch."
-)
-_ROW_PASSES = MetricDefinition(
-    "marsray_row_passes_total",
-    "Forward passes that gave a request tokens, counted for each request.",
-)
-_HIT_TOKENS = MetricDefinition(
-    "marsray_prefix_cache_hit_tokens_total",
-    "Tokens found in the prefix cache instead of being computed, including those of requests that "
-    "resume after a preemption.",
-)
-_PREEMPTIONS = MetricDefinition(
-    "marsray_preemptions_total", "Times that a request lost its pages to another request."
-)
+_COUNTERS = {
+    "num_prompt_tokens": MetricDefinition(
+        "marsray_prompt_tokens_total", "Prompt tokens of admitted requests."
+    ),
+    "num_generated_tokens": MetricDefinition("marsray_generation_tokens_total", "Output tokens."),
+    "num_forward_passes": MetricDefinition(
+        "marsray_forward_passes_total", "Forward passes, each over all requests of the batch."
+    ),
+    "num_row_passes": MetricDefinition(
+        "marsray_row_passes_total",
+        "Forward passes that gave a request tokens, counted for each request.",
+    ),
+    "num_prefix_hit_tokens": MetricDefinition(
+        "marsray_prefix_cache_hit_tokens_total",
+        "Tokens found in the prefix cache instead of being computed, including those of requests "
+        "that resume after a preemption.",
+    ),
+    "num_preemptions": MetricDefinition(
+        "marsray_preemptions_total", "Times that a request lost its pages to another request."
+    ),
+}
+"""Counters by the field of `EngineStatus` that holds the count."""
 
 
 class ReplicaTelemetry(Collector):
@@ -187,8 +190,8 @@ class ReplicaTelemetry(Collector):
             return
         for definition, value in self._gauges(status):
             yield definition.gauge(self._labels, value)
-        for definition, count in _counters(status):
-            yield definition.counter(self._labels, count)
+        for field, definition in _COUNTERS.items():
+            yield definition.counter(self._labels, getattr(status, field))
 
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
         share = status.compute_share
@@ -200,14 +203,3 @@ class ReplicaTelemetry(Collector):
             (_THRESHOLD, self._loop.live.threshold),
             (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
         ]
-
-
-def _counters(status: EngineStatus) -> list[tuple[MetricDefinition, int]]:
-    return [
-        (_PROMPT_TOKENS, status.num_prompt_tokens),
-        (_GENERATION_TOKENS, status.num_generated_tokens),
-        (_FORWARD_PASSES, status.num_forward_passes),
-        (_ROW_PASSES, status.num_row_passes),
-        (_HIT_TOKENS, status.num_prefix_hit_tokens),
-        (_PREEMPTIONS, status.num_preemptions),
-    ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-from mars_autoscale.model.capacity import Capacity, StepTime
-from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, ar_only, read_frontier
+from mars_autoscale.model.capacity import Capacity, Rung, StepTime
+from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, read_frontier
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
-from mars_serve.config.settings import AutoscalingSettings, ModelSettings
+from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.engine import Engine
 
@@ -52,7 +52,9 @@ def autoscaling_basis(
     )
     try:
         frontier = read_frontier(engine.checkpoint.path)
-        capacity = _capacity(frontier, autoscaling, engine)
+        capacity = frontier.capacity(
+            engine.settings.max_num_seqs, _mean_cached(engine), autoscaling.target_threshold
+        )
     except UserError as error:
         _log.error("autoscaling uses τ = 1 alone, which carries no burst: %s", error)
         return AutoscalingBasis(
@@ -81,12 +83,6 @@ def _mean_cached(engine: Engine) -> float:
     return min(_MEAN_CACHED, engine.max_length / 2)
 
 
-def _capacity(frontier: Frontier, autoscaling: AutoscalingSettings, engine: Engine) -> Capacity:
-    return frontier.capacity(
-        engine.settings.max_num_seqs, _mean_cached(engine), autoscaling.target_threshold
-    )
-
-
 def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
     """Return the capacity of plain AR decoding by the measured step times."""
     max_num_seqs = engine.settings.max_num_seqs
@@ -97,4 +93,4 @@ def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
         step_time = StepTime((0.0, 1.0), (seconds[0], seconds[0]))
     else:
         step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
-    return ar_only(step_time, max_num_seqs, prefill_tokens_per_s)
+    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), max_num_seqs, prefill_tokens_per_s)

@@ -10,7 +10,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 
-from mars_autoscale.policy.admission import estimated_wait_s
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -105,14 +104,13 @@ class Steering:
         """
         if not self._range.is_saturated or self._pinned is not None:
             return
-        capacity, totals = self.basis.capacity, self._load.totals
-        wait_s = estimated_wait_s(
-            self._load.num_ahead(request.options.tier),
-            mean_output_tokens=totals.output_tokens / max(totals.ended, 1),
-            mean_prompt_tokens=totals.prompt_tokens / max(totals.arrived, 1),
-            tokens_per_s=capacity.tokens_per_s(capacity.rungs[0]) * self._decision.gain,
-            prefill_tokens_per_s=capacity.prefill_tokens_per_s,
+        totals = self._load.totals
+        each_s = self.basis.capacity.busy_s(
+            totals.output_tokens / max(totals.ended, 1),
+            totals.prompt_tokens / max(totals.arrived, 1),
+            self._decision.gain,
         )
+        wait_s = self._load.num_ahead(request.options.tier) * each_s
         objective_s = self._settings.objective_ttft_s
         if wait_s > objective_s:
             self._load.refused(request)

@@ -13,7 +13,6 @@ BOTH = Arrivals(0.03 * ONE, 30_000, 100)
 
 
 def test_demand_is_that_of_decoding_and_prompts():
-    assert demand.prompt_demand(BOTH, CAPACITY) == pytest.approx(1.5)
     assert demand.total_demand(BOTH, CAPACITY) == pytest.approx(4.5)
     assert demand.total_demand(BOTH, CAPACITY, 2.0) == pytest.approx(3.0), "prompts are no faster"
 
