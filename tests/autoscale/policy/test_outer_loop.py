@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladders import CAPACITY
-from mars_autoscale.policy.decision import AT_TARGET, Decision, OuterState, Reason
+from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.observe import Arrivals, Snapshot
 from mars_autoscale.policy.outer_loop import (
     NUM_RECORDS,
@@ -376,14 +376,6 @@ def test_the_latest_hundred_decisions_are_kept_and_all_are_counted(loop):
     assert sum(loop.counts.values()) == NUM_RECORDS + 21
 
 
-def test_another_policy_can_be_given():
-    decision = Decision(7, AT_TARGET, Reason.LOAD, 1.0, 6.5, 2.0)
-    loop = OuterLoop(lambda *_: (decision, OuterState(7)))
-    loop.hear(START_S, report_of("a"), BASIS)
-    assert decide_at(loop, START_S).decision == decision
-    assert loop.state.outer.num_replicas == 7
-
-
 def test_a_rate_that_is_not_a_number_is_recorded_as_unknown(loop):
     loop.hear(START_S, report_of("a"), BASIS)
     snapshot = Snapshot(START_S, [], 0, Arrivals(math.nan, 1.0, 1.0), START_S)
@@ -392,20 +384,6 @@ def test_a_rate_that_is_not_a_number_is_recorded_as_unknown(loop):
 
 
 # Restarts
-
-
-def test_a_restarted_loop_remembers_a_burst(loop):
-    new, blank = OuterLoop(), OuterLoop()
-    see(loop, {"a", "b"}, 2)
-    number = decide_under_load(loop, START_S, START_S + 20, {"a": 10.0, "b": 10.0})[-1]
-    assert number > 2
-    new.restore(loop.state)
-    for each in (new, blank):
-        see(each, {"a", "b"}, number)
-        hear_for(each, START_S + 20, START_S + 24, {"a": 1.0, "b": 1.0})
-    after, without = (decide_at(each, START_S + 24).decision for each in (new, blank))
-    assert after.num_replicas == number
-    assert after.needed > 2 * without.needed
 
 
 def test_a_restarted_loop_decides_the_same_on_the_same_reports(loop):

@@ -115,22 +115,15 @@ async def deciding(decide, basis=BASIS):
             task.cancel()
 
 
-async def until(find):
+async def records_of(governor, number=1, model="m", are_enough=lambda _: True):
+    """Wait for a number of decisions, and for a condition on them."""
     async with asyncio.timeout(20):
-        while not (found := await find()):
+        while True:
+            explanation = await governor.explain(model)
+            records = explanation.records if explanation else []
+            if len(records) >= number and are_enough(records):
+                return records
             await asyncio.sleep(0.005)
-    return found
-
-
-async def records_of(governor, number=1):
-    """Wait for a number of decisions."""
-
-    async def enough():
-        explanation = await governor.explain("m")
-        records = explanation.records if explanation else []
-        return records if len(records) >= number else []
-
-    return await until(enough)
 
 
 async def tick(governor, num_target=3, known=None):
@@ -166,12 +159,11 @@ async def test_an_error_of_the_policy_holds_and_is_recorded(caplog):
     async with deciding(raises) as governor:
         await tick(governor, num_target=4)
 
-        async def failed():
-            problem = "ZeroDivisionError: no tokens"
-            found = [each for each in await records_of(governor) if each.problem == problem]
-            return found if len(found) > 1 else []
+        def failed(records):
+            return [each for each in records if each.problem == "ZeroDivisionError: no tokens"]
 
-        for record in await until(failed):
+        records = await records_of(governor, are_enough=lambda found: len(failed(found)) > 1)
+        for record in failed(records):
             assert record.decision.reason is Reason.HELD
             assert record.decision.num_replicas == 4
             assert record.decision.range == AT_TARGET
@@ -212,12 +204,9 @@ async def test_a_policy_that_hangs_stops_nothing_else():
             assert "marsray_autoscaler_replicas" in await governor.metrics("m")
 
             hanging.go.set()
-
-            async def decided():
-                last = await records_of(governor)
-                return last if last[-1].problem is None else []
-
-            records = await until(decided)
+            records = await records_of(
+                governor, are_enough=lambda records: records[-1].problem is None
+            )
             assert hanging.num_begun > 1, "the late answer was not used"
             assert records[-1].decision == FINE
     finally:
@@ -232,14 +221,7 @@ async def test_an_error_in_one_models_decisions_leaves_others_alone():
         other = LoadReport("r2", 0.0, 5, 2, 1.0, 1.0, 1.0, 0.0, False, Totals())
         await governor.report("other", other, BASIS)
         await records_of(governor, 2)
-
-        async def decided():
-            explanation = await governor.explain("other")
-            return bool(explanation.records)
-
-        await until(decided)
-        explanation = await governor.explain("other")
-        assert {record.problem for record in explanation.records} == {None}
+        assert {each.problem for each in await records_of(governor, model="other")} == {None}
 
 
 # A τ set by hand
@@ -362,32 +344,12 @@ async def test_a_new_governor_decides_on_the_old_ones_state():
     async with deciding(noting) as successor:
         state, number, _ = await tick(successor, num_target=5, known=KNOWN)
         assert (state, number) == (KNOWN, None)
-
-        async def gone_on():
-            return OuterState(3) in asked
-
-        await until(gone_on)
+        records = await records_of(successor, are_enough=lambda _: OuterState(3) in asked)
         assert asked[0] == KNOWN.outer
-        assert (await records_of(successor))[0].replicas_before == 5
+        assert records[0].replicas_before == 5
         # later ticks return its own state
         state, number, _ = await tick(successor, num_target=5, known=KNOWN)
         assert (state.outer, number) == (OuterState(3), 3)
-
-
-async def test_a_new_governor_that_gets_the_state_late_stops_no_replica():
-    """It has decided on one replica of five before the controller brings the state."""
-
-    def keeps(snapshot, state, *_):
-        number = state.num_replicas or len(snapshot.replicas)
-        return replace(CALM, num_replicas=number), OuterState(number)
-
-    async with deciding(keeps) as successor:
-        records = await records_of(successor)
-        assert records[-1].decision.num_replicas == 1
-        state, number, _ = await tick(successor, num_target=5, known=KNOWN)
-        assert (state, number) == (KNOWN, 5)
-        records = await records_of(successor, len(await records_of(successor)) + 2)
-        assert records[-1].decision.num_replicas == 5
 
 
 async def test_silent_replicas_are_overheard_at_the_controller():
@@ -397,11 +359,7 @@ async def test_silent_replicas_are_overheard_at_the_controller():
         later = LoadReport("r1", 0.0, 11, 7, 1.0, 1.0, 1.0, 0.0, False, Totals(20, 900, 9, 900))
         stats = later.stats(time.time())
         await governor.tick("m", ["r1"], 1, {"r1": stats, "stranger": {}}, None)
-
-        async def seen():
-            return (await records_of(governor))[-1].num_waiting == 7
-
-        await until(seen)
+        await records_of(governor, are_enough=lambda records: records[-1].num_waiting == 7)
 
 
 async def test_a_models_metrics_leave_out_other_models():
