@@ -23,10 +23,7 @@ def test_a_short_run_ends_without_errors(served, offline, tmp_path, streaming):
     command += ["--tokenizer", str(served.model), "--extra-inputs", "temperature:0"]
     command += ["--output-artifact-dir", str(tmp_path / "out"), "--no-gpu-telemetry"]
     command += ["--use-server-token-count"] + ["--streaming"] * streaming
-    environment = {
-        **offline,
-        "HF_HUB_OFFLINE": "",
-    }  # else it accepts no folder as tokenizer
+    environment = {**offline, "HF_HUB_OFFLINE": ""}  # else it accepts no folder as tokenizer
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "out/profile_export_aiperf.json").read_text())

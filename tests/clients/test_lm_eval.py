@@ -70,15 +70,8 @@ def test_accuracy_is_that_of_the_projects_own_evaluation(harness, own, kind, pat
 
 def test_scores_are_those_of_transformers(harness, served, python, tmp_path):
     limit = 20
-    results, rows = harness(
-        "local-completions",
-        "marsray_choice",
-        "completions",
-        limit,
-        "--batch_size",
-        "4",
-        concurrent=1,
-    )
+    task, options = ("local-completions", "marsray_choice", "completions"), ["--batch_size", "4"]
+    results, rows = harness(*task, limit, *options, concurrent=1)
     found = [[float(score) for ((score, _),) in row["resps"]] for row in rows]
     greedy = [[is_greedy in (True, "True") for ((_, is_greedy),) in row["resps"]] for row in rows]
     pairs = tmp_path / "pairs.json"

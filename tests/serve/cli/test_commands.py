@@ -269,12 +269,6 @@ def test_options_out_of_range_are_refused(mars_dir, fields, message):
         complete(mars_dir, Mode.AR, 1.0, **fields)
 
 
-def test_mode_exact_gives_the_output_of_mode_ar(mars_dir):
-    exact, ar = complete(mars_dir, Mode.EXACT, 0.3), complete(mars_dir, Mode.AR, 0.3)
-    assert "".join(exact.passes) == "".join(ar.passes)
-    assert (exact.mode, exact.confidence_threshold) == (Mode.EXACT, 1.0)
-
-
 @pytest.mark.parametrize("threshold", [0.03, 1.0])
 def test_the_output_ends_before_a_stop_string(mars_dir, threshold):
     whole = complete(mars_dir, Mode.THRESHOLD, threshold)
@@ -285,15 +279,6 @@ def test_the_output_ends_before_a_stop_string(mars_dir, threshold):
     assert cut.finish_reason == "stop"
     assert cut.num_tokens < whole.num_tokens
     assert len(cut.passes) < len(whole.passes)
-
-
-def test_a_seed_repeats_the_output(mars_dir):
-    first, again, other = (
-        complete(mars_dir, Mode.AR, 1.0, sampling=Sampling(temperature=1.0, seed=seed))
-        for seed in (3, 3, 4)
-    )
-    assert first.passes == again.passes != other.passes
-    assert (first.temperature, first.seed) == (1.0, 3)
 
 
 def run_generate(

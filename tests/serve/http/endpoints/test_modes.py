@@ -50,11 +50,6 @@ async def test_the_models_settings_are_the_defaults(loops, mars):
     assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
 
 
-async def test_calibrated_confidence_needs_a_calibration(client):
-    response = await client.post(COMPLETIONS, json={**COMPLETION, "calibrated": True})
-    client.error_of(response, 400, "calibrated")
-
-
 # Tiers
 
 
@@ -74,12 +69,6 @@ async def test_the_response_reports_the_tier(client, path, tier, used, mode):
     assert (answer["service_tier"], answer["mars"]["mode"]) == (used, mode)
     events = await client.events(path, body)
     assert {event["service_tier"] for event in events} == {used}
-
-
-async def test_a_plain_model_serves_every_tier(client):
-    for tier in ("default", "flex", "priority"):
-        body = {**COMPLETION, "model": "plain", "service_tier": tier}
-        assert (await client.answer(COMPLETIONS, body))["mars"]["mode"] == "ar"
 
 
 # The server's own threshold

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import openai
 import pytest
-from ray.exceptions import RayTaskError
 
-from mars_platform.errors import UserError
 from mars_serve.api.text import encode
-from mars_serve.engine.ipc.loop import EngineDied, QueueFull
 from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, CONVERSATION, PROMPT
-from rest_server import BrokenBackend, app_of, client_of
+from rest_server import app_of, client_of
 
 NAN = float("nan")
 
@@ -33,6 +30,7 @@ NAN = float("nan")
         (COMPLETIONS, {"top_p": float("inf")}, 400, "top_p"),
         (COMPLETIONS, {"logit_bias": {"100000": 1}}, 400, "logit_bias"),
         (COMPLETIONS, {"min_tokens": 25}, 400, "min_tokens"),
+        (COMPLETIONS, {"calibrated": True}, 400, "calibrated"),
         (COMPLETIONS, {"stop_token_ids": [100_000]}, 400, "stop_token_ids"),
         (CHAT, {"model": "absent"}, 404, "model"),
         (CHAT, {"max_tokens": 0}, 400, "max_tokens"),
@@ -107,43 +105,9 @@ async def test_a_too_long_prompt_is_refused_with_its_length(client, tokenizer, p
         assert str(num_prompt + 24) in message
 
 
-async def test_the_refusal_of_an_unknown_model_names_the_known_ones(client):
-    response = await client.post(COMPLETIONS, json={**COMPLETION, "model": "absent"})
-    message = client.error_of(response, 404, "model")
-    assert all(name in message for name in ("absent", "mars", "plain"))
-
-
 async def test_the_openai_client_raises_its_own_errors(official):
     with pytest.raises(openai.BadRequestError) as refusal:
         await official.completions.create(model="mars", prompt=PROMPT, temperature=2.5)
     assert refusal.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         await official.completions.create(model="absent", prompt=PROMPT)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (QueueFull("full"), 503, "queue_full"),
-        (EngineDied("dead"), 503, "not_ready"),
-        (RuntimeError("secret"), 500, "internal_error"),
-    ],
-)
-async def test_errors_of_a_backend_have_a_status_even_for_streams(
-    client_over, error, status, code, stream
-):
-    async with client_over(BrokenBackend(error)) as client:
-        response = await client.post(COMPLETIONS, json={**COMPLETION, "stream": stream})
-    message = client.error_of(response, status, None)
-    assert response.json()["error"]["code"] == code
-    assert ("retry-after" in response.headers) == (status == 503)
-    assert "secret" not in message
-
-
-async def test_a_refusal_by_the_engine_keeps_its_message_through_ray(client_over):
-    cause = UserError("grammar: it does not parse")
-    error = RayTaskError("stream", "a remote traceback", cause).as_instanceof_cause()
-    async with client_over(BrokenBackend(error)) as client:
-        response = await client.post(COMPLETIONS, json={**COMPLETION, "guided_regex": "a"})
-    assert client.error_of(response, 400, "guided_regex") == "guided_regex: it does not parse"
