@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 from mars_platform.data.answers import is_correct
-from mars_platform.data.conversations import parse_conversation
 from mars_platform.errors import UserError
 from mars_train.data.demo import draw_task, write_demo_data
 
@@ -42,15 +41,11 @@ def expected_response(question):
     return f"Totals: {' '.join(map(str, totals[1:]))}. Answer: {totals[-1]}"
 
 
-def test_each_split_has_the_requested_number_of_rows(written):
-    assert len(rows(written / "train.jsonl")) == 3000
-    assert len(rows(written / "eval.jsonl")) == 300
-
-
 def test_held_out_questions_are_distinct_and_not_trained_on(written):
     held_out = questions(written / "eval.jsonl")
-    assert len(set(held_out)) == 300
-    assert not set(held_out) & set(questions(written / "train.jsonl"))
+    trained_on = questions(written / "train.jsonl")
+    assert (len(trained_on), len(held_out), len(set(held_out))) == (3000, 300, 300)
+    assert not set(held_out) & set(trained_on)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl"])
@@ -60,12 +55,6 @@ def test_responses_follow_from_the_questions(written, name):
         assert response == expected_response(question)
         assert response.endswith(f"Answer: {row['answer']}")
         assert is_correct(response, row["answer"])
-
-
-def test_rows_are_conversations_of_one_turn(written):
-    for line in (written / "eval.jsonl").read_text().splitlines():
-        roles = [message.role for message in parse_conversation(line).messages]
-        assert roles == ["user", "assistant"]
 
 
 def test_each_kind_of_task_has_its_share():
@@ -116,27 +105,3 @@ def test_more_questions_than_exist_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--eval-examples: there are not 5 distinct questions"):
         write_demo_data(tmp_path / "data", num_train=3, num_eval=5, seed=0)
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "expected"),
-    [
-        ("There are 12 apples in the box. Answer: 12", "12", True),
-        ("Answer: 12", "12", True),
-        ("Answer:12", "12", True),
-        ("Answer: 12\n", "12", True),
-        ("Answer: 3 Answer: 12", "12", True),
-        ("Answer: 12 Answer: 3", "12", False),
-        ("Answer: 13", "12", False),
-        ("Answer: 112", "12", False),
-        ("Answer: 12 apples", "12", False),
-        ("Answer: 12.", "12", False),
-        ("Answer:", "12", False),
-        ("12", "12", False),
-        ("answer: 12", "12", False),
-        ("", "12", False),
-        ("", "", False),
-    ],
-)
-def test_is_correct(response, answer, expected):
-    assert is_correct(response, answer) is expected

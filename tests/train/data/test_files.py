@@ -121,12 +121,6 @@ def test_reading_conversations_refuses_a_broken_file(tmp_path):
         list(read_conversations([str(tmp_path)], "evaluation.data"))
 
 
-def test_a_missing_file_gives_a_row_of_line_0(tmp_path):
-    ((line, problem),) = read(tmp_path / "gone.jsonl")
-    assert line == 0
-    assert problem.startswith(b"cannot be read (")
-
-
 def test_parquet_bytes_are_not_read_as_text(tmp_path):
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())]))
     table = pa.table({"messages": pa.array([chat(b"Count", b"one")["messages"]], kind)})

@@ -14,6 +14,7 @@ from mars_train.data import pipeline
 from mars_train.data.pipeline import check_vocabulary, encode_rows, encoded_tables, prepare
 from mars_train.data.token_store import TokenStore
 from mars_train.recipe import DataSettings
+from mars_train.run.scratch import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +143,6 @@ def test_more_bad_rows_than_allowed_are_refused(cluster, tokenizer_path, lines_f
     assert prepare(allowed, tokenizer_path, output).num_examples == 1
 
 
-def test_data_without_a_supervised_token_is_refused(cluster, tokenizer_path, lines_file, tmp_path):
-    settings = settings_for(lines_file(GOOD, GOOD), max_length=8, max_bad_rows=9)
-    message = refused(settings, tokenizer_path, tmp_path / "out" / "tokens")
-    assert message.startswith("data.train: none of the 2 rows read is usable: ")
-    assert "chat.jsonl:1: no supervised token within data.max_length = 8, of " in message
-
-
 def test_files_without_rows_are_refused(cluster, tokenizer_path, lines_file, tmp_path):
     message = refused(settings_for(lines_file()), tokenizer_path, tmp_path / "out" / "tokens")
     assert message == "data.train: the files hold no row"
@@ -180,21 +174,26 @@ def test_a_tokenizer_without_chat_template_is_refused(tokenizer_path, lines_file
     assert not (tmp_path / "out").exists()  # refused before anything is written
 
 
+RAISES = "{% for m in messages %}{{ raise_exception('No\n  such\nrole') }}{% endfor %}"
+UNRENDERED = "messages: the chat template cannot render them "
+
+
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "max_length", "reason"),
     [
-        ("{% for m in messages %}{{ raise_exception('No\n  such\nrole') }}{% endfor %}", "No such"),
-        ("{% for m in messages %}", "Unexpected end of template"),
+        (RAISES, 512, f"{UNRENDERED}(No such"),
+        ("{% for m in messages %}", 512, f"{UNRENDERED}(Unexpected end of template"),
+        (CHAT_TEMPLATE, 8, "no supervised token within data.max_length = 8, of "),
     ],
 )
-def test_a_template_that_fails_on_every_row_is_refused(
-    cluster, tokenizer_path, lines_file, tmp_path, template, reason
+def test_data_without_a_usable_row_is_refused(
+    cluster, tokenizer_path, lines_file, tmp_path, template, max_length, reason
 ):
-    broken = save_with_template(tokenizer_path, tmp_path / "broken", template)
-    settings = settings_for(lines_file(GOOD, GOOD), max_bad_rows=9)
-    message = refused(settings, broken, tmp_path / "out" / "tokens")
+    tokenizer = save_with_template(tokenizer_path, tmp_path / "changed", template)
+    settings = settings_for(lines_file(GOOD, GOOD), max_length=max_length, max_bad_rows=9)
+    message = refused(settings, tokenizer, tmp_path / "out" / "tokens")
     assert message.startswith("data.train: none of the 2 rows read is usable: ")
-    assert f"chat.jsonl:1: messages: the chat template cannot render them ({reason}" in message
+    assert f"chat.jsonl:1: {reason}" in message
 
 
 def corrupt(file):
@@ -233,13 +232,6 @@ def test_parquet_rows_without_text_are_bad_rows(cluster, tokenizer_path, tmp_pat
     assert prepare(settings, tokenizer_path, tmp_path / "out" / "tokens").num_examples == 1
     reasons = [row["reason"].split(": ")[0] for row in reported(tmp_path / "out")]
     assert reasons == ["messages.1.content", "messages"]
-
-
-def test_a_store_is_not_overwritten(tokenizer_path, lines_file, tmp_path):
-    write_lines(tmp_path / "out" / "tokens", "precious")
-    with pytest.raises(UserError, match=r"tokens is there already"):
-        prepare(settings_for(lines_file(GOOD)), tokenizer_path, tmp_path / "out" / "tokens")
-    assert (tmp_path / "out" / "tokens").read_text() == "precious\n"
 
 
 def test_an_output_that_cannot_be_written_is_refused(tokenizer_path, lines_file, tmp_path):

@@ -91,11 +91,6 @@ def test_files_are_read_in_order_up_to_the_limit(tmp_path, start):
     assert len(held_out.rows) == 4
 
 
-def test_a_missing_file_is_refused(tmp_path, start):
-    with pytest.raises(UserError, match=r"evaluation\.data: .*missing\.jsonl"):
-        read_held_out(settings_of(str(tmp_path / "missing.jsonl")), DATA, read_checkpoint(start))
-
-
 def test_a_bad_row_is_refused_by_its_line(tmp_path, start):
     file = write(tmp_path / "a.jsonl", [ROWS[0], {"messages": []}])
     with pytest.raises(UserError, match=r"a\.jsonl:2: "):

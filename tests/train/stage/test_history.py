@@ -17,11 +17,6 @@ def test_a_history_survives_writing_and_reading_exactly(tmp_path):
     assert (again.steps[0].num_tokens, again.steps[0].skipped) == (77, False)
 
 
-def test_an_empty_history_survives_writing_and_reading(tmp_path):
-    History().write(tmp_path / "history.json")
-    assert read_history(tmp_path / "history.json") == History()
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_infinities_and_nan_are_read_as_nan(tmp_path, loss):
     History([record(loss, gradient_norm=math.inf, skipped=True)]).write(tmp_path / "history.json")
@@ -44,10 +39,6 @@ def test_non_finite_scores_survive_writing_and_reading(tmp_path):
     assert math.isnan(again.loss_by_depth[0])
 
 
-def test_skipped_steps_are_counted():
-    assert History([record(), record(skipped=True), record(skipped=True)]).num_skipped == 2
-
-
 def test_metrics_leave_out_an_accuracy_without_checkable_answers():
     assert held_out().metrics() == {
         "eval/loss_depth_0": 0.1 + 0.2,
@@ -56,7 +47,3 @@ def test_metrics_leave_out_an_accuracy_without_checkable_answers():
         "eval/accuracy_1": 0.5,
         "eval/tokens_per_forward_0.7": 10 / 3,
     }
-
-
-def test_one_token_decoding_is_that_of_threshold_1():
-    assert held_out().one_token == ThresholdScore(1.0, 0.5, 1.0)

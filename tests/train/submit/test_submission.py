@@ -175,10 +175,6 @@ def test_a_name_must_be_one_of_a_directory(refusal, name):
     assert refusal(name=name).startswith(f"--name: {name!r} cannot be")
 
 
-def test_an_invalid_recipe_is_refused(refusal):
-    assert "stages" in refusal(stages=[])
-
-
 # --- the job --------------------------------------------------------------------------------------
 
 
