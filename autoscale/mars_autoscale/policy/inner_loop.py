@@ -58,20 +58,6 @@ class InnerLoopDecision:
     """Whether no lower τ is allowed or of any use."""
 
 
-@dataclass
-class InnerState:
-    """The memory of an inner loop from one look to the next."""
-
-    rungs: _RungPair = (0, 0)
-    """Rungs in use by tier default and tier flex."""
-    is_exact: bool = False
-    """Whether mode exact replaces plain AR decoding."""
-    changed_s: float = -math.inf
-    """Time of the last change of rungs."""
-    wanted_since_s: float | None = None
-    """Time since which more speed has been wanted; None while it is not."""
-
-
 class InnerLoop:
     """One replica's inner loop.
 
@@ -82,7 +68,14 @@ class InnerLoop:
         self._settings = settings
         self._capacity = capacity
         self._rungs = capacity.useful(settings.min_gain)
-        self.state = InnerState()
+        self._pair: _RungPair = (0, 0)
+        """Rungs in use by tier default and tier flex."""
+        self._is_exact = False
+        """Whether mode exact replaces plain AR decoding."""
+        self._changed_s = -math.inf
+        """Time of the last change of rungs."""
+        self._wanted_since_s: float | None = None
+        """Time since which more speed has been wanted; None while it is not."""
 
     def update(self, look: Look, /) -> InnerLoopDecision:
         """Choose how to decode from now on. A load that is not finite counts as 0."""
@@ -95,7 +88,7 @@ class InnerLoop:
         self._choose_exact(load)
         default, flex = (self._rungs[index] for index in path[at])
         return InnerLoopDecision(
-            LiveDecoding(default.threshold, flex.threshold, self.state.is_exact),
+            LiveDecoding(default.threshold, flex.threshold, self._is_exact),
             gain=gains[at],
             loss=default.loss - self._rungs[0].loss,
             is_lowest=at >= lowest,
@@ -103,14 +96,14 @@ class InnerLoop:
 
     def _wanted_gain(self, filled: float, look: Look) -> float:
         """Return the gain over the target τ that a load of so many full batches needs."""
-        state, settings = self.state, self._settings
+        settings = self._settings
         if filled <= settings.full:
-            state.wanted_since_s = None
+            self._wanted_since_s = None
             return 1.0
-        if state.wanted_since_s is None:
-            state.wanted_since_s = look.now_s
-        is_confirmed = not 0 <= look.now_s - state.wanted_since_s < settings.confirm_s
-        if state.rungs == (0, 0) and filled < settings.urgent and not is_confirmed:
+        if self._wanted_since_s is None:
+            self._wanted_since_s = look.now_s
+        is_confirmed = not 0 <= look.now_s - self._wanted_since_s < settings.confirm_s
+        if self._pair == (0, 0) and filled < settings.urgent and not is_confirmed:
             return 1.0
         # the arrivals count only here: they say little about a replica whose batch has room
         arrivals_gain = look.allowed.feed_forward if look.allowed.feed_forward < math.inf else 1.0
@@ -167,17 +160,16 @@ class InnerLoop:
         load: float,
     ) -> int:
         """Drop to the rungs that are fast enough, or climb one; returns the index in the path."""
-        state = self.state
-        at = max(i for i, pair in enumerate(path) if pair <= state.rungs)
+        at = max(i for i, pair in enumerate(path) if pair <= self._pair)
         fast_enough = [i for i, gain in enumerate(gains) if gain >= wanted_gain]
         wanted = min(fast_enough[0] if fast_enough else len(path) - 1, lowest)
         if at > lowest or wanted > at:
-            at, state.changed_s = wanted, now_s
-        elif wanted < at and not 0 <= now_s - state.changed_s < self._settings.climb_s:
+            at, self._changed_s = wanted, now_s
+        elif wanted < at and not 0 <= now_s - self._changed_s < self._settings.climb_s:
             filled_after = load / self._capacity.max_num_seqs * gains[at] / gains[at - 1]
             if filled_after <= self._settings.climb_full:
-                at, state.changed_s = at - 1, now_s
-        state.rungs = path[at]
+                at, self._changed_s = at - 1, now_s
+        self._pair = path[at]
         return at
 
     def _choose_exact(self, load: float) -> None:
@@ -187,7 +179,7 @@ class InnerLoop:
             return
         gain = self._capacity.gain(exact, min(max(load, 1.0), self._capacity.max_num_seqs))
         # mode exact stays until it is slower, because the number of rows jitters
-        self.state.is_exact = gain >= (1.0 if self.state.is_exact else self._settings.exact_gain)
+        self._is_exact = gain >= (1.0 if self._is_exact else self._settings.exact_gain)
 
 
 def _as_share(value: float) -> float:

@@ -72,11 +72,6 @@ class _Lane:
     count: int = 0
     """Number of rows that were ever admitted."""
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that run or wait."""
-        return len(self.rows) + len(self.queue)
-
     def admit(self) -> int:
         """Let the first waiting request run; returns its number of prompt tokens."""
         served = self.queue.popleft()
@@ -152,7 +147,8 @@ class Replica:
 
     def share(self, tier: Tier) -> float:
         """Return a tier's share of the requests that run or wait; 0 if there are none."""
-        return self._lanes[tier].num_requests / self.load if self.load else 0.0
+        lane = self._lanes[tier]
+        return (len(lane.rows) + len(lane.queue)) / max(self.load, 1)
 
     def num_ahead(self, tier: Tier) -> int:
         """Return the number of waiting requests that are served before a new one of a tier."""

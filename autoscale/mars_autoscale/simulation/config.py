@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated
@@ -203,20 +203,17 @@ def families(config: SimulationConfig) -> list[Family]:
     static = partial(FixedThreshold, static_threshold)
     integral = partial(ProportionalIntegral, capacity.rungs, capacity.max_num_seqs)
 
-    def knative(make_inner_loop: Callable[[], InnerLoopPolicy]) -> list[Variant]:
-        return [
-            (f"target {target:g}", partial(Knative, target, make_inner_loop, max_replicas=most))
-            for target in config.rivals.knative_targets
-        ]
+    def tuned(policy: Callable[[float], Policy], targets: Iterable[float]) -> list[Variant]:
+        return [(f"target {target:g}", partial(policy, target)) for target in targets]
 
-    ray: list[Variant] = [
-        (f"target {target:g}", partial(RayDefault, target, plain))
-        for target in config.rivals.ray_targets
-    ]
+    def knative(inner_loop: Callable[[], InnerLoopPolicy]) -> list[Variant]:
+        policy = partial(Knative, inner_loop=inner_loop, max_replicas=most)
+        return tuned(policy, config.rivals.knative_targets)
+
     return [
         ("joint", [("", partial(Joint, capacity, outer, config.inner))]),
         (f"static, {most} replicas", [("", partial(StaticReplicas, most, capacity.rungs[0]))]),
-        ("ray", ray),
+        ("ray", tuned(partial(RayDefault, inner_loop=plain), config.rivals.ray_targets)),
         ("knative", knative(plain)),
         (f"knative, τ={static_threshold:g}", knative(static)),
         ("knative, PI on τ", knative(integral)),

@@ -44,18 +44,14 @@ class Follower:
     ) -> None:
         self._client = GovernorClient(application)
         self._model = model
-        self._live = initial
+        self.live = initial
+        """Latest value that was applied."""
         self._apply = apply
         self._steering = steering
         self._is_current = threading.Event()
         threading.Thread(target=asyncio.run, args=[self._run()], daemon=True).start()
         if not self._is_current.wait(_START_S):
             _log.warning("the governor does not answer; starting with τ %g", initial.threshold)
-
-    @property
-    def live(self) -> PublishedThreshold:
-        """Latest value that was applied."""
-        return self._live
 
     async def _run(self) -> None:
         if self._steering is None:
@@ -68,16 +64,16 @@ class Follower:
         timeout_s = 0.0  # the first call only fetches the present value
         while True:
             try:
-                newest = await self._client.call("wait", self._model, self._live, timeout_s)
+                newest = await self._client.call("wait", self._model, self.live, timeout_s)
             except RayError as error:
                 _log.warning("the governor does not answer: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
                 continue
             pause_s, timeout_s = _RETRY_S[0], WAIT_S
-            if newest.version > self._live.version:
+            if newest.version > self.live.version:
                 self._apply(newest)
-                self._live = newest
+                self.live = newest
             self._is_current.set()
 
     async def _steer(self, steering: Steering) -> None:

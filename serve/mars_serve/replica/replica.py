@@ -34,7 +34,11 @@ class ModelReplica:
         self._loop = start_engine(settings, num_threads)
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry).start()
-        self._steering = self._steering_of(settings)
+        basis, autoscaling = self._loop.basis, settings.autoscaling
+        self._steering: Steering | None = None
+        if basis is not None and autoscaling is not None:
+            load = self._telemetry.load
+            self._steering = Steering(self._name, basis, autoscaling, self._loop, load)
         initial = PublishedThreshold(0, settings.initial_threshold)
         self._apply(initial)
         self._follower = Follower(
@@ -92,12 +96,6 @@ class ModelReplica:
     async def check_health(self) -> None:
         """Raise if the engine has stopped; Ray Serve then replaces the replica."""
         self._loop.status()
-
-    def _steering_of(self, settings: ModelSettings) -> Steering | None:
-        basis, autoscaling = self._loop.basis, settings.autoscaling
-        if basis is None or autoscaling is None:
-            return None
-        return Steering(self._name, basis, autoscaling, self._loop, self._telemetry.load)
 
     def _apply(self, published: PublishedThreshold) -> None:
         if self._steering is None:

@@ -1,6 +1,6 @@
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ladders import CAPACITY, LADDER
 from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoop, InnerState, Look
+from mars_autoscale.policy.inner_loop import InnerLoop, Look
 from mars_autoscale.policy.settings import InnerSettings
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
@@ -26,14 +26,7 @@ def loop():
     return make_loop()
 
 
-def look(
-    now_s,
-    load,
-    floor=0.0,
-    flex_floor=0.0,
-    feed_forward=1.0,
-    **shares,
-):
+def look(now_s, load, floor=0.0, flex_floor=0.0, feed_forward=1.0, **shares):
     return Look(now_s, load, ThresholdRange(floor, flex_floor, feed_forward), **shares)
 
 
@@ -221,14 +214,3 @@ def test_mode_exact_is_never_slower_and_always_used_if_faster(looks):
             assert gain >= 1.0
         else:
             assert gain < InnerSettings().exact_gain
-
-
-@MANY
-@given(st.lists(REAL_LOOKS, max_size=20), st.integers(0, 20))
-def test_a_restored_state_continues_as_if_nothing_had_happened(looks, cut):
-    whole, other = exact_loop(), exact_loop()
-    expected = [whole.update(each) for each in looks]
-    before = [other.update(each) for each in looks[:cut]]
-    restored = exact_loop()
-    restored.state = InnerState(**asdict(other.state))
-    assert before + [restored.update(each) for each in looks[cut:]] == expected
