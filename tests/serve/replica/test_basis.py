@@ -1,4 +1,3 @@
-import asyncio
 import json
 import logging
 import shutil
@@ -10,23 +9,16 @@ import torch
 
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import FRONTIER_FILE, write_frontier
-from mars_autoscale.policy.decision import ThresholdRange
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
-from mars_platform.method.live import LiveDecoding
 from mars_serve.config.hardware import cpu_name, hardware_name
-from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.observability.request_load import RequestLoad
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.loading import load_engine
-from mars_serve.replica.steering import Steering
 
 TIMES = StepTimes((1, 4, 16), (0, 512), ((0.01, 0.02), (0.02, 0.03), (0.05, 0.06)))
 
@@ -210,34 +202,11 @@ def test_the_name_of_a_processor_has_its_threads(monkeypatch):
     assert hardware_name("cpu") == f"{cpu_name()}, 7 threads"
 
 
-# A whole replica
-
-
-async def outputs_of(loop, request):
-    return [output async for output in loop.stream(request)]
-
-
-async def test_a_replica_without_a_usable_frontier_serves_with_plain_decoding(model_dir):
+def test_the_engine_process_hands_over_its_basis(model_dir):
     corrupted(model_dir)
-    settings = settings_of(model_dir)
-    loop = start_engine(settings, num_threads=1)
+    loop = start_engine(settings_of(model_dir), num_threads=1)
     try:
         assert "cannot be read as JSON" in loop.basis.refused
-        steering = Steering("r1", loop.basis, settings.autoscaling, loop, RequestLoad())
-        steering.take(PublishedThreshold(1, 0.9, ThresholdRange(0.9, 0.7, 9.0)), 100.0)
-        options = DecodingOptions(30, threshold=None)
-        running = asyncio.gather(
-            *(outputs_of(loop, Request(str(i), [5, 9, 12], options)) for i in range(16))
-        )
-        now_s = 100.0
-        while not running.done():
-            await asyncio.sleep(0.005)
-            now_s += 0.5
-            steering.step(now_s)
-        outputs = [output for each in await running for output in each]
-        assert {output.threshold for output in outputs} == {1.0}
-        assert {len(output.tokens) for output in outputs} == {1}
-        assert loop.live == LiveDecoding(1.0, 1.0)
     finally:
         loop.stop()
 

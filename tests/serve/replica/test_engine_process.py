@@ -72,24 +72,6 @@ async def test_a_request_that_can_never_run_is_refused_with_its_reason(loop):
     assert loop.is_alive
 
 
-async def test_the_output_matches_the_grammar(loop, mars_dir):
-    grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no)")
-    outputs = await collect(loop, request("grammar", grammar=grammar))
-    tokens = [token for output in outputs for token in output.tokens]
-    text = read_checkpoint(mars_dir).tokenizer.decode(tokens, skip_special_tokens=True)
-    assert text in ("yes", "no")
-
-
-async def test_closing_a_stream_frees_its_pages(loop):
-    stream = loop.stream(request("left", 200, mode=Mode.AR))
-    await anext(stream)
-    await stream.aclose()
-    async with asyncio.timeout(5):
-        while loop.status().num_requests:
-            await asyncio.sleep(0.01)
-    assert loop.status().num_free_pages == 64
-
-
 def test_an_engine_serves_one_event_loop_after_another(loop):
     first, second = (asyncio.run(collect(loop, request(name, window=4))) for name in ("a", "b"))
     assert [output.tokens for output in first] == [output.tokens for output in second]
