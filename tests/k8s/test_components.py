@@ -61,9 +61,8 @@ def test_jobs_and_the_files_pod_get_the_stores_keys_and_room_for_a_checkpoint(re
 
 
 def test_the_service_has_no_keys_that_may_write(render):
-    for pod in render("../tests/k8s/object-store").pods():
-        for container in pod.containers:
-            assert KEYS not in [each["name"] for each in secrets_of(container)]
+    for where, container in render("../tests/k8s/object-store").containers():
+        assert KEYS not in [each["name"] for each in secrets_of(container)], where
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
-import tomllib
-from collections.abc import Callable
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
 import yaml
 
+from kustomized import K8S
 from mars_platform.config import build_settings
 from mars_train.recipe import Recipe
 
-ROOT = Path(__file__).parents[2]
 CHECKPOINT = "/models/candidates/$CANDIDATE/model"
 
 
@@ -24,30 +21,26 @@ def recipe_of(training: Any) -> Recipe:
     return build_settings(content, Recipe, source=training.name)
 
 
-def command_of(name: str) -> Callable[..., Any]:
-    """The function of a command, from its entry point."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, function = project["entry-points"]["marsray.commands"][name].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+def parse(name, *arguments):
+    """Parse a command line as the command does, without running it."""
+    (command,) = entry_points(group="marsray.commands", name=name)
+    cli = typer.Typer()
+    cli.command(name)(command.load())
+    typer.main.get_command(cli).make_context(name, list(arguments))
 
 
 def test_marsray_accepts_the_entrypoint(job):
-    program, name, *arguments = shlex.split(job.ray["spec"]["entrypoint"])
+    program, *line = shlex.split(job.ray["spec"]["entrypoint"])
     assert program == "marsray"
-    cli = typer.Typer()
-    cli.command(name)(command_of(name))
-    typer.main.get_command(cli).make_context(name, arguments)
+    parse(*line)
 
 
 def test_marsray_accepts_the_commands_of_the_readme(readme):
     lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", readme, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
     assert {name for name, *_ in found} == {"key", "promote"}
-    for name, *arguments in found:
-        cli = typer.Typer()
-        cli.command(name)(command_of(name))
-        typer.main.get_command(cli).make_context(name, arguments)
+    for line in found:
+        parse(*line)
 
 
 def test_all_jobs_work_on_the_same_candidate(job):
@@ -64,7 +57,7 @@ def test_the_promoted_link_is_the_one_that_is_served(render):
     arguments = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
     served = arguments[arguments.index("--service") + 1]
     for name in ("cpu-dev", "gpu", "ha"):
-        content = yaml.safe_load((ROOT / "k8s" / "overlays" / name / "serve.yaml").read_text())
+        content = yaml.safe_load((K8S / "overlays" / name / "serve.yaml").read_text())
         assert [each["path"] for each in content["models"]] == [served]
 
 
@@ -81,11 +74,9 @@ def test_a_job_ends_and_takes_its_cluster_with_it(job):
 
 
 def test_jobs_have_different_names(render):
-    names = [render(f"jobs/{each}").ray["metadata"]["name"] for each in ("calibrate", "evaluate")]
-    names += [
-        render(each).ray["metadata"]["name"] for each in ("jobs/promote", "overlays/cpu-dev-train")
-    ]
-    assert len(set(names)) == 4
+    directories = ["jobs/calibrate", "jobs/evaluate", "jobs/promote", "overlays/cpu-dev-train"]
+    names = {render(each).ray["metadata"]["name"] for each in directories}
+    assert len(names) == len(directories)
 
 
 def test_the_entrypoint_fits_on_a_worker(job):

@@ -5,15 +5,13 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 
-from kustomized import quantity
+from kustomized import K8S, Document, quantity
 from mars_platform import __version__
 
-K8S = Path(__file__).parents[2] / "k8s"
 README = (K8S / "README.md").read_text(encoding="utf-8")
 VERSION = "1.32"
 OTHERS_KINDS = {"ray.io/v1", "monitoring.coreos.com/v1"}
@@ -21,8 +19,6 @@ USER_MADE = set(re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", README, re
 MADE_BY_OTHERS = {("ConfigMap", "kube-root-ca.crt")}
 VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 SECRET = re.compile(r"(PASSWORD|TOKEN|SECRET|_KEY)S?$")
-
-Document = dict[str, Any]
 
 
 @cache
@@ -62,11 +58,9 @@ def test_every_pod_complies_with_the_restricted_profile(manifests):
 
 
 def test_no_container_has_privileges(manifests):
-    for pod in manifests.pods():
-        for container in pod.containers:
-            where = f"{pod.where}: {container['name']}"
-            assert_restricted(container["securityContext"], where)
-            assert not any("hostPort" in port for port in container.get("ports", [])), where
+    for where, container in manifests.containers():
+        assert_restricted(container["securityContext"], where)
+        assert not any("hostPort" in port for port in container.get("ports", [])), where
 
 
 def assert_restricted(context: Document, where: str) -> None:
@@ -84,10 +78,9 @@ def test_the_autoscaler_that_kuberay_adds_has_no_privileges_either(service):
 
 
 def test_every_container_has_requests_and_limits(manifests):
-    for pod in manifests.pods():
-        for container in pod.containers:
-            for part in ("requests", "limits"):
-                assert {"cpu", "memory"} <= set(container["resources"][part]), pod.where
+    for where, container in manifests.containers():
+        for part in ("requests", "limits"):
+            assert {"cpu", "memory"} <= set(container["resources"][part]), where
 
 
 def test_what_runs_long_has_probes(manifests):
@@ -104,9 +97,8 @@ def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifest
         for volume in pod.spec.get("volumes", []):
             if "emptyDir" in volume:
                 limit = quantity(volume["emptyDir"]["sizeLimit"])
-                assert volume["emptyDir"].get("medium") != "Memory" or limit <= memory / 2, (
-                    pod.where
-                )
+                on_disk = volume["emptyDir"].get("medium") != "Memory"
+                assert on_disk or limit <= memory / 2, pod.where
 
 
 def test_the_object_store_fits_into_shared_memory(manifests):
@@ -130,23 +122,23 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests):
 def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests):
     for pod in manifests.pods():
         assert pod.spec["automountServiceAccountToken"] is False, pod.where
-        for container in pod.containers:
-            names = {each["name"] for each in container.get("volumeMounts", [])}
-            assert "api-token" not in names, pod.where
+    for where, container in manifests.containers():
+        assert "api-token" not in {each["name"] for each in container.get("volumeMounts", [])}, (
+            where
+        )
 
 
 def test_no_manifest_contains_a_secret(manifests):
     assert not manifests.of_kind("Secret")
-    for pod in manifests.pods():
-        for container in pod.containers:
-            for variable in container.get("env", []):
-                if SECRET.search(variable["name"]):
-                    assert "value" not in variable, (pod.where, variable["name"])
+    for where, container in manifests.containers():
+        for variable in container.get("env", []):
+            if SECRET.search(variable["name"]):
+                assert "value" not in variable, (where, variable["name"])
 
 
 def test_images_are_pinned_to_the_version(manifests):
     """Pods have the image without CUDA unless they have a GPU."""
-    containers = [each for pod in manifests.pods() for each in pod.containers]
+    containers = [container for _, container in manifests.containers()]
     has_gpus = any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers)
     expected = __version__ if has_gpus else f"{__version__}-cpu"
     for container in containers:

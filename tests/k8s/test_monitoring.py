@@ -14,21 +14,19 @@ from mars_serve.observability.metric_families import HistogramDefinition, Metric
 
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")
 RECORDED = re.compile(r"\bmarsray:[\w:]+")
-HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
 
 
 @pytest.fixture
-def rules(render: Any) -> list[dict[str, Any]]:
+def rules(render):
     (found,) = render("overlays/ha").of_kind("PrometheusRule")
     return [rule for group in found["spec"]["groups"] for rule in group["rules"]]
 
 
 @pytest.fixture
-def panels(render: Any) -> list[dict[str, Any]]:
+def panels(render):
     (configmap,) = render("overlays/ha").of_kind("ConfigMap")
     assert configmap["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    found: list[dict[str, Any]] = json.loads(configmap["data"]["dashboard.json"])["panels"]
-    return found
+    return json.loads(configmap["data"]["dashboard.json"])["panels"]
 
 
 def metric_names() -> set[str]:
@@ -39,13 +37,10 @@ def metric_names() -> set[str]:
         for each in vars(module).values()
         if isinstance(each, MetricDefinition)
     ]
+    definitions += replica_telemetry._COUNTERS.values()
+    histograms = [each.name for each in definitions if isinstance(each, HistogramDefinition)]
     names = {each.name for each in definitions}
-    names |= {
-        f"{each.name}{part}"
-        for each in definitions
-        if isinstance(each, HistogramDefinition)
-        for part in HISTOGRAM_PARTS
-    }
+    names |= {f"{name}{part}" for name in histograms for part in ("_bucket", "_count", "_sum")}
     for family in AutoscalerMetrics({}).collect():
         names.add(f"{family.name}_total" if family.type == "counter" else family.name)
     return names

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
-from kustomized import JOBS, quantity
+from kustomized import JOBS, K8S, quantity
 
-ROOT = Path(__file__).parents[2]
 ON_CPUS = [each for each in JOBS if "gpu" not in each]
 
 
@@ -24,7 +22,7 @@ def test_every_applied_directory_exists(readme):
     named = re.findall(r"-k (k8s/[\w/-]+)", readme)
     assert len(set(named)) > 10
     for directory in named:
-        assert (ROOT / directory / "kustomization.yaml").is_file(), directory
+        assert (K8S.parent / directory / "kustomization.yaml").is_file(), directory
 
 
 def test_a_shell_can_read_every_line(readme):
@@ -50,8 +48,7 @@ def test_the_rollback_moves_the_link_that_is_served(render, readme):
     back = shlex.split(line)
     assert "--force" in back
     assert "--force" not in gate
-    link = "--service"
-    assert back[back.index(link) + 1] == gate[gate.index(link) + 1]
+    assert back[back.index("--service") + 1] == gate[gate.index("--service") + 1]
 
 
 def test_the_files_pod_sleeps_for_four_hours(render):

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from kustomized import K8S
 from mars_platform.config import build_settings
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy.app import application
 from mars_serve.deploy.proxies import _launcher, proxy_environment
 
-K8S = Path(__file__).parents[2] / "k8s"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - a pod's address
 STOP_S = 30
 """Seconds beyond a drain that a pod needs to end."""

@@ -1,12 +1,8 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 
 @pytest.fixture
-def sizing(script: Any) -> Any:
+def sizing(script):
     return script("sizing")
 
 

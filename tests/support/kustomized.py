@@ -101,6 +101,12 @@ class Rendered:
             found += list(_templates(document, where))
         return found
 
+    def containers(self) -> list[tuple[str, Document]]:
+        """Return each container of every pod, with the place where it stands."""
+        return [
+            (f"{pod.where}: {each['name']}", each) for pod in self.pods() for each in pod.containers
+        ]
+
 
 def _templates(value: Any, where: str) -> Iterator[PodTemplate]:
     """Find every pod template below a value, in any kind of document."""

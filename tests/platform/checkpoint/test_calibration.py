@@ -264,7 +264,10 @@ def test_a_file_that_is_no_json_object_is_refused(model, content):
         ({"weights": None}, "weights"),
         ({"weights": "0" * 64}, "weights: it was made for another model's"),
         ({"num_items": 0}, "num_items"),
-        ({"depths": []}, "depths: there are 0, but the model's block size of 2 makes 3"),
+        (
+            {"depths": [{"temperature": 1.0, "num_fitted": 0, "num_checked": 0}]},
+            "depths: there are 1, but the model's block size of 2 makes 3",
+        ),
         ({"date": "today"}, "date: unknown key"),
     ],
 )
