@@ -89,7 +89,10 @@ class HandleBackend:
             except _Silent as error:
                 if has_begun:
                     raise EngineDied("the replica is silent; its host may be gone") from error
-                _check_wait(request, time.monotonic() - start_s)
+                limit_s = request.options.max_queue_s
+                if limit_s is not None and time.monotonic() - start_s >= limit_s:
+                    reason = f"no replica began the request within {limit_s} s"
+                    raise QueueTimeout(reason) from error
                 request.num_silent += 1
                 # The same replica may be alive and get the request again; engines need distinct
                 # ids.
@@ -165,9 +168,3 @@ class HandleBackend:
             return await asyncio.wait_for(self._governor.call(method, *arguments), _GOVERN_S)
         except TimeoutError as error:
             raise GetTimeoutError("the governor does not answer") from error
-
-
-def _check_wait(request: Request, waited_s: float) -> None:
-    limit_s = request.options.max_queue_s
-    if limit_s is not None and waited_s >= limit_s:
-        raise QueueTimeout(f"no replica began the request within {limit_s} s")

@@ -129,7 +129,18 @@ class _Call:
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         choices = list[Choice]()
         for prompt in prompts:
-            options = self._options(prompt, default_tokens, structure)
+            max_tokens = checked_max_tokens(
+                self.model, self.limits, prompt, self.body.limit, default_tokens
+            )
+            options = decoding_options(
+                self.body,
+                self.model.settings,
+                self.model.checkpoint,
+                self.caller,
+                self.limits,
+                max_tokens=max_tokens,
+                grammar=structure.grammar if structure else None,
+            )
             choices += self._choices(request_id, prompt, options, tools, len(choices))
         self.record.mode = choices[0].request.options.mode
         self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
@@ -143,20 +154,6 @@ class _Call:
             tier=tier_of(self.body, self.caller) if self.body.service_tier else None,
             stream_options=self.body.stream_options or StreamOptions(),
             grammar_field=structure.field if structure else None,
-        )
-
-    def _options(
-        self, prompt: Prompt, default_tokens: int, structure: Structure | None
-    ) -> DecodingOptions:
-        body, model, limits = self.body, self.model, self.limits
-        return decoding_options(
-            body,
-            model.settings,
-            model.checkpoint,
-            self.caller,
-            limits,
-            max_tokens=checked_max_tokens(model, limits, prompt, body.limit, default_tokens),
-            grammar=structure.grammar if structure else None,
         )
 
     def _choices(

@@ -39,7 +39,9 @@ class KeyMiddleware:
             caller = await self._authenticate(scope)
             scope.setdefault("state", {})["caller"] = caller
             if _is_admin_path(scope) and not caller.is_admin:
-                raise self._not_admin()
+                remedy = "start the server with" if self._keys.is_open else "use"
+                reason = f"this caller is no administrator; {remedy} a key that has admin: true"
+                raise ApiError(403, f"/admin: {reason}", code="not_allowed")
         await self._app(scope, receive, send)
 
     async def _authenticate(self, scope: Scope) -> Caller:
@@ -57,15 +59,6 @@ class KeyMiddleware:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return caller
-
-    def _not_admin(self) -> ApiError:
-        remedy = (
-            "start the server with a key that has admin: true"
-            if self._keys.is_open
-            else "use a key that has admin: true"
-        )
-        message = f"/admin: this caller is no administrator; {remedy}"
-        return ApiError(403, message, code="not_allowed")
 
 
 def _bearer_key(scope: Scope) -> bytes | None:
