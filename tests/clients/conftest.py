@@ -21,7 +21,7 @@ import httpx
 import pytest
 import yaml
 
-from rest_requests import TOOL_TEMPLATE
+from rest.rest_requests import TOOL_TEMPLATE
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at import; else it uses the network
 ROOT = Path(__file__).parents[2]

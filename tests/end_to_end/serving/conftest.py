@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from mars_platform.cluster.processes import free_port, wait_until_ready
-from rest_requests import TOOL_TEMPLATE
+from rest.rest_requests import TOOL_TEMPLATE
 
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 300, 120
 _ENGINE = {"adaptive_windows": False}  # otherwise outputs depend on how busy the machine is

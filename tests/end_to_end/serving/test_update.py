@@ -25,7 +25,7 @@ from mars_platform.cluster.processes import free_port
 from mars_serve.config.key_file import hash_key
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy.proxies import proxy_environment
-from rest_requests import CHAT, COMPLETIONS, text_of
+from rest.rest_requests import CHAT, COMPLETIONS, text_of
 from waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from api_keys import FakeClock, digest_of, key_entry
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_serve.api.keys import Caller, KeyRing
 from mars_serve.config.key_file import KeyEntry, parse_keys
 from mars_serve.config.settings import KeySettings
+from rest.api_keys import FakeClock, digest_of, key_entry
 
 VARIABLE = "MARSRAY_API_KEYS"
 

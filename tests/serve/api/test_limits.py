@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from api_keys import FakeClock
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
 from mars_serve.api.limits import KeyLimits, KeyUsage
+from rest.api_keys import FakeClock
 
 
 class Tokens:

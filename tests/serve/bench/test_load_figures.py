@@ -19,7 +19,7 @@ from mars_serve.bench.load.plan import (
 from mars_serve.bench.load.report import figures_json, lateness_warning, print_load
 from mars_serve.bench.load.run import LoadOptions, LoadTest
 from mars_serve.bench.load.send import LiveView, Replayed, SentRequest
-from sent_requests import planned, sent, served
+from rest.sent_requests import planned, sent, served
 
 SENT = [
     served(0.0, 0.5, 1.5, threshold_min=0.8, correct=True),

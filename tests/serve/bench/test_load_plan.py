@@ -15,7 +15,7 @@ from mars_serve.bench.load.plan import (
     read_questions,
 )
 from mars_serve.bench.load.target import checked_url, open_client
-from sent_requests import planned
+from rest.sent_requests import planned
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 

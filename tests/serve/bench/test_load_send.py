@@ -11,7 +11,7 @@ from mars_serve.bench.load.plan import (
     LoadPlan,
 )
 from mars_serve.bench.load.send import Replayed, replay
-from sent_requests import planned
+from rest.sent_requests import planned
 
 
 async def replay_one(answer: Callable[[httpx.Request], httpx.Response]) -> Replayed:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.settings import OuterSettings

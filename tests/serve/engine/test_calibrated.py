@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.conftest import Trained
 
-from engines import run as run_requests
+from decoding.engines import run as run_requests
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.errors import UserError

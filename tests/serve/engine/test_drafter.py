@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import Trained
 
-from engines import run as run_requests
+from decoding.engines import run as run_requests
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding

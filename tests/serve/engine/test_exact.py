@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines import output_of, run
+from decoding.engines import output_of, run
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine_requests import make_request
-from engines import oracle, passes_of, run
+from decoding.engine_requests import make_request
+from decoding.engines import oracle, passes_of, run
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,

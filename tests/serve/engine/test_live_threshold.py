@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedModel
 
-from engines import Engines, Models, Outputs
+from decoding.engines import Engines, Models, Outputs
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_requests import make_request
+from decoding.engine_requests import make_request
+from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
-from scheduler_steps import Steps, ids, make_scheduler, request_of
 
 # Rules that hold in every step
 

@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
 from mars_serve.config.served import Backend, ServedModel
 from mars_serve.engine.engine import Engine
-from rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
 
 
 @pytest.fixture(scope="session")

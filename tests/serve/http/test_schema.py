@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
-from rest_requests import BODIES, CHAT, COMPLETIONS
+from rest.rest_requests import BODIES, CHAT, COMPLETIONS
 
 BASES = {path: {**body, "max_tokens": 3} for path, body in BODIES.items()}
 

@@ -19,7 +19,7 @@ import httpx
 
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once
-from rest_requests import CHAT, text_of
+from rest.rest_requests import CHAT, text_of
 
 NUM_CLIENTS = 8
 _THINK_S, _IDLE_S = 0.2, (3.0, 7.0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine_requests import make_request
+from decoding.engine_requests import make_request
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.adaptive.acceptance_statistics import AcceptanceStatistics
 from mars_serve.engine.decoding_options import Sampling

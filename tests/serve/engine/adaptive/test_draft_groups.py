@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_requests import make_request
+from decoding.engine_requests import make_request
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.draft_groups import DraftChances, chosen_masks, mask_gains
 from mars_serve.engine.decoding_options import Outcomes, Sampling

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from engine_requests import PROMPT, make_request, make_row
+from decoding.engine_requests import PROMPT, make_request, make_row
+from decoding.local_loop import LocalLoop
 from frontiers import AR, Corners, frontier_of
-from local_loop import LocalLoop
 from mars_autoscale.model.frontier import Frontier, StepTable, write_frontier
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.checkpoint.fingerprint import weights_fingerprint

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention_steps import AttentionStep, RowShape
-from engine_requests import make_request
-from engines import Engines, Models, oracle, paged_attention, passes_of, run
+from decoding.attention_steps import AttentionStep, RowShape
+from decoding.engine_requests import make_request
+from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import GatheredAttention

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attention_steps import AttentionStep
-from engine_requests import make_request, make_row
-from engines import Models
+from decoding.attention_steps import AttentionStep
+from decoding.engine_requests import make_request, make_row
+from decoding.engines import Models
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged_kernel import load_kernel, refusal, varlen_available

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine_requests import make_request, make_row
+from decoding.engine_requests import make_request, make_row
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.method.rules import confidence, num_accepted
 from mars_serve.engine.decoding_options import Outcomes

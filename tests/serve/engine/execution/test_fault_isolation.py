@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine_requests import make_request
-from engines import Engines, Models, Passes, oracle, passes_of, run
+from decoding.engine_requests import make_request
+from decoding.engines import Engines, Models, Passes, oracle, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import FinishReason

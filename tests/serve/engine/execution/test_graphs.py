@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine_requests import make_request, make_row
-from engines import Engines, Models, oracle, paged_attention, passes_of, run
+from decoding.engine_requests import make_request, make_row
+from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged_kernel import load_kernel, varlen_available

@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from engines import Engines, Models, Passes, paged_attention, passes_of, run
+from decoding.engines import Engines, Models, Passes, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError

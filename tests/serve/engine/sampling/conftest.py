@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from grammar_specs import VOCABULARY
+from decoding.grammar_specs import VOCABULARY
 from mars_serve.engine.sampling.grammar import GrammarCompiler
 from mars_train.run.scratch import train_tokenizer
 

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoding.sampled_rows import (
+    PENALISED,
+    SAMPLED,
+    VOCABULARY,
+    choices,
+    random_logits,
+    sampled_row,
+)
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory
-from sampled_rows import PENALISED, SAMPLED, VOCABULARY, choices, random_logits, sampled_row
 
 # --- penalties ----------------------------------------------------------------------------------
 

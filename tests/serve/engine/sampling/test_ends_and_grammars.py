@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from decoding.modes import AR, EXACT, MAX_TOKENS, THRESHOLD, output_of, run
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import (
@@ -23,7 +24,6 @@ from mars_serve.engine.decoding_options import (
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler
-from modes import AR, EXACT, MAX_TOKENS, THRESHOLD, output_of, run
 
 # Ends
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from grammar_specs import VOCABULARY, lark, regex, schema
+from decoding.grammar_specs import VOCABULARY, lark, regex, schema
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar import (

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoding.sampled_rows import DRAWS, SAMPLED, choices, p_value
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.sampling import sampler as module
 from mars_serve.engine.sampling.sampler import SampledRow, gumbel_noise
-from sampled_rows import DRAWS, SAMPLED, choices, p_value
 
 # --- noise --------------------------------------------------------------------------------------
 

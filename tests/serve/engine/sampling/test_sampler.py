@@ -22,16 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.sampling import sampler as module
-from mars_serve.engine.sampling.sampler import (
-    SampledRow,
-    TokenHistory,
-    choose_tokens,
-    gumbel_noise,
-    log_probs_of,
-)
-from sampled_rows import (
+from decoding.sampled_rows import (
     DRAWS,
     ENDS,
     PENALISED,
@@ -42,6 +33,15 @@ from sampled_rows import (
     random_logits,
     repeated_choices,
     sampled_row,
+)
+from mars_serve.engine.decoding_options import Sampling
+from mars_serve.engine.sampling import sampler as module
+from mars_serve.engine.sampling.sampler import (
+    SampledRow,
+    TokenHistory,
+    choose_tokens,
+    gumbel_noise,
+    log_probs_of,
 )
 
 # --- transformers' own processors ---------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from decoding.modes import AR, EXACT, THRESHOLD, output_of, run
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
@@ -22,7 +23,6 @@ from mars_serve.engine.execution import acceptance
 from mars_serve.engine.execution.reads import Reads
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from modes import AR, EXACT, THRESHOLD, output_of, run
 
 Engines = Callable[..., Engine]
 

@@ -14,7 +14,7 @@ from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
-from rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import LoopBackend, app_of, client_of, served
 
 
 @pytest.fixture

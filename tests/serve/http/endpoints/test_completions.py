@@ -8,8 +8,8 @@ import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import decode, encode
-from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, MESSAGES, PROMPT, text_of
-from rest_server import LoopBackend, until_idle
+from rest.rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, MESSAGES, PROMPT, text_of
+from rest.rest_server import LoopBackend, until_idle
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])

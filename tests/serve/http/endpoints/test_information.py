@@ -6,7 +6,7 @@ import pytest
 from mars_platform import __version__
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
-from rest_server import BrokenBackend, app_of, client_of, served
+from rest.rest_server import BrokenBackend, app_of, client_of, served
 
 
 async def test_health_and_version_are_reported(client):

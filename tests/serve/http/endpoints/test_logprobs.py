@@ -7,7 +7,7 @@ import torch
 
 from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_serve.api.text import TokenBytes, encode
-from rest_requests import BODIES, COMPLETION, COMPLETIONS, MESSAGES, PROMPT
+from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS, MESSAGES, PROMPT
 
 
 @torch.inference_mode()

@@ -9,12 +9,12 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from rest_server import LoopBackend, app_of, served
+from rest.rest_server import LoopBackend, app_of, served
 
 NAME = re.compile(r"marsray_[a-z0-9_]+")
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}

@@ -6,8 +6,8 @@ import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
-from rest_requests import BODIES, COMPLETION, COMPLETIONS
-from rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS
+from rest.rest_server import LoopBackend, app_of, client_of, served
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
-from rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
+from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
 
 SAMPLED = {"temperature": 1, "seed": 11}
 

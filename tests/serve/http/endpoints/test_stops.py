@@ -6,8 +6,8 @@ import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import OutputText, StopRules, decode, encode
-from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, PROMPT, text_of
-from rest_server import until_idle
+from rest.rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, PROMPT, text_of
+from rest.rest_server import until_idle
 
 
 def tokens_of(oracle: Any, checkpoint: Checkpoint, path: str, threshold: float) -> list[int]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import asgi
-from engine_requests import make_request
+from decoding.engine_requests import make_request
 from mars_serve.api.incoming.prompts import Prompt
 from mars_serve.api.outgoing.choices import Choice, stream_all
 from mars_serve.api.text import OutputText, StopRules
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from rest_requests import (
+from rest import asgi
+from rest.rest_requests import (
     BODIES,
     CHAT,
     COMPLETION,
@@ -27,7 +27,7 @@ from rest_requests import (
     PROMPT,
     text_of,
 )
-from rest_server import BrokenBackend, app_of, served, until_idle
+from rest.rest_server import BrokenBackend, app_of, served, until_idle
 
 JSON = {"content-type": "application/json"}
 

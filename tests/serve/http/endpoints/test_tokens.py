@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mars_serve.api.text import encode
 from mars_serve.config.served import ServedModel
-from rest_server import app_of, client_of
+from rest.rest_server import app_of, client_of
 
 TEXT = "What is 1 plus 2? Größe 日本"
 USER = {"role": "user", "content": "Count"}
@@ -32,12 +32,6 @@ async def ids_of(client: httpx2.AsyncClient, **body: Any) -> list[int]:
     assert response.status_code == 200, response.text
     found: list[int] = response.json()["tokens"]
     return found
-
-
-async def refusal(client: httpx2.AsyncClient, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    response = await client.post(path, json=body)
-    error: dict[str, Any] = response.json()["error"]
-    return response.status_code, error
 
 
 async def test_a_text_is_tokenized_and_detokenized(client, tokenizer):
@@ -123,33 +117,19 @@ async def test_tokenizer_info_describes_the_tokenizer(client, tokenizer):
         ("/detokenize", {"model": "none", "tokens": [1]}, 404, "model", "mars, plain"),
         ("/tokenize", {"prompt": "x"}, 400, "model", "it is missing; give one of mars, plain"),
         ("/tokenize", {"model": "mars"}, 400, "prompt", "either prompt or messages"),
-        (
-            "/tokenize",
-            {"model": "mars", "prompt": "x", "messages": [USER]},
-            400,
-            "prompt",
-            "not both",
-        ),
+        ("/tokenize", {"model": "mars", "prompt": "x", "messages": [USER]}, 400, "prompt",
+         "not both"),
         ("/tokenize", {"model": "mars", "prompt": "x", "tools": [{
             "type": "function", "function": {"name": "f"}}]}, 400, "tools", "give messages"),
         ("/tokenize", {"model": "mars", "messages": [USER], "tools": [{
             "type": "function", "function": {"name": "f"}}]}, 400, "tools", "does not know tools"),
         ("/tokenize", {"model": "mars", "messages": []}, 400, "messages", "at least 1 item"),
         ("/tokenize", {"model": "mars", "prompt": 3}, 400, "prompt", "valid string"),
-        (
-            "/tokenize",
-            {"model": "mars", "messages": [USER], "chat_template": "x"},
-            400,
-            "chat_template",
-            "None",
-        ),
-        (
-            "/tokenize",
-            {"model": "mars", "messages": [USER], "chat_template_kwargs": {"messages": "x"}},
-            400,
-            "chat_template_kwargs",
-            "is set by the server",
-        ),
+        ("/tokenize", {"model": "mars", "messages": [USER], "chat_template": "x"}, 400,
+         "chat_template", "None"),
+        ("/tokenize", {"model": "mars", "messages": [USER],
+         "chat_template_kwargs": {"messages": "x"}}, 400, "chat_template_kwargs",
+         "is set by the server"),
         ("/detokenize", {"model": "mars"}, 400, "tokens", "Field required"),
         ("/detokenize", {"model": "mars", "tokens": [-1]}, 400, "tokens", "greater than"),
         ("/detokenize", {"model": "mars", "tokens": ["1"]}, 400, "tokens", "integer"),
@@ -157,9 +137,7 @@ async def test_tokenizer_info_describes_the_tokenizer(client, tokenizer):
     ],
 )  # fmt: skip
 async def test_invalid_requests_are_refused_by_field(client, path, body, status, param, message):
-    found, error = await refusal(client, path, **body)
-    assert (found, error["param"]) == (status, param)
-    assert message in error["message"]
+    assert message in await client.refusal(path, body, status, param)
 
 
 async def test_the_record_names_the_model(client, caplog):

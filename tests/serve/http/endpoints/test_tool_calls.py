@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
-from rest_requests import CHAT
-from rest_server import LoopBackend
+from rest.rest_requests import CHAT
+from rest.rest_server import LoopBackend
 
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n<tools>' }}

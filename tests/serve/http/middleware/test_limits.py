@@ -17,15 +17,15 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
-import asgi
-from api_keys import bearer, key_entry
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 from mars_serve.http.middleware.errors import as_api_error
-from rest_requests import COMPLETIONS
-from rest_server import BrokenBackend, app_of, client_of, served
+from rest import asgi
+from rest.api_keys import bearer, key_entry
+from rest.rest_requests import COMPLETIONS
+from rest.rest_server import BrokenBackend, app_of, client_of, served
 
 GOLDEN = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 12, "mode": "exact"}
 COMPLETION = {"model": "mars", "prompt": "x", "max_tokens": 2}

@@ -20,9 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
-import asgi
-from api_keys import bearer, key_entry
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.loop import RequestFailed
@@ -30,8 +28,10 @@ from mars_serve.http.middleware.errors import ErrorMiddleware
 from mars_serve.http.middleware.recording import RecordMiddleware, write_records_to_stderr
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
-from rest_requests import CHAT, COMPLETION, COMPLETIONS, MESSAGES
-from rest_server import BrokenBackend, app_of, client_of, served
+from rest import asgi
+from rest.api_keys import bearer, key_entry
+from rest.rest_requests import CHAT, COMPLETION, COMPLETIONS, MESSAGES
+from rest.rest_server import BrokenBackend, app_of, client_of, served
 
 Lines = Callable[[], list[dict[str, Any]]]
 BODY = {**COMPLETION, "max_tokens": 5, "mode": "ar"}

@@ -4,8 +4,8 @@ import openai
 import pytest
 
 from mars_serve.api.text import encode
-from rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, CONVERSATION, PROMPT
-from rest_server import app_of, client_of
+from rest.rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, CONVERSATION, PROMPT
+from rest.rest_server import app_of, client_of
 
 NAN = float("nan")
 

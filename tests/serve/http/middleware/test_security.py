@@ -10,17 +10,16 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import asgi
-import rest_requests
-from api_keys import bearer, key_entry
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS
 from mars_serve.http.middleware.bodies import _MAX_DEPTH, _depth
 from mars_serve.http.middleware.security import add_security
-from rest_requests import CHAT, COMPLETIONS
-from rest_server import app_of, client_of
+from rest import asgi, rest_requests
+from rest.api_keys import bearer, key_entry
+from rest.rest_requests import CHAT, COMPLETIONS
+from rest.rest_server import app_of, client_of
 
 COMPLETION = {**rest_requests.COMPLETION, "max_tokens": 2}
 BODIES = {path: {**body, "max_tokens": 2} for path, body in rest_requests.BODIES.items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_requests import make_request, make_row
+from decoding.engine_requests import make_request, make_row
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.request import Draft

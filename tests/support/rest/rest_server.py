@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 from fastapi import FastAPI
 
-from local_loop import LocalLoop
+from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import (

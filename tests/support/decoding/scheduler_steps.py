@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from engine_requests import make_request
+from decoding.engine_requests import make_request
 from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Draft, Request
