@@ -104,7 +104,7 @@ def decide(
             is_saturated=_is_saturated(number, replicas, capacity, settings),
         ),
         reason=reason,
-        decode_tokens_per_s=arrivals.requests_per_s * arrivals.mean_output_tokens,
+        decode_tokens_per_s=arrivals.output_tokens_per_s,
         needed=needed,
         debt=debt,
         is_overspent=is_overspent,

@@ -22,8 +22,7 @@ _MIN_FREE_SHARE = 0.1
 
 def total_demand(arrivals: Arrivals, capacity: Capacity, gain: float = 1.0) -> float:
     """Return the demand of prompts, and of decoding at ``gain`` times the target τ's speed."""
-    output_tokens_per_s = arrivals.requests_per_s * arrivals.mean_output_tokens
-    return capacity.busy_s(output_tokens_per_s, arrivals.prompt_tokens_per_s, gain)
+    return capacity.busy_s(arrivals.output_tokens_per_s, arrivals.prompt_tokens_per_s, gain)
 
 
 def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
@@ -37,10 +36,10 @@ def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float
 
     It is 1 if prompts alone fill the replicas, as no τ makes those faster.
     """
-    free = num_ready - capacity.busy_s(0.0, arrivals.prompt_tokens_per_s)
+    free = num_ready - capacity.busy_s(output_tokens=0, prompt_tokens=arrivals.prompt_tokens_per_s)
     if free <= _MIN_FREE_SHARE * max(num_ready, 1):
         return 1.0
-    return capacity.busy_s(arrivals.requests_per_s * arrivals.mean_output_tokens, 0.0) / free
+    return capacity.busy_s(arrivals.output_tokens_per_s, prompt_tokens=0) / free
 
 
 def queue_demand(

@@ -42,6 +42,11 @@ class Arrivals:
     """Mean output of the requests that have ended."""
 
     @property
+    def output_tokens_per_s(self) -> float:
+        """Output tokens to decode each second."""
+        return self.requests_per_s * self.mean_output_tokens
+
+    @property
     def is_valid(self) -> bool:
         """Whether every figure is finite and not negative."""
         figures = (self.requests_per_s, self.prompt_tokens_per_s, self.mean_output_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,21 +118,20 @@ def _figures(requests: Sequence[Served], objective_ttft_s: float) -> TierFigures
 def mean_figures(runs: Sequence[PolicyFigures]) -> PolicyFigures:
     """Return the mean of each figure over the runs, and of a tier over the runs that have it."""
     tiers = [tier for tier in Tier if any(tier in each.by_class for each in runs)]
-    own = [key for key in PolicyFigures.__dataclass_fields__ if key != "by_class"]
+    by_tier = {
+        tier: [each.by_class[tier] for each in runs if tier in each.by_class] for tier in tiers
+    }
     return PolicyFigures(
-        **{key: mean_or_infinite([getattr(each, key) for each in runs]) for key in own},
+        **_means(runs, set(PolicyFigures.__dataclass_fields__) - {"by_class"}),
         by_class={
-            tier: _mean_of_tier([each.by_class[tier] for each in runs if tier in each.by_class])
-            for tier in tiers
+            tier: TierFigures(**_means(figures, TierFigures.__dataclass_fields__))
+            for tier, figures in by_tier.items()
         },
     )
 
 
-def _mean_of_tier(runs: Sequence[TierFigures]) -> TierFigures:
-    keys = TierFigures.__dataclass_fields__
-    return TierFigures(
-        **{key: mean_or_infinite([getattr(each, key) for each in runs]) for key in keys}
-    )
+def _means(runs: Sequence[TierFigures], names: Iterable[str]) -> dict[str, float]:
+    return {name: mean_or_infinite([getattr(each, name) for each in runs]) for name in names}
 
 
 def mean_or_infinite(values: Sequence[float]) -> float:

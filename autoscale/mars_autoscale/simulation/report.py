@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 
@@ -29,17 +26,14 @@ def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> R
     table = table_of(policy_columns(objective_ttft_s), rows, [bound])
     if len(comparison.policies[0].figures.by_class) < 2:
         return table
-    policy, *figures = tier_columns(objective_ttft_s)
-    columns = [policy, Column("class", "class"), *figures]
-    return Group(table, table_of(columns, _tier_rows(comparison)))
-
-
-def _tier_rows(comparison: PolicyComparison) -> list[dict[str, Any]]:
-    return [
+    policy, *others = tier_columns(objective_ttft_s)
+    columns = [policy, Column("class", "class"), *others]
+    tiers = [
         {"policy": "" if i else _name_of(each), "class": tier, **vars(figures)}
         for each in comparison.policies
         for i, (tier, figures) in enumerate(each.figures.by_class.items())
     ]
+    return Group(table, table_of(columns, tiers))
 
 
 def _name_of(compared: ComparedPolicy) -> str:
@@ -99,18 +93,14 @@ def picture_of(comparison: PolicyComparison) -> Figure:
     queue.set_ylabel("waiting")
     queue.set_yscale("symlog")
     queue.set_xlabel("time, s")
-    _draw_trade(trade, compared)
+    for each in compared:
+        figures = each.figures
+        place = (figures.replica_hours, figures.quality_loss_mean)
+        trade.scatter(*place)
+        text = f"{each.name}\n{figures.slo_attainment:.1%}"
+        trade.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize="small")
+    trade.set_xlabel("replica-hours")
+    trade.set_ylabel("loss, points")
     means = _bound_of(comparison)
     trade.scatter(means["replica_hours"], means["quality_loss_mean"], color="gray", marker="x")
     return figure
-
-
-def _draw_trade(axes: Axes, compared: Sequence[ComparedPolicy]) -> None:
-    for each in compared:
-        figures = each.figures
-        axes.scatter(figures.replica_hours, figures.quality_loss_mean)
-        text = f"{each.name}\n{figures.slo_attainment:.1%}"
-        place = (figures.replica_hours, figures.quality_loss_mean)
-        axes.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize="small")
-    axes.set_xlabel("replica-hours")
-    axes.set_ylabel("loss, points")

@@ -342,6 +342,12 @@ def test_a_burst_counts_at_once_if_replicas_are_busy():
     assert busy.range.feed_forward == 10 / 8 / SETTINGS.full
 
 
+def test_noise_does_not_count_at_once():
+    decisions, state = run(steady(5, 300))
+    after = decision_on(snapshot_of(300, 6, running=16), state)
+    assert after.num_replicas == decisions[-1].num_replicas
+
+
 def test_waiting_requests_order_replicas():
     (calm, full), _ = run([snapshot_of(0, 4, ready=5), snapshot_of(2, 4, ready=5, waiting=50)])
     assert full.num_replicas > calm.num_replicas
