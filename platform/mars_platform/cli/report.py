@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.cli.output_files import check_output_file, check_plot_file
 from mars_platform.errors import UserError
 from mars_platform.statistics import Estimate
 
@@ -50,6 +50,10 @@ class Column:
         return row.get(self.value) if isinstance(row, Mapping) else attrgetter(self.value)(row)
 
 
+figure_column = partial(Column, justify="right", overflow="fold")
+"""Returns a column of numbers or intervals, which stays whole in a narrow terminal."""
+
+
 def table_of(
     columns: Iterable[Column],
     *sections: Iterable[Any],
@@ -77,20 +81,14 @@ def table_of(
         )
     for rows in sections:
         for row in rows:
-            values = [column.value_of(row) for column in columns]
             table.add_row(
-                *(
-                    number(value, column.spec, missing=missing, infinite=infinite)
-                    for value, column in zip(values, columns, strict=True)
-                )
+                *(_text(column.value_of(row), column.spec, missing, infinite) for column in columns)
             )
         table.add_section()
     return table
 
 
-def number(
-    value: float | str | None, spec: str, *, missing: str = "", infinite: str = "inf"
-) -> str:
+def _text(value: float | str | None, spec: str, missing: str, infinite: str) -> str:
     """Return a number as text, with words for None and infinity; text stays as it is."""
     if value is None:
         return missing
@@ -231,6 +229,11 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
         if path is None:
             continue
         if option == "--plot":
-            check_plot_file(path)
-        else:
-            check_output_file(path, option)
+            from matplotlib.backend_bases import FigureCanvasBase  # slow to load
+
+            if path.suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+                raise UserError(
+                    f"--plot: {path} names no format of pictures; end it in .png or .svg"
+                )
+        if not path.parent.is_dir():
+            raise UserError(f"{option}: there is no directory {path.parent}; make it first")

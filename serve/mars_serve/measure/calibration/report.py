@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from mars_platform.checkpoint.calibration import NUM_BINS, Calibration
-from mars_platform.cli.report import Column, print_json, print_notes, table_of
+from mars_platform.checkpoint.calibration import NUM_BINS
+from mars_platform.cli.report import figure_column, print_json, print_notes, table_of
 from mars_serve.measure.calibration.run import CalibrationRun
 from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, frontier_table
 
 _COLUMNS = (
-    ("depth", "depth", ""),
-    ("fitted on", "num_fitted", ","),
-    ("checked on", "num_checked", ","),
-    ("right", "accuracy", ".1%"),
-    ("temperature", "temperature", ".3f"),
-    ("ECE", "ece_before", ".4f"),
-    ("calibrated", "ece_after", ".4f"),
-    ("Brier", "brier_before", ".4f"),
-    ("calibrated", "brier_after", ".4f"),
+    figure_column("depth", "depth"),
+    figure_column("fitted on", "num_fitted", ","),
+    figure_column("checked on", "num_checked", ","),
+    figure_column("right", "accuracy", ".1%"),
+    figure_column("temperature", "temperature", ".3f"),
+    figure_column("ECE", "ece_before", ".4f"),
+    figure_column("calibrated", "ece_after", ".4f"),
+    figure_column("Brier", "brier_before", ".4f"),
+    figure_column("calibrated", "brier_after", ".4f"),
 )
-"""Header, key and format of each column."""
 
 
 def print_calibration(run: CalibrationRun, console: Console, *, as_json: bool) -> None:
@@ -32,19 +30,12 @@ def print_calibration(run: CalibrationRun, console: Console, *, as_json: bool) -
         frontier = frontier_figures(run.frontier, run.frontier_file)
         print_json(console, _figures(run) | {"frontier": frontier})
         return
-    console.print(_table(run.measured.calibration))
+    depths = run.measured.calibration.depths
+    rows = [{"depth": depth, **vars(each)} for depth, each in enumerate(depths)]
+    console.print(table_of(_COLUMNS, rows))
     print_notes(console, _notes(run))
     console.print(frontier_table(run.frontier))
     print_notes(console, frontier_notes(run.frontier, run.frontier_file))
-
-
-def _table(calibration: Calibration) -> Table:
-    columns = [
-        Column(header, value, spec, justify="right", overflow="fold")
-        for header, value, spec in _COLUMNS
-    ]
-    rows = [{"depth": depth, **vars(each)} for depth, each in enumerate(calibration.depths)]
-    return table_of(columns, rows)
 
 
 def _notes(run: CalibrationRun) -> list[str]:

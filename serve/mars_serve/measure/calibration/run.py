@@ -145,7 +145,9 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     num_items = len(items)
     with progress_display(console) as display:
-        phases = _phases(working, num_items) | phases_left(how, working.kept, num_items)
+        phases = phases_left(how, working.kept, num_items)
+        if working.kept.calibration is None:
+            phases = {"decode": num_items, "calibrate": 2.0 * num_items} | phases
         on_progress = WholeProgress(display.update, phases).update
         measured = _calibration(checkpoint, items, options.max_cursors, how, working, on_progress)
         file = write_calibration(checkpoint.path, measured.calibration)
@@ -207,13 +209,6 @@ def _working_file(
     }
     key = run_key(weights_fingerprint(checkpoint.path), items, conditions)
     return WorkingFile(checkpoint.path, key)
-
-
-def _phases(working: WorkingFile, num_items: int) -> dict[str, float]:
-    """Return the phases of the calibration that are left; see `phases_left`."""
-    if working.kept.calibration is not None:
-        return {}
-    return {"decode": float(num_items), "calibrate": 2.0 * num_items}
 
 
 def _calibration(

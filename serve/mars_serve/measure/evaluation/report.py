@@ -9,9 +9,9 @@ from rich.table import Table
 
 from mars_platform.cli.report import (
     Column,
+    figure_column,
     interval,
     jsonable,
-    number,
     print_json,
     print_notes,
     table_of,
@@ -30,28 +30,25 @@ def print_evaluation(evaluation: Evaluation, console: Console, *, as_json: bool)
 
 
 def _table(evaluation: Evaluation) -> Table:
-    quality = {
-        "accuracy": lambda row: interval(row.score.accuracy, ".1f", scale=100, unit="%"),
-        "difference": lambda row: interval(row.score.difference, "+.1f", scale=100),
-    }
-    figures = {
-        "tok/fwd": lambda row: interval(row.score.tokens_per_forward, ".2f"),
-        "pos/fwd": lambda row: number(row.score.positions_per_forward.value, ".2f"),
-        "identical": lambda row: number(row.score.identical, ".1%"),
-        "cut off": lambda row: number(row.score.cut_off, ".1%"),
-        "tok/s": lambda row: number(row.tokens_per_s, ",.0f"),
-    }
-    if evaluation.rows[0].score.num_checkable:
-        figures = quality | figures
-    columns = [
+    names = [
         Column("mode", lambda row: setting_names(row.setting)[0], no_wrap=True),
         Column("τ", lambda row: setting_names(row.setting)[1], no_wrap=True),
-        *(
-            Column(header, text, justify="right", overflow="fold")
-            for header, text in figures.items()
-        ),
     ]
-    return table_of(columns, evaluation.rows)
+    quality = [
+        figure_column(
+            "accuracy", lambda row: interval(row.score.accuracy, ".1f", scale=100, unit="%")
+        ),
+        figure_column("difference", lambda row: interval(row.score.difference, "+.1f", scale=100)),
+    ]
+    figures = [
+        figure_column("tok/fwd", lambda row: interval(row.score.tokens_per_forward, ".2f")),
+        figure_column("pos/fwd", "score.positions_per_forward.value", ".2f"),
+        figure_column("identical", "score.identical", ".1%"),
+        figure_column("cut off", "score.cut_off", ".1%"),
+        figure_column("tok/s", "tokens_per_s", ",.0f"),
+    ]
+    shown = quality + figures if evaluation.rows[0].score.num_checkable else figures
+    return table_of(names + shown, evaluation.rows)
 
 
 def _notes(evaluation: Evaluation) -> list[str]:

@@ -46,7 +46,9 @@ def score(decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem] | None
     checked = [each.correct for each in decoded if each.correct is not None]
     difference = identical = None
     if baseline is not None:
-        pairs = _pairs(decoded, baseline)
+        by_source = {each.source: each for each in baseline}
+        assert by_source.keys() == {each.source for each in decoded}, "both have the same items"
+        pairs = [(each, by_source[each.source]) for each in decoded]
         difference = _difference(pairs)
         identical = sum(ours.tokens == theirs.tokens for ours, theirs in pairs) / num_items
     passes = [each.num_passes for each in decoded]
@@ -63,20 +65,10 @@ def score(decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem] | None
     )
 
 
-def _pairs(
-    decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem]
-) -> list[tuple[DecodedItem, DecodedItem]]:
-    by_source = {each.source: each for each in baseline}
-    assert by_source.keys() == {each.source for each in decoded}, "both have the same items"
-    return [(each, by_source[each.source]) for each in decoded]
-
-
 def _difference(pairs: Sequence[tuple[DecodedItem, DecodedItem]]) -> Estimate | None:
     checked = [
         (ours.correct, theirs.correct)
         for ours, theirs in pairs
         if ours.correct is not None and theirs.correct is not None
     ]
-    if not checked:
-        return None
-    return paired_difference([ours for ours, _ in checked], [theirs for _, theirs in checked])
+    return paired_difference(*map(list, zip(*checked, strict=True))) if checked else None

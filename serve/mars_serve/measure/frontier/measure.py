@@ -31,7 +31,7 @@ from mars_serve.measure.evaluation.decoding import (
     widest_row,
 )
 from mars_serve.measure.evaluation.items import EvalItem
-from mars_serve.measure.frontier.likelihood import PromptAndOutput, log_likelihoods
+from mars_serve.measure.frontier.likelihood import log_likelihoods
 from mars_serve.measure.frontier.points import (
     contradiction,
     mean_cached_tokens,
@@ -241,11 +241,10 @@ def _score_outputs(
     on_progress: OnProgress,
 ) -> dict[str, tuple[float, ...]]:
     """Return log-likelihoods by setting; an output that several settings gave is scored once."""
-
-    def text(item: EvalItem, decoded: DecodedItem) -> PromptAndOutput:
-        return item.prompt, decoded.tokens
-
-    texts = {name: [*map(text, items, decoded)] for name, decoded in unscored.items()}
+    texts = {
+        name: [(item.prompt, each.tokens) for item, each in zip(items, decoded, strict=True)]
+        for name, decoded in unscored.items()
+    }
     distinct = list(dict.fromkeys(each for line in texts.values() for each in line))
     found = log_likelihoods(engine, distinct, _counting(on_progress, _SCORES, len(distinct)))
     score_of = dict(zip(distinct, found, strict=True))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.settings import InnerSettings
-from mars_platform.cli.report import Column, interval, table_of
+from mars_platform.cli.report import Column, figure_column, interval, table_of
 from mars_platform.statistics import Estimate
 from mars_serve.measure.frontier.measure import MeasuredFrontier
 from mars_serve.measure.frontier.step_fit import LinearSteps
@@ -33,28 +33,16 @@ def useful_rungs(measured: MeasuredFrontier) -> tuple[Rung, ...]:
 
 def frontier_table(measured: MeasuredFrontier) -> Table:
     """Return a table with a row for each setting; brackets are 95% intervals."""
-    headers = {
-        f"{measured.frontier.measure}, %": "quality",
-        "log p / token": "log_likelihood",
-        "tok/fwd": "tokens_per_forward",
-        "pos/row": "positions_per_row",
-        "tok/s": "tokens_per_s",
-        "gain": "gain",
-        "break-even": "break_even",
-        "hull": "hull",
-    }
-    formats = {
-        "tokens_per_forward": ".2f",
-        "positions_per_row": ".2f",
-        "tokens_per_s": ",.0f",
-        "gain": ".2f",
-    }
     columns = [
         Column("mode", "mode", no_wrap=True),
-        *(
-            Column(header, key, formats.get(key, ""), justify="right", overflow="fold")
-            for header, key in headers.items()
-        ),
+        figure_column(f"{measured.frontier.measure}, %", "quality"),
+        figure_column("log p / token", "log_likelihood"),
+        figure_column("tok/fwd", "tokens_per_forward", ".2f"),
+        figure_column("pos/row", "positions_per_row", ".2f"),
+        figure_column("tok/s", "tokens_per_s", ",.0f"),
+        figure_column("gain", "gain", ".2f"),
+        figure_column("break-even", "break_even"),
+        figure_column("hull", "hull"),
     ]
     return table_of(columns, _rows(measured))
 
