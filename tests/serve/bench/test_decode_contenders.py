@@ -35,6 +35,7 @@ from mars_serve.engine.execution.linear import pack_linears
 MASK, WINDOW = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, MASK}))
 ENDLESS = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
+FAMILIES = ("qwen2", "llama")
 Models = Callable[[str], PreTrainedModel]
 
 
@@ -105,17 +106,28 @@ def test_static_batches_hold_each_request_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoding", "passes"),
+    ("decoding", "passes", "positions"),
     [
-        (DecodingOptions(1, Mode.AR), [1] * 13),
-        (DecodingOptions(1, Mode.THRESHOLD, 0.95, window=4), [2] * 6 + [1]),
-        (DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL), [1, 3, 3, 3, 3]),
-        # Two of four drafts are right, and the next step has no drafts; at the end one is fed.
-        (DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.LAST), [1, 3, 1, 3, 1, 3, 1]),
+        (DecodingOptions(1, Mode.AR), [1] * 13, [1] * 13),
+        (  # after the first pass, two tokens and the masks that the rest has room for
+            DecodingOptions(1, Mode.THRESHOLD, 0.95, window=4),
+            [2] * 6 + [1],
+            [1 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 2, 2 + 0],
+        ),
+        (  # the pending token, the drafts, and for each outcome the masks that have room
+            DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL),
+            [1, 3, 3, 3, 3],
+            [1 + 4, 25, 25, 1 + 4 + 4 + 3 + 2 + 1 + 0, 1 + 2],
+        ),
+        (  # two of four drafts are right, and the next step has no drafts; at the end one is fed
+            DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.LAST),
+            [1, 3, 1, 3, 1, 3, 1],
+            [1 + 4, 1 + 4 + 4, 1 + 4, 1 + 4 + 2, 1 + 3, 1 + 3, 1],
+        ),
     ],
 )
-def test_drawn_lengths_follow_the_mode(
-    model: BenchModel, decoding: DecodingOptions, passes: list[int]
+def test_drawn_lengths_and_positions_follow_the_mode(
+    model: BenchModel, decoding: DecodingOptions, passes: list[int], positions: list[int]
 ) -> None:
     requests = [BenchRequest(str(n), (5 + n, 6, 7), 13) for n in range(6)]
     draws = Draws(fixed_length(2), fixed_length(3), seed=0)
@@ -123,6 +135,7 @@ def test_drawn_lengths_follow_the_mode(
     decoded = EngineContender(lambda: engine, decoding, draws).run(requests)
     assert [len(tokens) for tokens in decoded.outputs] == [13] * 6
     assert decoded.num_passes == 6 * len(passes)
+    assert decoded.num_positions == 6 * sum(positions)
 
 
 def fixed_length(tokens: int) -> AcceptanceDistribution:
@@ -138,23 +151,6 @@ def test_mode_exact_equals_the_reference(model: BenchModel, outcomes: Outcomes |
     special, plain = model.checkpoint.special, model.create()
     passes = [oracle(plain, each, special) for each in requests]
     assert decoded.outputs == [[token for part in each for token in part] for each in passes]
-
-
-def test_positions_count_tokens_drafts_and_masks(model: BenchModel) -> None:
-    requests = [BenchRequest("a", (5, 6, 7), 13)]
-    draws = Draws(fixed_length(2), fixed_length(3), seed=0)
-    engine = build_engine(model, requests, 1, draws, exact=True)
-
-    def positions(decoding: DecodingOptions) -> int | None:
-        return EngineContender(lambda: engine, decoding, draws).run(requests).num_positions
-
-    assert positions(DecodingOptions(1, Mode.AR)) == 13
-    # after the first pass, two tokens and the masks that the rest has room for
-    threshold = [1 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 4, 2 + 2, 2 + 0]
-    assert positions(DecodingOptions(1, Mode.THRESHOLD, 0.95, window=4)) == sum(threshold)
-    # the pending token, the drafts, and for each outcome the masks that have room
-    exact = [1 + 4, 25, 25, 1 + 4 + 4 + 3 + 2 + 1 + 0, 1 + 2]
-    assert positions(DecodingOptions(1, Mode.EXACT, outcomes=Outcomes.ALL)) == sum(exact)
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
@@ -178,43 +174,37 @@ def test_drafts_have_the_drawn_probability_as_confidence(model: BenchModel, righ
     assert {rate for rates in seen for rate in rates} == {right}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("block_length", [1, 4, 7, 64])
-def test_block_sync_equals_the_reference_at_one_token_a_pass(
-    tiny_model: Models, family: str, block_length: int
+@pytest.mark.parametrize(
+    ("family", "special", "threshold", "block_length"),
+    [
+        *((family, SPECIAL, 1.0, length) for family in FAMILIES for length in (1, 4, 7, 64)),
+        *((family, SPECIAL, 0.1, 24) for family in FAMILIES),
+        *(
+            ("qwen2", special, 0.1, length)
+            for special in (SPECIAL, ENDLESS)
+            for length in (1, 4, 7)
+        ),
+    ],
+)
+def test_block_sync_equals_the_reference_whose_window_the_end_of_a_block_cuts(
+    tiny_model: Models, family: str, special: SpecialTokens, threshold: float, block_length: int
 ) -> None:
-    model, requests = tiny_model(family), ragged(9)
-    rows = block_sync(model, requests, SPECIAL, threshold=1.0, block_length=block_length)
+    model, requests = tiny_model(family), ragged(12, seed=2)
+    rows = block_sync(model, requests, special, threshold=threshold, block_length=block_length)
     assert [row.request for row in rows] == requests
     for row in rows:
-        assert row.passes == oracle(model, row.request, SPECIAL)
-    ended = [row for row in rows if row.num_output < row.request.max_tokens]
-    assert 0 < len(ended) < len(rows)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_block_sync_equals_the_reference_if_one_block_holds_the_output(
-    tiny_model: Models, family: str
-) -> None:
-    model, requests = tiny_model(family), ragged(9, seed=1)
-    rows = block_sync(model, requests, SPECIAL, threshold=0.1, block_length=24)
-    for row in rows:
-        assert row.passes == oracle(model, row.request, SPECIAL, threshold=0.1)
-        assert row.num_waits == 0
-    assert any(len(tokens) > 1 for row in rows for tokens in row.passes)
-
-
-@pytest.mark.parametrize("block_length", [1, 4, 7])
-@pytest.mark.parametrize("special", [SPECIAL, ENDLESS])
-def test_the_end_of_a_block_cuts_the_window_and_rows_wait_there(
-    tiny_model: Models, special: SpecialTokens, block_length: int
-) -> None:
-    model, requests = tiny_model("qwen2"), ragged(12, seed=2)
-    rows = block_sync(model, requests, special, threshold=0.1, block_length=block_length)
-    for row in rows:
-        expected = oracle(model, row.request, special, threshold=0.1, block_length=block_length)
+        expected = oracle(
+            model, row.request, special, threshold=threshold, block_length=block_length
+        )
         assert row.passes == expected
-    assert (sum(row.num_waits for row in rows) > 0) == (block_length > 1)
+    ended = [row for row in rows if row.num_output < row.request.max_tokens]
+    assert (special is SPECIAL) == (0 < len(ended) < len(rows))
+    # rows wait at the end of a block that they fill at different speeds
+    waits = sum(row.num_waits for row in rows)
+    assert (waits > 0) == (threshold < 1.0 and block_length in (4, 7))
+    assert any(len(tokens) > 1 for row in rows for tokens in row.passes) == (
+        threshold < 1.0 < block_length
+    )
 
 
 def test_block_sync_accepts_drawn_lengths(tiny_model: Models) -> None:

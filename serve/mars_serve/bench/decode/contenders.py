@@ -55,12 +55,13 @@ class Contender(ABC):
     choices: Mapping[str, tuple[Any, ...]] = {}
     """Settings to try, each with its values, the default first; the fastest ones are measured."""
 
-    def configure(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 - many have no settings
-        """Set a value for each of `choices`.
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Set a value for each of `choices`; it comes before the first run.
 
         Raises:
             NotAvailable: the contender cannot run here.
         """
+        self._settings = dict(settings)
 
     @abstractmethod
     def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
@@ -196,11 +197,6 @@ class BlockSync(Contender):
         self._model, self._forms = model, forms
         self._batch, self._threshold = batch, threshold
         self._draw = partial(draws.acceptance.draw, draws.seed) if draws else None
-        self._settings = {name: values[0] for name, values in self.choices.items()}
-
-    def configure(self, settings: Mapping[str, Any]) -> None:
-        """Set the number of tokens that rows cache together, and the order of the requests."""
-        self._settings = dict(settings)
 
     def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
         """Decode one static batch after the other."""

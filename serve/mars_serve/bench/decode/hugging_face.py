@@ -43,18 +43,13 @@ class HfGenerate(Contender):
     ) -> None:
         """Decode in batches of ``batch`` with a model that is made at first use."""
         self._model, self._special, self._batch = model, special, batch
-        self._order = ORDERS[0]
-
-    def configure(self, settings: Mapping[str, Any]) -> None:
-        """Set the order of the requests."""
-        self._order = settings["order"]
 
     def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
         """Decode one static batch after the other."""
         model = self._model()
         model.set_attn_implementation("sdpa")
         outputs: dict[str, list[int]] = {}
-        for part in static_batches(requests, self._batch, self._order):
+        for part in static_batches(requests, self._batch, self._settings["order"]):
             outputs |= self._generate(model, part)
         decoded = [outputs[request.id] for request in requests]
         return DecodedRun(decoded, num_passes=sum(map(len, decoded)))
@@ -109,7 +104,6 @@ class HfContinuous(Contender):
         }
         self._model, self._special, self._batch = model, special, batch
         self._longest = max(len(request.prompt) + request.max_tokens for request in requests)
-        self._settings = {name: values[0] for name, values in self.choices.items()}
         self._manager: Any = None
         self._attention = ""
         """Attention that the manager gave the model; set before each run, as models are shared."""
@@ -118,7 +112,7 @@ class HfContinuous(Contender):
     def configure(self, settings: Mapping[str, Any]) -> None:
         """Set the attention, the page size in tokens and the most tokens of a step."""
         self.close()
-        self._settings = dict(settings)
+        super().configure(settings)
         self._start()
 
     def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:

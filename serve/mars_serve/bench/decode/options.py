@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from mars_platform.errors import UserError
 from mars_serve.bench.decode.workload import RaggedShape
 from mars_serve.engine.decoding_options import Outcomes
+from mars_serve.measure.evaluation.decoding import check_threshold, device_and_dtype
 
 CONTENDERS = (
     "ar",
@@ -82,27 +81,22 @@ class DecodeOptions:
         for batch in self.batches:
             if batch < 1:
                 raise UserError(f"--batch: {batch} is no batch size; give 1 or more")
-        if not 0.0 < self.threshold <= 1.0:
-            raise UserError(
-                f"--threshold: {self.threshold} is not in (0, 1]; 1 is plain AR decoding"
-            )
+        check_threshold(self.threshold)
         if self.agreement is not None:
-            self._check_agreement(self.agreement)
+            if not 0.0 <= self.agreement <= 1.0:
+                raise UserError(
+                    f"--agreement: {self.agreement} is no probability; give one in [0, 1]"
+                )
+            if not any(name in EXACT_OUTCOMES for name in self.contenders):
+                raise UserError(
+                    "--agreement: only contenders in mode exact check drafts; add --contender exact"
+                )
         self._check_source()
-
-    def _check_agreement(self, agreement: float) -> None:
-        if not 0.0 <= agreement <= 1.0:
-            raise UserError(f"--agreement: {agreement} is no probability; give one in [0, 1]")
-        if not any(name in EXACT_OUTCOMES for name in self.contenders):
-            raise UserError(
-                "--agreement: only contenders in mode exact check drafts; add --contender exact"
-            )
 
     def _check_source(self) -> None:
         if (self.model is None) == (self.untrained is None):
             raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device: there is no CUDA device on this machine; use cpu")
+        device_and_dtype(self.device, self.dtype)  # refuses a device that is missing
         if self.prompts is not None and self.untrained is not None:
             raise UserError(
                 "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"

@@ -143,7 +143,13 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
         "workload": _workload(options),
         "acceptance": draws and draws.acceptance.model_dump(),
         "acceptance_exact": draws and draws.exact.model_dump(),
-        "machine": _machine(options.device),
+        "machine": {
+            "cpu": cpu_name(),
+            "num_cores": os.cpu_count(),
+            "num_threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if options.device == "cuda" else None,
+            "system": platform.platform(),
+        },
         "versions": {
             "marsray": __version__,
             "python": platform.python_version(),
@@ -212,9 +218,9 @@ def _speed_table(comparison: DecodeComparison) -> Table:
 
 
 def _speed_rows(batch: BatchResult) -> list[dict[str, Any]]:
-    rows = []
-    for index, (name, result) in enumerate(batch.results.items()):
-        row: dict[str, Any] = {"batch": None if index else batch.batch, "contender": name}
+    rows: list[dict[str, Any]] = []
+    for name, result in batch.results.items():
+        row = {"batch": None if rows else batch.batch, "contender": name}
         if result.unavailable is not None:
             row |= {"speed": "not available", "settings": result.unavailable}
         else:
@@ -275,13 +281,3 @@ def _notes(comparison: DecodeComparison) -> list[str]:
             f"where as many drafts are fed: {draws.exact.source}"
         )
     return notes
-
-
-def _machine(device: str) -> dict[str, Any]:
-    return {
-        "cpu": cpu_name(),
-        "num_cores": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
-        "system": platform.platform(),
-    }

@@ -152,23 +152,19 @@ async def replay(
     return await _Replay(client, plan, timeout_s, on_progress).run()
 
 
+@dataclass
 class _Replay:
     """A running load test; its clock starts when the object is made."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        plan: LoadPlan,
-        timeout_s: float,
-        on_progress: Callable[[int, int, str], None],
-    ) -> None:
-        self._client = client
-        self._plan = plan
-        self._timeout_s = timeout_s
-        self._on_progress = on_progress
+    client: httpx.AsyncClient
+    plan: LoadPlan
+    timeout_s: float
+    on_progress: Callable[[int, int, str], None]
+
+    def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._start = self._clock()
-        self._result = Replayed(plan)
+        self._result = Replayed(self.plan)
 
     async def run(self) -> Replayed:
         async with asyncio.TaskGroup() as watching:
@@ -187,8 +183,8 @@ class _Replay:
         return self._result
 
     async def _send_all(self, group: asyncio.TaskGroup) -> None:
-        for request in self._plan.requests:
-            path, content = self._plan.content(request)
+        for request in self.plan.requests:
+            path, content = self.plan.content(request)
             await self._until(request.at_s)
             group.create_task(self._send(request, path, content))
 
@@ -202,7 +198,7 @@ class _Replay:
         sent = SentRequest(request, self._now())
         self._result.sent.append(sent)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await self._exchange(sent, path, content)
         except TimeoutError:
             sent.error = "timeout"
@@ -215,7 +211,7 @@ class _Replay:
         sent.end_s = self._now()
 
     async def _exchange(self, sent: SentRequest, path: str, content: bytes) -> None:
-        async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
+        async with self.client.stream("POST", path, content=content, headers=_JSON) as response:
             sent.status = response.status_code
             if response.status_code != httpx.codes.OK:
                 _note_refusal(sent, await response.aread())
@@ -257,22 +253,22 @@ class _Replay:
         result = self._result
         num_sent, num_ended = len(result.sent), result.num_ended
         text = f"{num_sent} sent, {num_sent - num_ended} in flight"
-        self._on_progress(num_ended, len(self._plan.requests), text)
+        self.on_progress(num_ended, len(self.plan.requests), text)
 
     async def _watch(self) -> None:
         """Read the live τ each second until the server refuses it; skip a read that fails."""
         for number in count():
             await self._until(number * _PERIOD_S)
             try:
-                response = await self._client.get("/admin/threshold", timeout=_WATCH_TIMEOUT_S)
+                response = await self.client.get("/admin/threshold", timeout=_WATCH_TIMEOUT_S)
                 if response.status_code in _REFUSALS:
                     self._result.live_refusal = response.status_code
                     return
                 models = ThresholdAnswer.model_validate_json(response.content).models
             except (httpx.HTTPError, ValidationError):
                 continue
-            if self._plan.model in models:
-                self._result.live.append(_view(models[self._plan.model], self._now()))
+            if self.plan.model in models:
+                self._result.live.append(_view(models[self.plan.model], self._now()))
 
 
 def _view(live: LiveModel, time_s: float) -> LiveView:
