@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import DynamicCache, PreTrainedModel
 
+from decoding.tiny_models import SIZES, build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,
@@ -34,24 +27,6 @@ from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
 
-_CONFIGS = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-}
-_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # spreads the logits: confidences vary
-    "tie_word_embeddings": False,
-}
 _TEXTS = [f"What is {a} plus {b}? It is {a + b}, I think." for a in range(12) for b in range(12)]
 
 
@@ -64,18 +39,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache
-def _build_model(family: str) -> PreTrainedModel:
+def _model_of(family: str) -> PreTrainedModel:
     extra = {"sliding_window": None} if family == "mistral" else {}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_CONFIGS[family](**_SIZES, **extra))
-    assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    return build_model(family, **extra)
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str], PreTrainedModel]:
     """Random model of a family, untouched by any engine."""
-    return _build_model
+    return _model_of
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +96,7 @@ def cached() -> Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]:
 def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain AR checkpoint with a byte-level tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("checkpoints") / "plain"
-    sizes = {key: value for key, value in _SIZES.items() if "vocab" not in key and "max" not in key}
+    sizes = {key: value for key, value in SIZES.items() if "vocab" not in key and "max" not in key}
     scratch = ScratchModel(config={"model_type": "qwen2", **sizes}, vocabulary_size=300)
     create_model(scratch, _TEXTS, max_length=128, path=path, seed=0)
     return path

@@ -127,17 +127,6 @@ def test_plain_checkpoint_decodes_one_token_a_step(
         assert passes[request.id] == oracle(tiny_model("qwen3"), request, SPECIAL)
 
 
-def test_passes_do_not_depend_on_other_requests(tiny_model: Models, make_engine: Engines) -> None:
-    model = tiny_model("qwen2")
-    batch = random_requests(13, MIXED, seed=4)
-    together = passes_of(
-        run(make_engine(model, SPECIAL, max_num_seqs=13, num_pages=400), batch, at_once=13)
-    )
-    for request in random_requests(13, MIXED, seed=4):
-        alone = passes_of(run(make_engine(model, SPECIAL), [request]))
-        assert alone[request.id] == together[request.id]
-
-
 # Ends
 
 
@@ -300,25 +289,3 @@ def test_the_longest_request_fits(tiny_model: Models, make_engine: Engines) -> N
     model, request = tiny_model("qwen2"), request_of(252, 4, threshold=0.05)
     passes = passes_of(run(make_engine(model, ENDLESS), [request]))
     assert passes[request.id] == oracle(model, request, ENDLESS)
-
-
-# Scheduling
-
-
-@pytest.mark.parametrize("long_comes_first", [False, True])
-def test_a_long_prompt_is_chunked_while_others_advance(
-    tiny_model: Models, make_engine: Engines, long_comes_first: bool
-) -> None:
-    engine = make_engine(tiny_model("qwen2"), ENDLESS, num_pages=300)
-    short = [request_of(2 + i, 40, threshold=0.3, name=str(i), seed=i) for i in range(4)]
-    long = request_of(200, 4, threshold=0.3, name="long")
-    for request in [long, *short] if long_comes_first else [*short, long]:
-        engine.add(request)
-    num_steps = 0
-    while not long.num_output:
-        before = long.num_cached
-        advanced = {output.request_id for output in engine.step()}
-        assert advanced >= {request.id for request in short}
-        assert 0 < long.num_cached - before <= engine.settings.max_num_batched_tokens
-        num_steps += 1
-    assert num_steps >= 4  # 200 tokens, 65 positions a step

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
 from decoding.engines import oracle, passes_of, run
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     MarsMetadata,
@@ -24,23 +25,6 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-
-
-def build(family: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **changes})
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def build_engine(model: PreTrainedModel, *, mask: int = 3, **options: Any) -> Engine:
@@ -70,7 +54,7 @@ def requests() -> list[Request]:
     ],
 )
 def test_further_decoders_are_served_unchanged(family: str, changes: dict[str, Any]) -> None:
-    model = build(family, **changes)
+    model = build_model(family, pad_token_id=0, **changes)
     passes = passes_of(run(build_engine(model), requests()))
     for request in requests():
         assert passes[request.id] == oracle(model, request, SPECIAL)
@@ -84,18 +68,18 @@ def test_other_families_are_refused_by_name(
     family: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=f"^model: .*{words}"):
-        build_engine(build(family, **changes))
+        build_engine(build_model(family, pad_token_id=0, **changes))
 
 
 def test_a_mask_without_an_embedding_is_refused() -> None:
     with pytest.raises(UserError, match=r"^mars.json: mask_token_id is 64, .* 64 embeddings"):
-        build_engine(build("qwen2"), mask=64)
+        build_engine(build_model(), mask=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_runs_in_a_narrow_type(dtype: torch.dtype) -> None:
     """The first tokens are the oracle's; later ones may part at near-ties."""
-    model = build("qwen2").to(dtype)
+    model = build_model().to(dtype)
     engine = build_engine(model)
     assert engine.attention.keys.dtype == dtype
     passes = passes_of(run(engine, requests()))

@@ -11,8 +11,9 @@ from itertools import zip_longest
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes, Sampling
@@ -46,18 +47,14 @@ Result = tuple[list[StepOutput], Tensor]
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     """A model so wide that matrix products take different paths for different numbers of rows."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return build_model(
         vocab_size=500,
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=2,
         num_attention_heads=6,
-        num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.15,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decoding.local_loop import LocalLoop
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions
@@ -29,8 +29,8 @@ Engines = Callable[..., Engine]
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     """A tiny model with a context that holds long prefixes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return build_model(
+        "llama",
         vocab_size=32,
         hidden_size=16,
         intermediate_size=16,
@@ -40,7 +40,6 @@ def model() -> PreTrainedModel:
         max_position_embeddings=1024,
         initializer_range=0.5,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -203,15 +203,3 @@ def test_pool_detects_a_page_released_while_held() -> None:
         pool.check_integrity([pages])
     with pytest.raises(AssertionError, match="more often"):
         pool.release(pages)
-
-
-def test_pool_never_gives_more_than_it_has() -> None:
-    pool = PagePool(4, page_size=4)
-    with pytest.raises(AssertionError):
-        pool.allocate(5)
-    assert pool.num_free == 4
-
-
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_pages_for(tokens: int, pages: int) -> None:
-    assert PagePool(4, page_size=4).pages_for(tokens) == pages

@@ -18,13 +18,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.live import LiveDecoding
@@ -140,18 +136,9 @@ _ARRIVALS = st.builds(
 
 @cache
 def _model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
+    model = build_model(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, initializer_range=0.4
     )
-    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
     return model

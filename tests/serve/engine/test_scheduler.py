@@ -160,17 +160,6 @@ def test_higher_priority_waits_in_front() -> None:
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ("db", "eac")
 
 
-def test_a_waiting_request_can_be_cancelled() -> None:
-    steps = Steps(make_scheduler(max_num_seqs=1))
-    first, second, third = (request_of(name, 5) for name in "abc")
-    steps.add(first, second, third)
-    steps.step()
-    steps.scheduler.finish(second)
-    assert ids(steps.scheduler.waiting) == "c"
-    steps.run()
-    assert (first.num_output, second.num_output, third.num_output) == (4, 0, 4)
-
-
 def test_a_long_prompt_never_holds_decoding_requests_up() -> None:
     steps = Steps(make_scheduler(max_num_batched_tokens=24))
     long, short = request_of("long", 100), [request_of(name, 2, 50) for name in "ab"]

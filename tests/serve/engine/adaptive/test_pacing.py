@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import PROMPT, make_request, make_row
+from decoding.engines import run
 from decoding.local_loop import LocalLoop
 from frontiers import AR, Corners, frontier_of
 from mars_autoscale.model.frontier import Frontier, StepTable, write_frontier
@@ -25,8 +26,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
 from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_load, step_times
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
@@ -85,16 +85,6 @@ def checking_row() -> ScheduledRow:
 def cut_row() -> ScheduledRow:
     """Build a decoding row of which a full step feeds only some tokens and no masks."""
     return make_row(make_request(prompt=[1] * 15, num_cached=10), 2, reads_logits=False)
-
-
-def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
 
 
 @pytest.fixture
@@ -195,7 +185,7 @@ def test_an_engine_waits_in_each_step_but_not_for_idle_time(
     engine = engine_of(fake.pacer(paced_by(0.02)))
     for name in ("a", "b"):
         begin = fake.now
-        run(engine, make_request(name, max_tokens=6, mode=Mode.AR))
+        run(engine, [make_request(name, max_tokens=6, mode=Mode.AR)])
         # The second request finds its first page in the cache; the rest is not prefill.
         prompt_s = len(PROMPT) / PREFILL if name == "a" else 0.0
         assert fake.now - begin == pytest.approx(6 * 0.02 + prompt_s)
@@ -219,10 +209,10 @@ def test_an_engine_waits_in_each_step_but_not_for_idle_time(
 def test_a_paced_engine_gives_the_same_tokens(
     engine_of: Callable[..., Engine], options: dict[str, object]
 ) -> None:
-    expected = run(engine_of(), make_request("a", max_tokens=6, **options))
+    expected = run(engine_of(), [make_request("a", max_tokens=6, **options)])
     paced = engine_of(Pacer(paced_by(0.02), WINDOW))
     begin = time.perf_counter()
-    outputs = run(paced, make_request("a", max_tokens=6, **options))
+    outputs = run(paced, [make_request("a", max_tokens=6, **options)])
     assert time.perf_counter() - begin >= 0.02 * len(outputs["a"])
     assert outputs == expected
     assert sum(len(output.tokens) for output in outputs["a"]) == 6
@@ -241,7 +231,7 @@ def test_windows_follow_the_paced_times(
 ) -> None:
     engine = engine_of(FakeTime().pacer(paced_by(seconds)))
     engine.warm_up()
-    (first, *_) = run(engine, make_request("a", max_tokens=20, threshold=0.9))["a"]
+    (first, *_) = run(engine, [make_request("a", max_tokens=20, threshold=0.9)])["a"]
     assert first.num_masks == num_masks
 
 
@@ -349,7 +339,7 @@ def test_a_loaded_engine_is_paced_and_logs_a_warning(
     assert record.levelno == logging.WARNING
     assert f"slowed down to the times in {model_dir / 'frontier.json'}" in record.message
     begin = time.perf_counter()
-    outputs = run(engine, make_request("a", max_tokens=4, mode=Mode.AR))
+    outputs = run(engine, [make_request("a", max_tokens=4, mode=Mode.AR)])
     assert time.perf_counter() - begin >= 0.02 * len(outputs["a"])
     assert engine.status().compute_share is not None
     plain = settings_of(model_dir).model_copy(update={"rehearsal": None})

@@ -137,13 +137,6 @@ def test_rows_stop_by_their_own_threshold_and_measure():
             assert found == pytest.approx([sure[row[0]]] * row[2], abs=1e-4)
 
 
-def test_depth_zero_is_reported_and_never_stops_the_run():
-    logits = torch.tensor([[0.4, 0.6], [0.1, 0.9], [0.2, 0.8]]).log()
-    [(tokens, sure)] = unpack(accept(logits, reads_of([3], [0.85], [MEASURES[0]]), NONE))
-    assert tokens == [1, 1]
-    assert sure == pytest.approx([0.6, 0.9])
-
-
 def test_confidence_equal_to_the_threshold_passes():
     logits = torch.tensor([[0.0, 1e4]] * 3)  # certain by every measure
     for measure in MEASURES:

@@ -156,20 +156,6 @@ async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
     await until(lambda: loop.status().num_requests == 0)
 
 
-async def test_an_error_in_the_consumer_frees_pages(make_loop: Loops) -> None:
-    loop = make_loop(SlowEngine)
-    stream = loop.stream(long_request("consumer"))
-    with pytest.raises(ZeroDivisionError):
-        await _fail_at_first(stream)
-    await stream.aclose()
-    await until(lambda: has_all_pages(loop.engine))
-
-
-async def _fail_at_first(stream: AsyncIterator[StepOutput]) -> None:
-    async for _ in stream:
-        raise ZeroDivisionError
-
-
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, long_request("running", max_tokens=6))

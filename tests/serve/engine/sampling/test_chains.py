@@ -63,17 +63,6 @@ def test_penalties_of_a_chain_equal_plain_python(
     assert history.counts == Counter(output)  # left as it was
 
 
-def test_a_history_grows_as_one_that_is_built_anew() -> None:
-    tokens = [3, 4, 3, 9, 9, 2, 3]
-    grown = TokenHistory.of(tokens[:4], 3)
-    twin = grown.copy()
-    grown.extend(tokens[4:])
-    built = TokenHistory.of(tokens, 3)
-    assert grown.counts == built.counts == {9: 2, 2: 1, 3: 1}
-    assert grown.prompt.tolist() == built.prompt.tolist() == [3, 4]
-    assert twin.counts == {9: 1}
-
-
 # --- rows that wait for their own choices -------------------------------------------------------
 
 

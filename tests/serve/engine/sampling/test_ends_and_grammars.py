@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decoding.modes import AR, EXACT, MAX_TOKENS, THRESHOLD, output_of, run
+from decoding.engines import output_of, run
+from decoding.modes import AR, EXACT, MAX_TOKENS, THRESHOLD
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import (

@@ -12,9 +12,11 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
-from decoding.modes import AR, EXACT, THRESHOLD, output_of, run
+from decoding.engines import output_of, run
+from decoding.modes import AR, EXACT, THRESHOLD
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
@@ -127,18 +129,15 @@ TINY_VOCABULARY, NUM_DRAWS, TEMPERATURE = 7, 20_000, 1.1
 @pytest.fixture(scope="module")
 def tiny() -> PreTrainedModel:
     """Return a model with five tokens that may be emitted, whose drafts are sometimes right."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return build_model(
         vocab_size=TINY_VOCABULARY,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
         initializer_range=0.4,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def p_value(counts: Tensor, shares: Tensor) -> float:
