@@ -89,7 +89,11 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
         )
     compared = list[PointPair]()
     if gate is not None and service.exists():
-        compared = compare(frontier, _frontier_in_service(service))
+        try:
+            current = read_frontier(service)
+        except UserError as error:
+            raise UserError(f"{error}, {_FORCE}") from error
+        compared = compare(frontier, current)
         problems = [each.problem(gate) for each in compared]
         if any(problems):
             raise UserError(
@@ -111,8 +115,10 @@ def compare(candidate: Frontier, current: Frontier) -> list[PointPair]:
         UserError: the two were measured differently, or on conversations without answers.
     """
     if "agreement" in (candidate.measure, current.measure):
+        both = candidate.measure == current.measure
+        one = "the candidate" if candidate.measure == "agreement" else "the one in service"
         raise UserError(
-            f"frontier.json: the quality of {_without_answers(candidate, current)} is agreement "
+            f"frontier.json: the quality of {'both' if both else one} is agreement "
             "with the model's own mode ar, which says nothing of another model; run marsray "
             f'calibrate on both with the same --data, whose rows have an "answer" each, {_FORCE}'
         )
@@ -128,19 +134,6 @@ def compare(candidate: Frontier, current: Frontier) -> list[PointPair]:
         if point.mode != "exact" and (point.mode, point.threshold) in known
     ]
     return sorted(shared, key=lambda each: (each.current.mode != "ar", -each.current.threshold))
-
-
-def _without_answers(candidate: Frontier, current: Frontier) -> str:
-    if candidate.measure == current.measure:
-        return "both"
-    return "the candidate" if candidate.measure == "agreement" else "the one in service"
-
-
-def _frontier_in_service(service: Path) -> Frontier:
-    try:
-        return read_frontier(service)
-    except UserError as error:
-        raise UserError(f"{error}, {_FORCE}") from error
 
 
 def _check(candidate: Path) -> None:

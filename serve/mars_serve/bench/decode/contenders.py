@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import nlargest
 from typing import Any
 
 from mars_platform.method.mode import Mode
@@ -20,8 +19,7 @@ from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.evaluation.decoding import decoding_positions, widest_row
+from mars_serve.measure.evaluation.decoding import decoding_positions, settings_with_room
 
 ORDERS = ("as given", "by prompt length")
 """Orders in which requests are put into static batches; output lengths are not known beforehand."""
@@ -94,23 +92,18 @@ def build_engine(
         exact: whether the engine will decode in mode exact, whose steps are wider.
         compiled: see `EngineSettings.compile`.
     """
-    defaults = EngineSettings()
-    page_size = defaults.page_size_on(model.device)
-    pages = [-(-(len(r.prompt) + r.max_tokens) // page_size) for r in requests]
-    metadata = model.checkpoint.metadata
-    window = metadata.block_size if metadata else 0
-    settings = EngineSettings(
-        num_pages=sum(nlargest(batch, pages)),
+    settings = settings_with_room(
+        model.checkpoint,
+        [len(request.prompt) + request.max_tokens for request in requests],
         max_num_seqs=batch,
-        max_num_batched_tokens=max(
-            defaults.max_num_batched_tokens, batch * widest_row(window, exact=exact)
-        ),
-        enable_prefix_caching=False,  # rounds repeat the same prompts
-        compile=compiled,
+        exact=exact,
+        device=model.device,
     )
+    # rounds repeat the same prompts, whose keys and values must not be found again
+    changes = {"enable_prefix_caching": False, "compile": compiled}
     engine = Engine(
         model.checkpoint,
-        settings,
+        settings.model_copy(update=changes),
         model=model.create(),
         device=model.device,
         draw_accepted=partial(_draw, draws) if draws else None,

@@ -220,7 +220,7 @@ def _speed_table(comparison: DecodeComparison) -> Table:
 def _speed_rows(batch: BatchResult) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, result in batch.results.items():
-        row = {"batch": None if rows else batch.batch, "contender": name}
+        row: dict[str, Any] = {"batch": None if rows else batch.batch, "contender": name}
         if result.unavailable is not None:
             row |= {"speed": "not available", "settings": result.unavailable}
         else:

@@ -288,11 +288,15 @@ def _prepare(
 ) -> ContenderResult:
     """Warm a contender up and find its fastest settings, one setting after the other."""
     result = ContenderResult()
+    warm_up = [
+        replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
+        for request in requests[:batch]
+    ]
 
     def try_out(settings: dict[str, Any]) -> float:
         try:
             contender.configure(settings)
-            contender.run([_shortened(request) for request in requests[:batch]])  # warm-up
+            contender.run(warm_up)
             timing, result.outputs = _time(contender, requests, device)
         except NotAvailable as error:
             result.trials.append({**settings, "unavailable": one_line(error)})
@@ -312,10 +316,6 @@ def _prepare(
         result.unavailable = result.trials[0]["unavailable"]
     contender.close()
     return result
-
-
-def _shortened(request: BenchRequest) -> BenchRequest:
-    return replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
 
 
 def _time(

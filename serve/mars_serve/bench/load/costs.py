@@ -5,7 +5,7 @@ The sources are the τ in each answer, and what the server reports of itself eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -85,18 +85,17 @@ def replica_costs(replayed: Replayed) -> ReplicaCosts:
     if not views or replayed.live_refusal is not None:
         return ReplicaCosts()
     end_s = max((each.sent_s for each in replayed.sent), default=0.0)
+    times = [0.0, *(min(view.time_s, end_s) for view in views[1:]), end_s]
     pairs = list(pairwise(views))
     return ReplicaCosts(
-        replica_hours=_replica_seconds(views, end_s) / 3600,
+        replica_hours=sum(
+            (later - earlier) * view.num_replicas
+            for (earlier, later), view in zip(pairwise(times), views, strict=True)
+        )
+        / 3600,
         threshold_changes=sum(_threshold_changes(before, after) for before, after in pairs),
         replica_changes=sum(before.num_replicas != after.num_replicas for before, after in pairs),
     )
-
-
-def _replica_seconds(views: Sequence[LiveView], end_s: float) -> float:
-    times = [0.0, *(min(view.time_s, end_s) for view in views[1:]), end_s]
-    spans = (later - earlier for earlier, later in pairwise(times))
-    return sum(span * view.num_replicas for span, view in zip(spans, views, strict=True))
 
 
 def _threshold_changes(before: LiveView, after: LiveView) -> int:

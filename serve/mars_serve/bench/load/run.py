@@ -115,7 +115,15 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
         raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")
     questions = read_questions(options.data, len(trace)) if options.data is not None else []
     allow_connections()
-    replayed, losses = asyncio.run(_run(options, url, trace, questions, on_progress))
+
+    async def run() -> tuple[Replayed, Losses]:
+        async with open_client(url, _key(options)) as client:
+            plan = await _plan(options, client, trace, questions)
+            losses = await losses_of(client, options.model)
+            timeout_s = options.timeout_s
+            return await replay(client, plan, timeout_s=timeout_s, on_progress=on_progress), losses
+
+    replayed, losses = asyncio.run(run())
     figures = figures_of(replayed, options.objective_ttft_s, losses)
     return LoadTest(options, replayed, figures, losses)
 
@@ -148,20 +156,6 @@ def _key(options: LoadOptions) -> str | None:
     if not key:
         raise UserError(f"--key-env: {options.key_env} is not set; put the server's key into it")
     return key
-
-
-async def _run(
-    options: LoadOptions,
-    url: str,
-    trace: Sequence[TraceRequest],
-    questions: Sequence[Question],
-    on_progress: Callable[[int, int, str], None],
-) -> tuple[Replayed, Losses]:
-    async with open_client(url, _key(options)) as client:
-        plan = await _plan(options, client, trace, questions)
-        losses = await losses_of(client, options.model)
-        replayed = await replay(client, plan, timeout_s=options.timeout_s, on_progress=on_progress)
-    return replayed, losses
 
 
 async def _plan(

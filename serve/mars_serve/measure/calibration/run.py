@@ -30,11 +30,7 @@ from mars_serve.measure.calibration.collect import (
     measure_calibration,
 )
 from mars_serve.measure.calibration.plot import plot_calibration
-from mars_serve.measure.evaluation.decoding import (
-    DTYPES,
-    check_threshold,
-    device_and_dtype,
-)
+from mars_serve.measure.evaluation.decoding import DTYPES, check_threshold, device_and_dtype
 from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (

@@ -6,9 +6,9 @@ together in any order. Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from itertools import islice
 
 import torch
@@ -19,12 +19,7 @@ from mars_platform.data.answers import is_correct
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import decode
-from mars_serve.engine.decoding_options import (
-    DecodingOptions,
-    FinishReason,
-    Outcomes,
-    Sampling,
-)
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes, Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -135,24 +130,49 @@ def evaluation_engine(
     Raises:
         UserError: the weights cannot be loaded.
     """
-    defaults = EngineSettings()
-    longest = heapq.nlargest(
-        max_num_seqs, (min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items)
+    settings = settings_with_room(
+        checkpoint,
+        [min(len(item.prompt) + max_tokens, checkpoint.max_length) for item in items],
+        max_num_seqs=max_num_seqs,
+        exact=exact,
+        min_pool_tokens=min_pool_tokens,
+        device=device,
     )
-    window = checkpoint.metadata.block_size if checkpoint.metadata else 0
+    if model is not None:
+        model = model.eval()
+    return Engine(checkpoint, settings, model=model, dtype=dtype, device=device)
+
+
+def settings_with_room(
+    checkpoint: Checkpoint,
+    lengths: Sequence[int],
+    *,
+    max_num_seqs: int,
+    exact: bool,
+    min_pool_tokens: int = 1,
+    device: str,
+) -> EngineSettings:
+    """Return settings with pages for any ``max_num_seqs`` requests and positions for their masks.
+
+    Args:
+        checkpoint: checkpoint that gives the window.
+        lengths: tokens of each request that will be run, prompt and output together.
+        max_num_seqs: number of requests that run at once.
+        exact: whether a request decodes in mode exact, whose steps are wider.
+        min_pool_tokens: least number of tokens that the pages hold.
+        device: device of the pages.
+    """
+    defaults = EngineSettings()
     page_size = defaults.page_size_on(torch.device(device).type)
-    settings = EngineSettings(
-        num_pages=max(
-            sum(-(-length // page_size) for length in longest), -(-min_pool_tokens // page_size)
-        ),
+    pages = [-(-length // page_size) for length in lengths]
+    window = checkpoint.metadata.block_size if checkpoint.metadata else 0
+    return EngineSettings(
+        num_pages=max(sum(nlargest(max_num_seqs, pages)), -(-min_pool_tokens // page_size)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(
             defaults.max_num_batched_tokens, max_num_seqs * widest_row(window, exact=exact)
         ),
     )
-    if model is not None:
-        model = model.eval()
-    return Engine(checkpoint, settings, model=model, dtype=dtype, device=device)
 
 
 def widest_row(window: int, *, exact: bool) -> int:

@@ -42,9 +42,6 @@ def log_likelihoods(
             num_done += step.finish_reason is not None
         if num_done > num_before:
             on_progress(num_done)
-    return [_output_sum(*text, line) for text, line in zip(texts, found, strict=True)]
-
-
-def _output_sum(prompt: Sequence[int], output: Sequence[int], found: Sequence[float]) -> float:
-    assert len(found) == len(prompt) + len(output) - 1, "each token but the first has a number"
-    return math.fsum(found[-len(output) :])
+    for (prompt, output), line in zip(texts, found, strict=True):
+        assert len(line) == len(prompt) + len(output) - 1, "each token but the first has a number"
+    return [math.fsum(line[-len(out) :]) for (_, out), line in zip(texts, found, strict=True)]

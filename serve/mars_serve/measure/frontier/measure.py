@@ -32,12 +32,7 @@ from mars_serve.measure.evaluation.decoding import (
 )
 from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.frontier.likelihood import log_likelihoods
-from mars_serve.measure.frontier.points import (
-    contradiction,
-    mean_cached_tokens,
-    name_of,
-    point_of,
-)
+from mars_serve.measure.frontier.points import contradiction, mean_cached_tokens, name_of, point_of
 from mars_serve.measure.frontier.step_fit import LinearSteps, fit_steps
 from mars_serve.measure.frontier.working_file import (
     KeptMeasurements,

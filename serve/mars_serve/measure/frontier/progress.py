@@ -32,17 +32,13 @@ class WholeProgress:
 
     def update(self, title: str, done: int, total: int) -> None:
         """Record that ``done`` of ``total`` units of a phase are done, and all phases before it."""
-        share = self._share(title, done / total)
+        titles = list(self._phases)
+        before = sum(self._phases[name] for name in titles[: titles.index(title)])
+        share = (before + done / total * self._phases[title]) / sum(self._phases.values())
         left = ""
         if _LEAST_SHARE <= share < 1:
             left = in_words((self._clock() - self._begin_s) * (1 - share) / share)
         self._show(title, done, total, left)
-
-    def _share(self, title: str, part: float) -> float:
-        titles = list(self._phases)
-        before = titles[: titles.index(title)]
-        done = sum(self._phases[name] for name in before) + part * self._phases[title]
-        return done / sum(self._phases.values())
 
 
 def in_words(seconds: float) -> str:
