@@ -1,7 +1,7 @@
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
@@ -16,21 +16,7 @@ ALWAYS = 1e-12  # a threshold that every proposal reaches
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.4,  # varied outputs
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return build_model(seed=3, intermediate_size=48, initializer_range=0.4)
 
 
 def windowed(model, prompt, special=PLAIN, threshold=ALWAYS, max_tokens=24, num_masks=3, **options):
