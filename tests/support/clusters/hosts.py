@@ -96,9 +96,7 @@ class Host:
 
     def __init__(self, network: Network, number: int, ends: ExitStack) -> None:
         self.address = network.address(number)
-        self.files = Path(
-            tempfile.mkdtemp(prefix="mh-", dir="/tmp")
-        )  # short, for sockets
+        self.files = Path(tempfile.mkdtemp(prefix="mh-", dir="/tmp"))  # short, for sockets
         ends.callback(shutil.rmtree, self.files, ignore_errors=True)
         self._name, self._link = f"{network.name}h{number}", f"{network.name}v{number}"
         self._started: list[subprocess.Popen[bytes]] = []
