@@ -12,9 +12,7 @@ from mars_platform.errors import UserError
 from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions
 from mars_serve.bench.decode.report import ratio
 from mars_serve.bench.decode.run import ContenderResult, Timing, compare
-from mars_serve.bench.decode.workload import (
-    RaggedShape,
-)
+from mars_serve.bench.decode.workload import RaggedShape
 
 
 def test_all_contenders_are_measured(

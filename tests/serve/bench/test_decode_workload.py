@@ -89,6 +89,7 @@ def test_chances_multiply_to_the_distribution() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, r"--acceptance: .*acceptance.json cannot be read"),
         ("{", "--acceptance: .* not valid JSON"),
         ("[1]", "--acceptance: .* must hold an object"),
         ("{}", "tokens_per_forward: required"),
@@ -100,16 +101,14 @@ def test_chances_multiply_to_the_distribution() -> None:
         ('{"tokens": {"1": 1}}', "tokens: unknown key"),
     ],
 )
-def test_a_bad_acceptance_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_bad_acceptance_file_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
     file = tmp_path / "acceptance.json"
-    file.write_text(content, encoding="utf-8")
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=message):
         read_acceptance(str(file))
-
-
-def test_a_missing_acceptance_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--acceptance: .*absent.json cannot be read"):
-        read_acceptance(str(tmp_path / "absent.json"))
 
 
 def test_untrained_weights_follow_from_the_seed(config: Path) -> None:

@@ -13,9 +13,7 @@ from mars_platform.tier import Tier
 from mars_serve.bench.load.compared import compared_json, compared_table
 from mars_serve.bench.load.costs import Losses, quality_loss, replica_costs
 from mars_serve.bench.load.figures import LoadFigures, client_figures, figures_of, samples_of
-from mars_serve.bench.load.plan import (
-    LoadPlan,
-)
+from mars_serve.bench.load.plan import LoadPlan
 from mars_serve.bench.load.report import figures_json, lateness_warning, print_load
 from mars_serve.bench.load.run import LoadOptions, LoadTest
 from mars_serve.bench.load.send import LiveView, Replayed, SentRequest

@@ -7,9 +7,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from mars_serve.bench.load.plan import (
-    LoadPlan,
-)
+from mars_serve.bench.load.plan import LoadPlan
 from mars_serve.bench.load.send import Replayed, replay
 from rest.sent_requests import planned
 

@@ -137,12 +137,3 @@ def test_a_plain_checkpoint_is_refused_and_has_no_calibration(
     assert run(path, "--data", sums) == 2
     assert "is a plain AR checkpoint without mars.json" in capsys.readouterr().err
     assert read_checkpoint(path).calibration is None
-
-
-def test_a_calibration_that_cannot_be_written_is_an_error(
-    model_dir: Path, sums: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (model_dir / CALIBRATION_FILE).mkdir()
-    assert run(model_dir, "--data", sums, "--max-tokens", 4) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: model: calibration.json cannot be written into ")

@@ -24,11 +24,10 @@ from mars_platform.checkpoint.directory import (
     read_checkpoint,
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing
-from mars_serve.measure.calibration.collect import check_halves, measure_calibration
+from mars_serve.measure.calibration.collect import measure_calibration
 from mars_serve.measure.calibration.observe import (
     Continuation,
     Observations,
@@ -36,7 +35,6 @@ from mars_serve.measure.calibration.observe import (
     is_fitted,
     observe,
 )
-from mars_serve.measure.evaluation.items import EvalItem
 
 BLOCK_SIZE, MASK = 4, 3
 SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, MASK}))
@@ -136,23 +134,6 @@ def test_tokens_that_are_never_emitted_are_never_proposed(tiny_model: Models) ->
 
 
 TEXTS = [Continuation((n, n + 1), tuple(range(5 + n % 4))) for n in range(40)]
-
-
-def test_copies_of_a_prompt_are_in_the_same_half() -> None:
-    halves = [is_fitted(text.prompt) for text in TEXTS]
-    assert halves == [is_fitted(tuple(text.prompt)) for text in TEXTS]
-    assert 10 < sum(halves) < 30
-
-
-@pytest.mark.parametrize("num_items", [0, 1, 3])
-def test_items_of_one_half_are_refused(num_items: int) -> None:
-    items = [EvalItem(str(n), (1, 2), None, False) for n in range(num_items)]
-    with pytest.raises(UserError, match=r"^data: all conversations fall into one"):
-        check_halves(items)
-
-
-def test_all_cursors_are_chosen_if_they_are_few() -> None:
-    assert choose_cursors(TEXTS, 10000) == [list(range(len(text.output))) for text in TEXTS]
 
 
 @pytest.mark.parametrize("max_cursors", [2, 3, 100])

@@ -11,19 +11,13 @@ import torch
 
 from conversations import read, row, write
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration, write_calibration
-from mars_platform.checkpoint.directory import (
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import load_model, read_checkpoint, save_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli import main as cli
 from mars_platform.data.conversations import render_prompt
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
-from mars_serve.engine.decoding_options import (
-    FinishReason,
-)
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
     DecodingSetting,
@@ -243,6 +237,11 @@ def test_a_plain_checkpoint_is_scored_in_mode_ar(
         (["--max-items", "0"], "--max-items"),
         (["--batch", "0"], "--batch"),
         (["--device", "tpu"], "--device"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device: there is no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
         (["--dtype", "int8"], "--dtype"),
         (["--data", "nothing.jsonl"], "data: nothing.jsonl cannot be read"),
     ],
@@ -272,11 +271,3 @@ def test_a_plain_checkpoint_takes_no_threshold(
     assert cli.run(["eval", str(plain_dir), "--data", str(data), *extra]) == 2
     message = capsys.readouterr().err
     assert "is a plain AR checkpoint without mars.json and decodes in mode ar only" in message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_cuda_device_is_named(
-    mars_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["eval", str(mars_dir), "--data", str(data), "--device", "cuda"]) == 2
-    assert "--device: there is no CUDA device" in capsys.readouterr().err

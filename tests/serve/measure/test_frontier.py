@@ -127,19 +127,15 @@ def test_points_equal_the_scores_of_decoding(checkpoint: Checkpoint, items: list
         assert found.positions_per_row == result.positions_per_forward.value
         expected = ratio_of_totals(
             direct_log_likelihoods(
-                checkpoint, [(item.prompt, out.tokens) for item, out in pairs(items, outcomes)]
+                checkpoint,
+                [(item.prompt, out.tokens) for item, out in zip(items, outcomes, strict=True)],
             ),
             [out.num_tokens for out in outcomes],
         )
         likelihood = found.log_likelihood
         assert likelihood is not None
-        assert (likelihood.mean, likelihood.low, likelihood.high) == pytest.approx(
-            expected, abs=1e-4
-        )
-
-
-def pairs(items: Sequence[EvalItem], outcomes: Sequence[DecodedItem]) -> list[tuple[Any, Any]]:
-    return list(zip(items, outcomes, strict=True))
+        found_interval = likelihood.mean, likelihood.low, likelihood.high
+        assert found_interval == pytest.approx(expected, abs=1e-4)
 
 
 @torch.inference_mode()
@@ -285,32 +281,30 @@ def test_a_contradiction_is_reported_and_the_figures_are_kept(
     assert seen.titles == []
 
 
-def pool_and_run() -> tuple[
-    PagePool, list[list[ScheduledRow]], Callable[[Sequence[ScheduledRow]], object]
-]:
+def pool_and_run(
+    num_pages: int = 200,
+) -> tuple[PagePool, list[list[ScheduledRow]], Callable[[Sequence[ScheduledRow]], object]]:
     steps: list[list[ScheduledRow]] = []
-    return PagePool(200, 4), steps, lambda works: steps.append(list(works))
+    return PagePool(num_pages, 4), steps, lambda works: steps.append(list(works))
 
 
-@pytest.mark.parametrize(("max_length", "num_rows"), [(1000, 1), (65, 2), (64, 3), (20, 7)])
-def test_prefill_steps_are_full_of_prompts(max_length: int, num_rows: int) -> None:
-    pool, steps, run = pool_and_run()
+@pytest.mark.parametrize(
+    ("num_pages", "num_positions", "max_length", "num_rows"),
+    [(200, 128, 1000, 1), (200, 128, 65, 2), (200, 128, 64, 3), (200, 128, 20, 7), (3, 11, 99, 1)],
+)
+def test_prefill_steps_are_as_full_of_prompts_as_the_pool_allows(
+    num_pages: int, num_positions: int, max_length: int, num_rows: int
+) -> None:
+    pool, steps, run = pool_and_run(num_pages)
     rate = measure_prefill(run, pool, num_tokens=128, max_length=max_length, repeats=3)
     assert rate > 0
     assert len(steps) == 4
     for works in steps:
         assert len(works) == num_rows
-        assert sum(work.num_positions for work in works) == 128
+        assert sum(work.num_positions for work in works) == num_positions
         assert all(work.num_masks == 0 and work.request.num_cached == 0 for work in works)
         assert all(work.num_tokens <= max_length for work in works)
     assert pool.num_free == pool.num_pages
-
-
-def test_prefill_steps_fit_a_small_pool() -> None:
-    _, steps, run = pool_and_run()
-    pool = PagePool(3, 4)
-    measure_prefill(run, pool, num_tokens=128, max_length=1000, repeats=1)
-    assert 0 < sum(work.num_positions for work in steps[0]) <= 12
 
 
 def test_steps_are_timed_up_to_the_widest_row() -> None:

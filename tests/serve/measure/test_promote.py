@@ -81,13 +81,6 @@ def link(checkpoint: Make, tmp_path: Path) -> Path:
     return place
 
 
-def test_the_first_checkpoint_is_put_in_service(checkpoint: Make, tmp_path: Path) -> None:
-    link = tmp_path / "current"
-    assert promote(checkpoint(tmp_path / "a"), link, Gate()) == []
-    assert link.is_symlink()
-    assert link.resolve() == tmp_path / "a"
-
-
 def test_a_checkpoint_that_is_not_worse_is_put_in_service(
     checkpoint: Make, link: Path, tmp_path: Path
 ) -> None:

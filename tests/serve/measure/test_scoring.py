@@ -44,12 +44,6 @@ def test_a_score_worked_out_by_hand() -> None:
     assert found.cut_off == pytest.approx(1 / 3)
 
 
-def test_the_baseline_itself_is_not_compared() -> None:
-    found = score([decoded("a", correct=True)])
-    assert (found.difference, found.identical) == (None, None)
-    assert found.accuracy.value == 1.0
-
-
 def test_items_without_answers_have_no_accuracy() -> None:
     found = score([decoded("a"), decoded("b")], [decoded("a"), decoded("b", first=9)])
     assert (found.num_checkable, found.accuracy, found.difference) == (0, None, None)
