@@ -41,26 +41,6 @@ class StepLoad:
     """Tokens fed by rows in prefill, including those recomputed after a preemption."""
 
 
-def step_load(rows: Sequence[ScheduledRow], window: int) -> StepLoad:
-    """Return the load of a step whose results are not committed yet.
-
-    Args:
-        rows: the step.
-        window: most masks of a row in mode threshold; see `Request.in_prefill`. Masks of a row in
-            prefill, behind its last prompt token, count as decoding.
-    """
-    decoding = [row for row in rows if not row.request.in_prefill(window)]
-    num_fed = sum(row.num_positions for row in rows)
-    prompt_tokens = sum(row.num_tokens for row in rows)
-    prompt_tokens -= sum(row.num_tokens for row in decoding)
-    return StepLoad(
-        decodes=bool(decoding) or any(row.reads_logits for row in rows),
-        positions=num_fed - prompt_tokens,
-        cached_tokens=sum(row.request.num_cached for row in decoding),
-        prompt_tokens=prompt_tokens,
-    )
-
-
 def step_times(table: StepTable) -> StepTimes:
     """Convert a frontier's table of step times.
 
@@ -112,8 +92,20 @@ class Pacer:
         self._warned_at = -math.inf
 
     def load(self, rows: Sequence[ScheduledRow]) -> StepLoad:
-        """Return the load of a step; see `step_load`."""
-        return step_load(rows, self._window)
+        """Return the load of a step whose results are not committed yet.
+
+        Masks of a row in prefill, behind its last prompt token, count as decoding.
+        """
+        decoding = [row for row in rows if not row.request.in_prefill(self._window)]
+        num_fed = sum(row.num_positions for row in rows)
+        prompt_tokens = sum(row.num_tokens for row in rows)
+        prompt_tokens -= sum(row.num_tokens for row in decoding)
+        return StepLoad(
+            decodes=bool(decoding) or any(row.reads_logits for row in rows),
+            positions=num_fed - prompt_tokens,
+            cached_tokens=sum(row.request.num_cached for row in decoding),
+            prompt_tokens=prompt_tokens,
+        )
 
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step on the frontier's hardware.

@@ -59,11 +59,6 @@ def equals_verified(tokens: Tensor, drafts: Tensor) -> Tensor:
     return tokens[:, :-1] == drafts
 
 
-def confident_run(proposals: Iterable[Draft], threshold: float) -> list[Draft]:
-    """Return the leading proposals of masks behind right drafts whose confidence is at least τ."""
-    return list(takewhile(lambda proposal: proposal.confidence >= threshold, proposals))
-
-
 def accept(
     logits: Tensor,
     reads: Reads,
@@ -178,7 +173,7 @@ def accepted_by_row(
     begin = sum(row.masks[:num_right])
     behind = groups[begin : begin + row.masks[num_right]] if groups else []
     if request.accepts_by_confidence:
-        run = confident_run(behind, request.threshold)
+        run = list(takewhile(lambda draft: draft.confidence >= request.threshold, behind))
         return Accepted(
             tokens=[*tokens, *(draft.token for draft in run)],
             confidences=[*confidences, *(draft.confidence for draft in run)],

@@ -350,19 +350,15 @@ def _source(spec: GrammarSpec) -> str:
         GrammarError: the grammar is a schema but not a JSON object.
     """
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        return _schema_source(spec.text)
+        try:
+            return LLMatcher.grammar_from_json_schema(
+                spec.text, defaults={"whitespace_pattern": _JSON_WHITESPACE}
+            )
+        except ValueError as error:
+            raise GrammarError(_shorten(str(error))) from error
     if spec.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(spec.text)
     return json.dumps({"grammars": [{"lark_grammar": spec.text}]})
-
-
-def _schema_source(text: str) -> str:
-    try:
-        return LLMatcher.grammar_from_json_schema(
-            text, defaults={"whitespace_pattern": _JSON_WHITESPACE}
-        )
-    except ValueError as error:
-        raise GrammarError(_shorten(str(error))) from error
 
 
 def _try_out(compiled: CompiledGrammar) -> None:

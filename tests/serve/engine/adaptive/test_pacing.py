@@ -24,7 +24,7 @@ from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
-from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_load, step_times
+from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_times
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -130,7 +130,7 @@ def test_a_step_is_charged_for_its_load(
     rows: list[ScheduledRow], load: StepLoad, seconds: float
 ) -> None:
     pacer = FakeTime().pacer(paced_by(SLOPED))
-    assert step_load(rows, WINDOW) == pacer.load(rows) == load
+    assert pacer.load(rows) == load
     assert pacer.seconds(load) == pytest.approx(seconds, rel=1e-12)
 
 
