@@ -12,7 +12,7 @@ request whose longest possible length fits the pool ends.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
@@ -159,16 +159,14 @@ class Scheduler:
             self._count_prefix_hit(request, num_prefix_hit_tokens)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
-        """Whether a request could run beside the first ``num_kept`` of the running requests."""
-        kept, others = self.running[:num_kept], self.running[num_kept:]
-        num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
-        return num_kept < self.max_num_seqs and self._num_lacking([*kept, request]) <= num_free
+        """Whether a request could run beside the first ``num_kept`` of the running requests.
 
-    def _num_lacking(self, requests: Iterable[Request]) -> int:
-        """Count the pages that the committed tokens and one more of each need beyond those held."""
-        pages_for = self.pool.pages_for
-        needs = ((pages_for(len(item.tokens) + 1), len(item.pages)) for item in requests)
-        return sum(max(0, needed - held) for needed, held in needs)
+        Each needs pages for its committed tokens and one more.
+        """
+        kept, others = [*self.running[:num_kept], request], self.running[num_kept:]
+        num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
+        needed = (self.pool.pages_for(len(item.tokens) + 1) - len(item.pages) for item in kept)
+        return num_kept < self.max_num_seqs and sum(max(0, count) for count in needed) <= num_free
 
     def _preempt_last(self) -> None:
         request = self.running.pop()

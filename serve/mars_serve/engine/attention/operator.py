@@ -35,16 +35,6 @@ def attending(attend: AttendLayer) -> Iterator[None]:
         _ATTEND.reset(before)
 
 
-def attend_by_operator(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float
-) -> Tensor:
-    """Attend in one layer of the running step; see `Attention.attend` for the shapes."""
-    if not torch.compiler.is_compiling():  # a call through the operator takes 10 us more
-        return _ATTEND.get()(layer, query, key, value, scaling)
-    output: Tensor = torch.ops.marsray.attend.default(query, key, value, layer, scaling)
-    return output
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
     return _ATTEND.get()(layer, query, key, value, scaling).contiguous()
 
@@ -68,7 +58,11 @@ def _attention_function(
     """Attend in one layer; transformers' models call this."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    return attend_by_operator(queries, keys, values, layer, scaling).unsqueeze(0), None
+    if torch.compiler.is_compiling():
+        output = torch.ops.marsray.attend.default(queries, keys, values, layer, scaling)
+    else:  # a call through the operator takes 10 us more
+        output = _ATTEND.get()(layer, queries, keys, values, scaling)
+    return output.unsqueeze(0), None
 
 
 torch.library.define(
