@@ -6,18 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoding.tiny_models import SIZES
 from mars_serve.bench.decode.models import BenchModel, untrained_model
 
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+TINY = {**SIZES, "model_type": "qwen2", "max_position_embeddings": 64, "initializer_range": 0.02}
 
 
 @pytest.fixture

@@ -216,9 +216,8 @@ def run_setting(
         # Twice the batch keeps the batch full, and memory does not grow with the number of items.
         for index, item in islice(waiting, 2 * engine.settings.max_num_seqs - len(running)):
             options = _options(item, setting, min(max_tokens, engine.max_length - len(item.prompt)))
-            request = Request(str(index), list(item.prompt), options)
-            engine.add(request)
-            running[request.id] = request
+            running[str(index)] = Request(str(index), list(item.prompt), options)
+            engine.add(running[str(index)])
         num_before = len(decoded)
         for output in engine.step():
             index = int(output.request_id)

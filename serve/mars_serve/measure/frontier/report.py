@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,8 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
 def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
     """Return the content of ``frontier.json`` without its checksum, and what follows from it."""
     rungs, useful, capacity = rungs_of(measured), useful_rungs(measured), measured.capacity
-    figures: Mapping[str, Any] = measured.frontier.model_dump(mode="json", exclude_none=True)
     return {
-        **figures,
+        **measured.frontier.model_dump(mode="json", exclude_none=True),
         "file": file,
         "num_slots": measured.max_num_seqs,
         "stored_tokens_per_row": measured.cached_tokens,
