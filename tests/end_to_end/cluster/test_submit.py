@@ -108,7 +108,7 @@ def stopped(address, work):
         follower.send_signal(signal.SIGINT)
         left = follower.communicate(timeout=_WAIT_S)[1]
     again = submit(work, *run, *at)
-    storage = work / "runs" / "mine" / "checkpoints" / "ar"
+    storage = work / "mine" / "checkpoints" / "ar"
     wait_until(lambda: list(storage.glob("step-*")), _WAIT_S, log)
     stopped = submit(work, "stop", job["id"], "--json", *at)
     return SimpleNamespace(
@@ -163,9 +163,9 @@ def followed(address, work, stopped):
 def test_a_run_of_the_same_name_is_resumed(followed, work):
     status, printed, error = followed
     assert status == 0, printed + error
-    assert f"resuming the run in {work / 'runs' / 'mine'}" in printed
+    assert f"resuming the run in {work / 'mine'}" in printed
     assert "stage ar: 100/100 loss" in printed
-    assert read_checkpoint(work / "runs" / "mine" / "model").metadata is None
+    assert read_checkpoint(work / "mine" / "model").metadata is None
     assert not (work / "out").exists()
 
 
@@ -187,7 +187,7 @@ def test_jobs_are_listed_the_newest_first(followed, stopped, address, work):
     assert mine[1]["id"] == stopped.job["id"]
     _, shown, _ = submit(work, "status", mine[0]["id"], "--address", address)
     assert "status: SUCCEEDED\n" in shown
-    assert f"output: {work / 'runs' / 'mine'}\n" in shown
+    assert f"output: {work / 'mine'}\n" in shown
 
 
 def test_a_job_that_does_not_exist_is_an_error(address, work):
