@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -100,7 +101,9 @@ class HandleBackend:
 
     async def _shown(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
         """Yield all messages of a replica about a request; None is a sign of life."""
-        response = method.remote(request)
+        # Ray Serve's router identifies a call by its HTTP request, and loses one of several
+        # concurrent calls for the same request. In an empty context, each gets an id of its own.
+        response = contextvars.Context().run(method.remote, request)
         try:
             while True:
                 async with asyncio.timeout(self._silent_s):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mars_serve.engine.request import Request
 
 SILENT_S = 0.2
 BEAT = None
+HTTP_REQUEST: ContextVar[str | None] = ContextVar("HTTP_REQUEST", default=None)
 
 
 class Response:
@@ -47,6 +49,7 @@ class Handle:
         self.responses = responses
         self.num_silent: list[int] = []
         self.ids: list[str] = []
+        self.http_requests: list[str | None] = []
 
     def options(self, **_: Any) -> Handle:
         return self
@@ -57,6 +60,7 @@ class Handle:
     def remote(self, request: Request) -> Response:
         self.num_silent.append(request.num_silent)
         self.ids.append(request.id)
+        self.http_requests.append(HTTP_REQUEST.get())
         return self.responses[len(self.num_silent) - 1]
 
 
@@ -80,6 +84,14 @@ async def test_a_replica_that_sends_signs_of_life_may_be_slow():
     backend, handle = backend_of(response)
     assert [output async for output in backend.stream(request())] == OUTPUTS
     assert handle.num_silent == [0]
+
+
+async def test_calls_of_one_http_request_do_not_share_its_context():
+    """Ray Serve's router takes concurrent calls with the same context for one, and loses some."""
+    HTTP_REQUEST.set("one request for two choices")
+    backend, handle = backend_of(*[Response([OUTPUTS], 0, ends=True) for _ in range(2)])
+    await asyncio.gather(backend.complete(request()), backend.complete(request()))
+    assert handle.http_requests == [None, None]
 
 
 async def test_a_request_without_output_moves_to_another_replica():
