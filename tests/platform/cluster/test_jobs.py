@@ -13,6 +13,11 @@ from mars_platform.errors import UserError
 
 
 @pytest.fixture(autouse=True)
+def _asks_often(monkeypatch):
+    monkeypatch.setattr("mars_platform.cluster.jobs._POLL_S", 0.01)
+
+
+@pytest.fixture(autouse=True)
 def _no_address(monkeypatch):
     for name in ADDRESS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +38,7 @@ def serving(answer):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -128,8 +133,7 @@ def test_lasting_server_errors_end_following(monkeypatch):
         followed([job_list("RUNNING"), (502, PROXYS)])
 
 
-def test_following_ends_although_the_log_is_lost(monkeypatch):
-    monkeypatch.setattr("mars_platform.cluster.jobs._POLL_S", 0.01)
+def test_following_ends_although_the_log_is_lost():
     assert followed([job_list("FAILED")], [(500, RAYS)]) == ("FAILED", "")
 
 
