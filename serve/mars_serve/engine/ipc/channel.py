@@ -6,9 +6,11 @@ Unpickling is safe here: a socket pair has no name, so only this program can rea
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 import threading
+from collections import deque
 from contextlib import suppress
 
 _HEADER = struct.Struct("!Q")  # length of the message that follows, in bytes
@@ -20,11 +22,19 @@ class ChannelClosed(EOFError):
 
 
 class Channel:
-    """One end of a stream socket; any thread may send, one thread at a time may receive."""
+    """One end of a stream socket; any thread may send, one thread at a time may receive.
+
+    The socket may be made non-blocking by whoever watches it, as uvloop does: nothing here relies
+    on its mode.
+    """
 
     def __init__(self, stream: socket.socket) -> None:
         self._socket = stream
-        self._sending = threading.Lock()
+        self._sending = threading.Condition()
+        self._unsent = deque[memoryview]()
+        """Parts of messages that the socket's buffer had no room for, in order."""
+        self._sender: threading.Thread | None = None
+        self._is_closed = False
         self._received = bytearray()
 
     def fileno(self) -> int:
@@ -32,50 +42,47 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message, waiting while the buffers are full because the other end does not read.
+        """Send a message without waiting for the other end to read.
+
+        What the socket has no room for is kept and sent by a thread, so that a process that reads
+        late or not at all never stops an event loop or an engine's steps.
 
         Raises:
             ChannelClosed: either end is closed.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        try:
-            with self._sending:
-                self._socket.sendall(_HEADER.pack(len(body)) + body)
-        except OSError as error:
-            raise ChannelClosed from error
+        data = memoryview(_HEADER.pack(len(body)) + body)
+        with self._sending:
+            if self._is_closed:
+                raise ChannelClosed
+            if not self._unsent:
+                data = data[self._write(data) :]
+            if data:
+                self._unsent.append(data)
+                self._wake_sender()
 
     def receive(self) -> list[object]:
         """Wait for at least one message and return all that have arrived.
 
         Raises:
-            ChannelClosed: either end is closed.
+            ChannelClosed: either end is closed, or what came is no message.
         """
         while True:
-            messages = self._read(0)
+            messages = self.receive_available()
             if messages:
                 return messages
+            _wait_for(self._socket, select.POLLIN)
 
     def receive_available(self) -> list[object]:
         """Return the messages that have arrived, possibly none, without waiting.
 
         Raises:
-            ChannelClosed: either end is closed.
+            ChannelClosed: either end is closed, or what came is no message.
         """
-        with suppress(BlockingIOError):
-            return self._read(socket.MSG_DONTWAIT)
-        return []
-
-    def close(self) -> None:
-        """Close this end and wake threads that wait at either end."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _read(self, flags: int) -> list[object]:
         try:
-            data = self._socket.recv(_READ_SIZE, flags)
+            data = self._socket.recv(_READ_SIZE, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            raise
+            return []
         except OSError as error:
             raise ChannelClosed from error
         if not data:
@@ -83,13 +90,80 @@ class Channel:
         self._received += data
         return self._take_whole()
 
+    def close(self) -> None:
+        """Close this end, wake threads that wait at either end, and drop what was not sent."""
+        with self._sending:
+            self._is_closed = True
+            self._unsent.clear()
+            self._sending.notify()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _write(self, data: memoryview) -> int:
+        """Return how many bytes the socket takes at once.
+
+        Raises:
+            ChannelClosed: either end is closed.
+        """
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def _wake_sender(self) -> None:
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_unsent, name="sender", daemon=True)
+            self._sender.start()
+        self._sending.notify()
+
+    def _send_unsent(self) -> None:
+        """Send what is left over whenever the socket has room, until either end is closed."""
+        with suppress(ChannelClosed):
+            while True:
+                with self._sending:
+                    self._sending.wait_for(lambda: self._unsent or self._is_closed)
+                    if self._is_closed:
+                        return
+                    rest = self._unsent[0][self._write(self._unsent[0]) :]
+                    if rest:
+                        self._unsent[0] = rest
+                    else:
+                        self._unsent.popleft()
+                if rest:
+                    _wait_for(self._socket, select.POLLOUT)
+
     def _take_whole(self) -> list[object]:
-        messages = []
-        while len(self._received) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._received)
-            end = _HEADER.size + length
+        messages, start = [], 0
+        while len(self._received) >= start + _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._received, start)
+            end = start + _HEADER.size + length
             if len(self._received) < end:
                 break
-            messages.append(pickle.loads(self._received[_HEADER.size : end]))  # noqa: S301
-            del self._received[:end]
+            messages.append(_unpickled(self._received[start + _HEADER.size : end]))
+            start = end
+        del self._received[:start]
         return messages
+
+
+def _unpickled(body: bytearray) -> object:
+    try:
+        return pickle.loads(body)  # noqa: S301
+    except Exception as error:  # unpickling raises what its content makes it raise
+        raise ChannelClosed("a message cannot be read") from error
+
+
+def _wait_for(stream: socket.socket, event: int) -> None:
+    """Wait, for at most a second, until a socket can be read or written or its other end closes.
+
+    Raises:
+        ChannelClosed: this end is closed.
+    """
+    poll = select.poll()
+    try:
+        poll.register(stream, event)
+    except (ValueError, OSError) as error:
+        raise ChannelClosed from error
+    poll.poll(1000)  # in case the descriptor was closed and opened anew meanwhile

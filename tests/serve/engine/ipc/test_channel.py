@@ -35,13 +35,46 @@ def test_messages_arrive_whole_and_in_order(ends: Ends) -> None:
 def test_a_message_larger_than_the_buffers_arrives_whole(ends: Ends) -> None:
     ours, theirs = ends
     message = bytes(8 * 2**20)
-    sender = threading.Thread(target=ours.send, args=[message])
-    sender.start()
+    ours.send(message)
     parts = list[object]()
     while not parts:
         parts += theirs.receive_available()  # empty until the message is complete
-    sender.join()
     assert parts == [message]
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_sending_never_waits_for_a_reader_and_loses_nothing(is_blocking: bool) -> None:
+    """An event loop such as uvloop makes the socket that it watches non-blocking."""
+    stream, other = socket.socketpair()
+    stream.setblocking(is_blocking)
+    ours, theirs = Channel(stream), Channel(other)
+    messages = [bytes([number]) * 100_000 for number in range(40)]
+    for message in messages:
+        ours.send(message)
+    received = list[object]()
+    while len(received) < len(messages):
+        received += theirs.receive()
+    assert received == messages
+    for channel in (ours, theirs):
+        channel.close()
+
+
+def test_closing_drops_what_the_other_end_did_not_read(ends: Ends) -> None:
+    ours, _ = ends
+    ours.send(bytes(8 * 2**20))
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        ours.send("more")
+
+
+def test_bytes_that_are_no_message_end_the_channel() -> None:
+    stream, other = socket.socketpair()
+    theirs = Channel(other)
+    stream.sendall((4).to_bytes(8) + b"none")
+    with pytest.raises(ChannelClosed, match="a message cannot be read"):
+        theirs.receive()
+    stream.close()
+    theirs.close()
 
 
 def test_closing_one_end_closes_both(ends: Ends) -> None:
