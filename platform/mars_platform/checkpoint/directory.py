@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
+from mars_platform.checkpoint.references import refuse_foreign_files
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line
 
@@ -127,9 +128,11 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
             checkpoint; a new calibration must not fail on the file that it replaces.
 
     Raises:
-        UserError: a file is missing, malformed or does not fit the others.
+        UserError: a file is missing, malformed or does not fit the others, or is none of the
+            checkpoint's own.
     """
     path = locate_model(str(model))
+    refuse_foreign_files(path)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"model: {path} has no tokenizer; add its tokenizer.json")
     try:

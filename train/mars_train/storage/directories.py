@@ -27,6 +27,7 @@ from mars_platform.checkpoint.manifest import (
     Damaged,
     FileEntry,
     Manifest,
+    check_size,
     describe,
     describe_all,
     read_manifest,
@@ -106,6 +107,10 @@ class Storage:
         """
         token = group.gather(uuid.uuid4().hex[:8])[0]  # no stale files of a killed writer
         partial_name = f"{_PARTIAL}{name}-{token}" if self.is_local else name
+        if not self.is_local:  # its files would lie among the new ones and not be listed
+            if group.rank == 0:
+                self.remove(name)
+            group.gather(None)
         partial = self.file_path(partial_name)
         entries: dict[str, FileEntry] = {}
         failure = None
@@ -155,14 +160,13 @@ class Storage:
 
         Raises:
             Damaged: the download does not match the manifest.
+            UserError: there is no room for it, or another user has made the directory for it.
         """
         if self.is_local:
             return Path(self.file_path(name))
         manifest = read_manifest(self.file_system, self.file_path(name))
         key = hashlib.sha256((self.path(name) + manifest.model_dump_json()).encode()).hexdigest()
-        cache = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
-        cache.mkdir(mode=0o700, exist_ok=True)
-        target = cache / key[:32]
+        target = _own_cache() / key[:32]
         with FileLock(f"{target}.lock"):
             if not target.exists():
                 self._download(name, manifest, target)
@@ -216,12 +220,22 @@ class Storage:
         return None
 
     def _download(self, name: str, manifest: Manifest, target: Path) -> None:
+        needed = sum(entry.num_bytes for entry in manifest.files.values())
+        if needed > (free := shutil.disk_usage(target.parent).free):
+            raise UserError(
+                f"{self.path(name)} has {needed:,} bytes, and {target.parent} has room for "
+                f"{free:,}; make room there, or set TMPDIR to a larger disk"
+            )
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
             content = Path(temporary) / "content"
             for file, entry in manifest.files.items():
                 path = content / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.file_system.get_file(self.file_path(name, file), str(path))
+                source = self.file_path(name, file)
+                if not self.file_system.exists(source):
+                    raise Damaged(f"{file} is missing")
+                check_size(self.file_system, source, file, entry)
+                self.file_system.get_file(source, str(path))
                 if describe(path) != entry:
                     raise Damaged(f"{file} does not match its checksum")
             (content / MANIFEST).write_text(manifest.text, encoding="utf-8")
@@ -252,6 +266,19 @@ def fetch_shared(reference: str) -> str:
 def copy_into(directory: Path, source: Path) -> None:
     """Copy the files of ``source`` into ``directory``, following links."""
     shutil.copytree(source, directory, dirs_exist_ok=True)
+
+
+def _own_cache() -> Path:
+    """Return the directory of this user's downloads, which nobody else may have prepared."""
+    cache = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    found = cache.lstat()
+    if cache.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UserError(
+            f"{cache} is a link, or others may write to it, so that downloads would not be safe "
+            "there; remove it, or set TMPDIR to a directory of your own"
+        )
+    return cache
 
 
 def _reason(error: Exception) -> str:
