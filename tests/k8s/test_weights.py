@@ -40,7 +40,10 @@ def test_a_stored_checkpoint_is_verified_through_a_link(weights, source, tmp_pat
         (lambda path: (path / "sub" / "weights.bin").unlink(), "weights.bin is missing"),
         (lambda path: (path / MANIFEST).unlink(), "manifest.json cannot be read"),
         (lambda path: (path / "chat_template.jinja").write_text("x"), "chat_template.jinja is not"),
-        (lambda path: (path / "sub" / "link.json").symlink_to("/etc/hosts"), "leads out of the dir"),
+        (
+            lambda path: (path / "sub" / "link.json").symlink_to("/etc/hosts"),
+            "leads out of the dir",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_stops_the_worker(weights, source, tmp_path, capsys, damage, message):

@@ -170,7 +170,7 @@ def calibrate_another(path: Path) -> None:
         (lambda path: (path / MANIFEST).write_text("{"), r"cannot be read .* delete its manifest"),
         (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
         (
-            lambda path: (path / "chat_template.jinja").write_text("x"),
+            lambda path: (path / "own.py").write_text("x"),
             r"b: chat_template\.jinja is not listed in manifest\.json; remove the file, or",
         ),
         (lambda path: (path / FRONTIER_FILE).unlink(), r"b/frontier\.json: cannot be read"),
