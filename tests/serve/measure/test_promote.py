@@ -171,7 +171,7 @@ def calibrate_another(path: Path) -> None:
         (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
         (
             lambda path: (path / "own.py").write_text("x"),
-            r"b: chat_template\.jinja is not listed in manifest\.json; remove the file, or",
+            r"b: own\.py is not listed in manifest\.json; remove the file, or",
         ),
         (lambda path: (path / FRONTIER_FILE).unlink(), r"b/frontier\.json: cannot be read"),
         (calibrate_another, r"b/calibration\.json: weights: it was made for another model's"),
