@@ -112,7 +112,7 @@ def _floor_s(engine: Engine) -> float:
     """Return the seconds to read once each weight that a step of one position reads."""
     config, model = engine.checkpoint.config, engine._runner.model
     with torch.device("meta"):  # packed linear layers hold no parameter
-        weights = AutoModelForCausalLM.from_config(config)
+        weights = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     count = sum(weight.numel() for weight in weights.parameters())
     if not config.tie_word_embeddings:
         count -= weights.get_input_embeddings().weight.numel()  # a step reads one row of it

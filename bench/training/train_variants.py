@@ -266,7 +266,8 @@ def build_model(options: Options) -> PreTrainedModel:
     """Return the model that ``--model`` names, with random float32 weights."""
     torch.manual_seed(options.seed)
     config = AutoConfig.for_model("qwen2", tie_word_embeddings=True, **MODELS[options.model])
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    return model.train()
 
 
 def pad_rows(examples: Sequence[Example], multiple_of: int) -> tuple[Tensor, Tensor, Tensor]:
