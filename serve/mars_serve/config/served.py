@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
@@ -18,6 +19,7 @@ from mars_serve.engine.settings import CPU_PAGES
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does not need it
     from mars_platform.checkpoint.directory import Checkpoint
+    from mars_platform.data.prompt_encoding import PromptEncoder
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ReplicaReport:
     status: EngineStatus
     live: PublishedThreshold
     """Latest version that the replica has applied, with the τ that its next step uses."""
+    is_overdue: bool
+    """Whether the engine shows no sign of life, so that it gets no further requests."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,14 @@ class ServedModel:
     backend: Backend
     created: int
     """Unix time in seconds at which the model was loaded into this server."""
+
+    @cached_property
+    def prompts(self) -> PromptEncoder:
+        """Encoder of the model's prompts."""
+        from mars_platform.data.prompt_encoding import PromptEncoder
+
+        special = self.checkpoint.special
+        return PromptEncoder(self.checkpoint.tokenizer, special.eos | special.never_emitted)
 
     @property
     def max_length(self) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -19,7 +20,10 @@ from mars_serve.control.governor_actor import GovernorClient
 from mars_serve.engine.ipc.loop import EngineDied, QueueTimeout
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.http.middleware.errors import cause_of
 
+_MAX_MOVES = 2
+"""Times that a request is sent elsewhere which still waited when its engine died."""
 _SILENT_S = 15.0
 """Seconds without any message after which the replica of a request counts as lost. If its host
 loses power, no connection is closed, and Ray takes a minute to notice."""
@@ -28,8 +32,10 @@ _ASK_S = 2.0
 _GOVERN_S = 10.0
 """Longest wait in seconds for the governor, which may have to start first."""
 
+_log = logging.getLogger(__name__)
 
-class _Silent(Exception):
+
+class _Silent(EngineDied):
     """Raised if a replica sends no sign of life."""
 
 
@@ -70,10 +76,11 @@ class HandleBackend:
         return self._items(self._streaming.stream, request)
 
     async def _items(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
-        """Yield what a replica returns for a request, and try another one if it stays silent.
+        """Yield what a replica returns for a request; try another one if it is silent or dies.
 
         Raises:
-            EngineDied: the replica fell silent after its first output.
+            EngineDied: the replica fell silent or died after its first output, or the request has
+                been sent elsewhere as often as it may be.
             QueueTimeout: no replica began within the time that the request allows.
             Exception: an error of the replica (see `EngineLoop.stream`) or of Ray.
         """
@@ -87,17 +94,10 @@ class HandleBackend:
                             has_begun = True
                             yield item
                 return
-            except _Silent as error:
+            except Exception as error:
                 if has_begun:
-                    raise EngineDied("the replica is silent; its host may be gone") from error
-                limit_s = request.options.max_queue_s
-                if limit_s is not None and time.monotonic() - start_s >= limit_s:
-                    reason = f"no replica began the request within {limit_s} s"
-                    raise QueueTimeout(reason) from error
-                request.num_silent += 1
-                # The same replica may be alive and get the request again; engines need distinct
-                # ids.
-                request.id = f"{request.id}/{request.num_silent}"
+                    raise
+                _prepare_move(request, error, time.monotonic() - start_s)
 
     async def _shown(self, method: DeploymentHandle, request: Request) -> AsyncGenerator[Any]:
         """Yield all messages of a replica about a request; None is a sign of life."""
@@ -112,7 +112,7 @@ class HandleBackend:
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise _Silent from error
+            raise _Silent("the replica is silent; its host may be gone") from error
         finally:
             response.cancel()
 
@@ -171,3 +171,45 @@ class HandleBackend:
             return await asyncio.wait_for(self._governor.call(method, *arguments), _GOVERN_S)
         except TimeoutError as error:
             raise GetTimeoutError("the governor does not answer") from error
+
+
+def _prepare_move(request: Request, error: Exception, waited_s: float) -> None:
+    """Prepare a request that has no output yet for another replica.
+
+    A request that the fatal step may have held is tried once more, alone in its steps until it is
+    past the point at which the engine died.
+
+    Args:
+        request: the request, which is changed.
+        error: the error that ended it on its replica.
+        waited_s: seconds since it was first sent.
+
+    Raises:
+        QueueTimeout: it has waited for as long as it may.
+        Exception: ``error``, if the request must not be sent elsewhere.
+    """
+    death, limit_s = _death_of(error), request.options.max_queue_s
+    was_suspect = request.quarantine_tokens > 0
+    if isinstance(death, _Silent):
+        if limit_s is not None and waited_s >= limit_s:
+            raise QueueTimeout(f"no replica began the request within {limit_s} s") from error
+        request.num_silent += 1
+    elif death is None or len(request.failed_on) >= _MAX_MOVES or (death.had_begun and was_suspect):
+        raise error
+    else:
+        if death.had_begun:
+            request.quarantine_tokens = death.num_tokens + 1
+        request.failed_on += (death.replica or "",)
+    _log.warning("request %s goes to another replica: %s", request.id, death)
+    # The same replica may be alive and get the request again; engines need distinct ids.
+    request.id = f"{request.id}/{request.num_silent + len(request.failed_on)}"
+
+
+def _death_of(error: Exception) -> EngineDied | None:
+    """Return the death of a replica or of its engine behind an error, or None."""
+    cause = cause_of(error)
+    if isinstance(cause, RayActorError):
+        death = EngineDied("the replica has died")
+        death.had_begun = True  # nobody is left to tell
+        return death
+    return cause if isinstance(cause, EngineDied) else None

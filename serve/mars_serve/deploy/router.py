@@ -6,9 +6,10 @@ only sees the requests that pass through it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,9 @@ _MAX_PAGES = 128
 """Number of leading pages that are compared; prompts that share so many go to the same replica."""
 _MAX_KEYS = 65_536
 """Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
+_AVOID_S = 5.0
+"""Seconds in which a replica gets no requests once its engine has died or did not answer. By then
+Ray Serve knows of a death; a request that finds the engine still overdue is sent elsewhere."""
 
 
 def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int) -> list[bytes]:
@@ -82,6 +86,28 @@ class PrefixMap:
             self._holders.popitem(last=False)
 
 
+class FailedReplicas:
+    """Remembers which replicas have lately died or not answered.
+
+    A replica whose engine is dead fails its requests at once, so it would look the least busy.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns the time in seconds."""
+        self._clock = clock
+        self._ends_s = dict[str, float]()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Avoid replicas for some seconds from now on."""
+        self._ends_s.update(dict.fromkeys(names, self._clock() + _AVOID_S))
+
+    def without(self, names: Collection[str]) -> Collection[str]:
+        """Return the replicas that need not be avoided; all of them if each one has failed."""
+        now_s = self._clock()
+        self._ends_s = {name: end_s for name, end_s in self._ends_s.items() if end_s > now_s}
+        return [name for name in names if name not in self._ends_s] or names
+
+
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ray Serve's request router, which chooses replicas with a `PrefixMap`."""
 
@@ -99,6 +125,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         # count. An entry ends with its request, so a request cancelled in between is not counted
         # forever.
         self._chosen = Counter[ReplicaID]()
+        self._failed = FailedReplicas()
 
     async def choose_replicas(
         self,
@@ -107,6 +134,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         """Return the chosen replica first, then the others in case it does not answer."""
         request = _request_of(pending_request)
+        if request is not None:
+            self._failed.note(request.failed_on)
+        names = self._failed.without([each.replica_id.unique_id for each in candidate_replicas])
+        candidate_replicas = [
+            each for each in candidate_replicas if each.replica_id.unique_id in names
+        ]
         if request is not None and request.num_silent:
             # One of the replicas is lost, but which is unknown. Ray Serve probes replicas of
             # unknown load and takes one that answers.

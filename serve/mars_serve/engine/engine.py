@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import commit
 from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
-from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler
@@ -39,16 +38,6 @@ _MAX_FAILURES = 3
 """Number of consecutive steps failing for every request after which the engine gives up."""
 
 _DEFAULT = LiveDecoding(0.95)
-
-
-@dataclass
-class _Counts:
-    """Counts since an engine's start; see `EngineStatus`."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    forward_passes: int = 0
-    row_passes: int = 0
 
 
 class Engine:
@@ -137,13 +126,15 @@ class Engine:
         )
         self.live = live
         """Live decoding from the next step on; any thread may set it."""
+        self.on_launch: Callable[[Sequence[ScheduledRow]], None] | None = None
+        """Called with the rows of each step before it starts."""
         self._step_live = live
         """Live decoding of the current step."""
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._overdue: list[StepOutput] = []
         """Outputs of requests whose time in the queue ended at the start of the current step."""
-        self._counts = _Counts()
+        self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
         self._num_failures = 0
         self._finished_at: float | None = None
@@ -320,6 +311,8 @@ class Engine:
         if not rows:
             self._finished_at = None
             return None
+        if self.on_launch is not None:
+            self.on_launch(rows)
         self._note_begun(rows)
         return launch(self._runner, rows)
 

@@ -50,6 +50,16 @@ class StepOutput:
     """Seconds before the request's first step, on its first output; 0 on later ones."""
 
 
+@dataclass
+class EngineCounts:
+    """Counts since an engine's start; see `EngineStatus`."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    forward_passes: int = 0
+    row_passes: int = 0
+
+
 @dataclass(frozen=True)
 class EngineStatus:
     """How full an engine is, and what it has done since its start."""

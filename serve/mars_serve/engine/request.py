@@ -63,6 +63,11 @@ class Request:
     """Seconds from arrival to the first step; None before it."""
     num_silent: int = 0
     """Number of replicas that received the request earlier and showed no sign of life."""
+    failed_on: tuple[str, ...] = ()
+    """Names of replicas that died, or did not answer, while they had the request."""
+    quarantine_tokens: int = 0
+    """Output tokens up to which the request is alone in its steps, because an engine died in a step
+    that may have held it; 0 if none did."""
     mode: Mode = field(init=False)
     """Mode of the current step: the request's own, or exact in its place for a live τ of 1."""
     threshold: float = field(init=False)
@@ -95,6 +100,11 @@ class Request:
     def num_output(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether no other request may share a step with this one."""
+        return self.num_output < self.quarantine_tokens
 
     @property
     def num_uncached(self) -> int:

@@ -64,6 +64,8 @@ class Scheduler:
         self.num_prefix_hit_tokens = 0
         """Tokens found in the prefix cache, at admissions and between chunks of prompts."""
         self._num_arrived = 0
+        self._was_quarantine = False
+        """Whether the last step was that of a request in quarantine."""
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -95,8 +97,9 @@ class Scheduler:
         for request in self.running:
             if request.in_prefill(self.window):
                 self._count_prefix_hit(request, self._take_cached(request))
-        masks = self._masks(choose_masks)
-        return self._give_pages(self._plan(masks, may_shrink=choose_masks is not None))
+        members = self._members()
+        masks = self._masks(members, choose_masks)
+        return self._give_pages(self._plan(members, masks, may_shrink=choose_masks is not None))
 
     def commit_cached(self, row: ScheduledRow, num_right: int = 0) -> None:
         """Count a row's tokens as cached, and offer the pages that became full to other requests.
@@ -234,16 +237,28 @@ class Scheduler:
 
     # Rows
 
-    def _masks(self, choose_masks: ChooseMasks | None) -> dict[Request, Masks]:
-        masks = {request: request.masks(self.window) for request in self.running}
+    def _members(self) -> list[Request]:
+        """Return the running requests that may be in the next step, in order.
+
+        The first request in quarantine and all requests that are not take turns.
+        """
+        suspects = [request for request in self.running if request.is_quarantined]
+        others = [request for request in self.running if not request.is_quarantined]
+        self._was_quarantine = bool(suspects) and not (others and self._was_quarantine)
+        return suspects[:1] if self._was_quarantine else others
+
+    def _masks(
+        self, members: list[Request], choose_masks: ChooseMasks | None
+    ) -> dict[Request, Masks]:
+        masks = {request: request.masks(self.window) for request in members}
         if choose_masks is not None:
-            adaptive = [request for request in self.running if request.leaves_masks]
+            adaptive = [request for request in members if request.leaves_masks]
             if adaptive:
                 masks.update(zip(adaptive, choose_masks(adaptive), strict=True))
         return masks
 
     def _plan(
-        self, masks: Mapping[Request, Masks], *, may_shrink: bool
+        self, members: list[Request], masks: Mapping[Request, Masks], *, may_shrink: bool
     ) -> dict[Request, ScheduledRow]:
         """Divide the step's positions: decoding requests first, then prompts, each in order.
 
@@ -265,9 +280,9 @@ class Scheduler:
                 fed = fit_masks(fed, max(0, budget - request.num_uncached))
             return fit_row(request, fed, budget)
 
-        prompts = [request for request in self.running if request.in_prefill(self.window)]
-        decoding = [request for request in self.running if not request.in_prefill(self.window)]
-        num_reserved = 1 if prompts and prompts[0] is self.running[0] else 0
+        prompts = [request for request in members if request.in_prefill(self.window)]
+        decoding = [request for request in members if not request.in_prefill(self.window)]
+        num_reserved = 1 if prompts and prompts[0] is members[0] else 0
         plan = dict[Request, ScheduledRow]()
         budget = self.max_num_batched_tokens - num_reserved
         for request in decoding:

@@ -45,6 +45,9 @@ class EngineSettings(Settings):
     batch_invariant: bool = False
     """Whether steps are computed in fixed shapes, so that no bit of a request's numbers depends on
     the other requests. Slower."""
+    step_timeout_s: float = Field(default=30.0, gt=0)
+    """Least seconds after which a step is taken to hang, and the engine is ended and replaced. A
+    step that is expected to take long gets ten times its expected time."""
     compile: bool = False
     """Whether the decoder is compiled with ``torch.compile`` when the model is loaded. The first
     time, that takes one to four seconds for each layer, and it needs a C++ compiler (on a GPU,

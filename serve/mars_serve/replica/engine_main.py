@@ -1,7 +1,8 @@
 """The engine process that `mars_serve.replica.engine_process` starts.
 
-It runs as ``python -m mars_serve.replica.engine_main FD``. ``FD`` is the file descriptor of its end
-of a socket pair, through which an `EngineStart` arrives first.
+It runs as ``python -m mars_serve.replica.engine_main FD PULSE``. ``FD`` is the file descriptor of
+its end of a socket pair, through which an `EngineStart` arrives first, and ``PULSE`` that of the
+memory of its `Pulse`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from mars_platform.errors import UserError
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
+from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.ipc.worker import EngineWorker
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
@@ -47,7 +49,8 @@ def main() -> None:
     times = engine.warm_up(_log_progress)
     basis = autoscaling_basis(start.settings, engine, times)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
-    EngineWorker(engine, channel, on_closed=leave, basis=basis).run()
+    pulse = Pulse(int(sys.argv[2]))
+    EngineWorker(engine, channel, on_closed=leave, basis=basis, times=times, pulse=pulse).run()
 
 
 def _log_progress(done: int, total: int) -> None:

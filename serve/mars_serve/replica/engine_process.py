@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.pulse import Pulse
+from mars_serve.replica.watchdog import PulseReader, watch
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ class _Process:
         """Return whether the process runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
     def join(self, timeout: float) -> None:
         """Wait until the process has ended, and kill it after ``timeout`` seconds."""
         try:
@@ -50,8 +56,9 @@ class _Process:
 def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
-    In a rehearsal, wait until the configured cold start is over, too. The process ends when this
-    one does, however that happens.
+    From then on a thread watches the engine, and ends it if a step hangs. In a rehearsal, wait
+    until the configured cold start is over, too. The process ends when this one does, however that
+    happens.
 
     Args:
         settings: the model's settings.
@@ -63,17 +70,30 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
     """
     started_s = time.monotonic()
     ours, theirs = socket.socketpair()
+    memory = Pulse.create()
+    pulse = Pulse(memory)
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
-            [sys.executable, "-m", "mars_serve.replica.engine_main", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "mars_serve.replica.engine_main",
+                str(theirs.fileno()),
+                str(memory),
+            ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), memory],
             stdin=subprocess.DEVNULL,
         )
+    os.close(memory)
     channel = Channel(ours)
     with suppress(ChannelClosed):  # EngineLoop reports a process that has ended
         channel.send(EngineStart(settings, num_threads))
-    loop = EngineLoop(channel, _Process(process))
+    worker = _Process(process)
+    loop = EngineLoop(channel, worker)
+    assert loop.step_times is not None
+    reader = PulseReader(pulse, loop.step_times.at, settings.engine.step_timeout_s)
+    watch(reader, loop, worker.kill)
     if settings.rehearsal is not None:
         wait_out(settings.rehearsal.cold_start_s, started_s)
     return loop

@@ -12,6 +12,7 @@ from ray import serve
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import PublishedThreshold, ReplicaReport
 from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.ray_metrics import RayMirror
@@ -51,13 +52,17 @@ class ModelReplica:
         Yields None every few seconds before. A cancelled call cancels the request.
         """
         outputs, shown_s = list[StepOutput](), time.monotonic()
-        async with aclosing(self.stream(request)) as items:
-            async for item in items:
-                if item is not None:
-                    outputs.append(item)
-                if time.monotonic() - shown_s >= _BEAT_S:
-                    shown_s = time.monotonic()
-                    yield None
+        try:
+            async with aclosing(self.stream(request)) as items:
+                async for item in items:
+                    if item is not None:
+                        outputs.append(item)
+                    if time.monotonic() - shown_s >= _BEAT_S:
+                        shown_s = time.monotonic()
+                        yield None
+        except EngineDied as died:
+            died.num_tokens = sum(len(output.tokens) for output in outputs)
+            raise
         yield outputs
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput | None]:
@@ -72,9 +77,13 @@ class ModelReplica:
         if self._steering is not None:
             self._steering.refuse_late(request)
         outputs = self._loop.stream(request, _BEAT_S)
-        async with aclosing(self._telemetry.watch(outputs, request)) as watched:
-            async for output in watched:
-                yield output
+        try:
+            async with aclosing(self._telemetry.watch(outputs, request)) as watched:
+                async for output in watched:
+                    yield output
+        except EngineDied as died:
+            died.replica = self._name
+            raise
 
     async def exposition(self) -> str:
         """Return the replica's metrics in Prometheus' text format."""
@@ -87,7 +96,7 @@ class ModelReplica:
             EngineDied: the engine has stopped.
         """
         live = replace(self._follower.live, threshold=self._loop.live.threshold)
-        return ReplicaReport(self._name, self._loop.status(), live)
+        return ReplicaReport(self._name, self._loop.status(), live, self._loop.is_overdue)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve, which passes it to `mars_autoscale.ray.ray_policy`."""

@@ -66,7 +66,9 @@ class LoopBackend:
         return [output async for output in self.stream(request)]
 
     async def replicas(self) -> list[ReplicaReport]:
-        return [ReplicaReport("only", self.loop.status(), PublishedThreshold(0, 0.5))]
+        return [
+            ReplicaReport("only", self.loop.status(), PublishedThreshold(0, 0.5), is_overdue=False)
+        ]
 
     async def live_threshold(self) -> PublishedThreshold:
         return PublishedThreshold(0, 0.5)

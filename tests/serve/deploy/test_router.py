@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_serve.deploy.router import PrefixMap, prompt_keys
+from mars_serve.deploy.router import FailedReplicas, PrefixMap, prompt_keys
 from mars_serve.engine.pages import page_key, root_key
 
 PAGE = 4
@@ -90,3 +90,14 @@ def test_no_replica_exceeds_the_least_busy_by_more_than_the_slack(arrivals, slac
         if one_ends:
             busiest = max(loads.values())
             loads[ends.choice([name for name in loads if loads[name] == busiest])] -= 1
+
+
+def test_a_replica_that_has_failed_is_avoided_for_a_while_if_there_is_another():
+    now = 100.0
+    failed = FailedReplicas(lambda: now)
+    assert failed.without(["a", "b"]) == ["a", "b"]
+    failed.note(["a"])
+    assert failed.without(["a", "b"]) == ["b"]
+    assert failed.without(["a"]) == ["a"]
+    now += 5.1
+    assert failed.without(["a", "b"]) == ["a", "b"]

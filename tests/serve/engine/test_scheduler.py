@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -17,6 +18,30 @@ from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 
 # Rules that hold in every step
+
+
+def test_a_request_in_quarantine_is_alone_in_its_steps_and_takes_turns_with_the_others() -> None:
+    scheduler = make_scheduler(100, window=2)
+    steps = Steps(scheduler, random.Random(0))
+    plain = [make_request(name, [5, 6, 7], 40) for name in ("a", "b")]
+    suspects = [make_request(name, [5, 6, 8], 40) for name in ("c", "d")]
+    for suspect in suspects:
+        suspect.quarantine_tokens = 2
+    for each in [*plain, *suspects]:
+        steps.add(each)
+    seen = []
+    for _ in range(200):
+        rows = scheduler.schedule()
+        seen.append("".join(row.request.id for row in rows))
+        for row in rows:
+            if row.reads_logits:
+                row.request.tokens.append(9)
+            scheduler.commit_cached(row)
+        if not any(each.is_quarantined for each in suspects):
+            break
+    assert set(seen) == {"c", "d", "ab", "abc"}  # the first suspect is free before the second
+    assert all(("ab" in first) != ("ab" in then) for first, then in itertools.pairwise(seen))
+    assert ids(row.request for row in scheduler.schedule()) == "abcd"
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,12 @@ def loop(mars_dir):
     loop.stop()
 
 
+async def all_of(stream):
+    return [output async for output in stream]
+
+
 async def collect(loop, request):
-    return [output async for output in loop.stream(request)]
+    return await all_of(loop.stream(request))
 
 
 def request(name, max_tokens=12, **options):
@@ -89,14 +93,36 @@ async def test_a_killed_engine_ends_its_requests(mars_dir):
     (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
     child.send_signal(signal.SIGKILL)
     with pytest.raises(EngineDied):
-        async with asyncio.timeout(5):
-            _ = [output async for output in stream]
+        await asyncio.wait_for(all_of(stream), 5)
     assert not loop.is_alive
     for call in (loop.status, lambda: loop.set_live(LiveDecoding(0.5))):
         with pytest.raises(EngineDied):
             call()
     with pytest.raises(EngineDied):
         await collect(loop, request("later"))
+    loop.stop()
+
+
+async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
+    """It is stopped in its first step: what was in it may be to blame, what waited is not."""
+    settings = settings_of(mars_dir)
+    sizes = settings.engine.model_copy(update={"step_timeout_s": 7.0, "max_num_seqs": 1})
+    loop = start_engine(settings.model_copy(update={"engine": sizes}), num_threads=1)
+    running = loop.stream(request("running", 200, mode=Mode.AR), beat_s=0.2)
+    await anext(running)
+    waiting = loop.stream(request("waiting"), beat_s=0.2)
+    (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
+    child.suspend()
+    with pytest.raises(EngineDied, match="does not answer") as gave_back:
+        await asyncio.wait_for(all_of(waiting), 30)
+    assert not gave_back.value.had_begun
+    assert loop.is_overdue
+    with pytest.raises(EngineDied, match="does not answer"):
+        await anext(loop.stream(request("new")))
+    with pytest.raises(EngineDied, match="has stopped") as died:
+        await asyncio.wait_for(all_of(running), 30)
+    assert died.value.had_begun
+    assert not loop.is_alive
     loop.stop()
 
 

@@ -71,7 +71,7 @@ class Engine:
     def __init__(self):
         ours, theirs = socket.socketpair()
         self.channel = Channel(theirs)
-        self.channel.send(Ready(1_000, LiveDecoding(1.0), IDLE, BASIS))
+        self.channel.send(Ready(1_000, LiveDecoding(1.0), IDLE, BASIS, None))
         self.loop = EngineLoop(Channel(ours), Alive())
 
     async def begin(self):

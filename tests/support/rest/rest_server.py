@@ -48,7 +48,7 @@ class LoopBackend:
                 yield output
 
     async def replicas(self) -> list[ReplicaReport]:
-        return [ReplicaReport("only", self.loop.status(), self.live)]
+        return [ReplicaReport("only", self.loop.status(), self.live, self.loop.is_overdue)]
 
     async def live_threshold(self) -> PublishedThreshold:
         return self.live
@@ -151,7 +151,7 @@ def app_of(*models: ServedModel, **settings: Any) -> FastAPI:
 
 def client_of(app: FastAPI, **options: Any) -> Client:
     """Make a client of an application."""
-    return Client(transport=httpx2.ASGITransport(app), base_url="http://server", **options)
+    return Client(transport=httpx2.ASGITransport(app), base_url="http://localhost", **options)
 
 
 async def until_idle(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import (
+    Begun,
     Cancel,
     NotLoaded,
     Order,
@@ -25,10 +26,19 @@ from mars_serve.engine.request import Request
 
 _STOP_S = 30.0
 """Seconds to wait for the current step to end when an engine is stopped."""
+_QUEUE_GRACE_S = 2.0
+"""Seconds that the engine has, past the end of a request's wait, to end the wait itself."""
 
 
 class EngineDied(RuntimeError):
-    """Raised when the engine has ended; the replica must be replaced."""
+    """Raised when the engine has ended or does not answer; the replica must be replaced."""
+
+    replica: str | None = None
+    """Name of the replica whose engine it was, if known."""
+    had_begun: bool = False
+    """Whether a step may have held the request, which may then be to blame."""
+    num_tokens: int = 0
+    """Output tokens that the request had got."""
 
 
 class RequestFailed(RuntimeError):
@@ -76,6 +86,11 @@ class EngineLoop:
         self._channel = channel
         self._worker = worker
         self._outputs: dict[str, _Outputs] = {}
+        self._waiting: set[str] = set()
+        """Ids of the requests of which no step has been announced."""
+        self.is_overdue = False
+        """Whether the engine shows no sign of life; it then gets no further requests, and those
+        that wait are given back. Any thread may set it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         ready = self._first_message()
@@ -85,6 +100,8 @@ class EngineLoop:
         self._status_s = time.monotonic()
         self.basis = ready.basis
         """Figures by which the model is autoscaled; None if it is not."""
+        self.step_times = ready.times
+        """Times that the engine's steps are expected to take; None if they were not measured."""
 
     @property
     def is_alive(self) -> bool:
@@ -149,6 +166,7 @@ class EngineLoop:
                     async with asyncio.timeout(beat_s):
                         output = await outputs.get()
                 except TimeoutError:
+                    self._check_wait(request)
                     yield None
                     continue
                 if isinstance(output, EngineDied):
@@ -178,21 +196,44 @@ class EngineLoop:
         assert isinstance(message, Ready)
         return message
 
+    def _check_wait(self, request: Request) -> None:
+        """Give a request back that waits for an engine which does not answer.
+
+        The engine ends waits that take too long, unless it hangs.
+
+        Raises:
+            EngineDied: the engine is overdue.
+            QueueTimeout: the request did not begin within its own time limit.
+        """
+        if request.id not in self._waiting:
+            return
+        if self.is_overdue:
+            raise EngineDied("the engine does not answer")
+        limit_s, arrived_s = request.options.max_queue_s, request.arrived_at
+        assert arrived_s is not None
+        if limit_s is not None and time.monotonic() - arrived_s > limit_s + _QUEUE_GRACE_S:
+            raise QueueTimeout(f"the request did not begin within {limit_s} s")
+
     def _submit(self, request: Request) -> _Outputs:
         self._attach(asyncio.get_running_loop())
+        if self.is_overdue:
+            raise EngineDied("the engine does not answer")
         if len(self._outputs) >= self._max_requests:
             raise QueueFull("too many requests are waiting")
         if not self._outputs and not self._status.num_requests:  # an idle engine does not report
             self._status_s = time.monotonic()
         outputs = self._outputs[request.id] = _Outputs()
+        self._waiting.add(request.id)
         try:
             self._send(request)
         except EngineDied:
             self._outputs.pop(request.id, None)
+            self._waiting.discard(request.id)
             raise
         return outputs
 
     def _cancel(self, request_id: str) -> None:
+        self._waiting.discard(request_id)
         if self._outputs.pop(request_id, None) is not None:
             with suppress(EngineDied):  # a dead engine has nothing to cancel
                 self._send(Cancel(request_id))
@@ -226,6 +267,9 @@ class EngineLoop:
             self._close()
             return
         for report in reports:
+            if isinstance(report, Begun):
+                self._waiting.difference_update(report.request_ids)
+                continue
             assert isinstance(report, StepReport)
             self._status, self._status_s = report.status, time.monotonic()
             for output in report.outputs:
@@ -237,15 +281,19 @@ class EngineLoop:
             return  # the request was cancelled while the step ran
         if output.finish_reason is not None:
             del self._outputs[output.request_id]
+            self._waiting.discard(output.request_id)
         outputs.put_nowait(output)
 
     def _close(self) -> None:
         self._is_closed = True
         self._detach()
         self._channel.close()
-        for outputs in self._outputs.values():
-            outputs.put_nowait(EngineDied("the engine has stopped"))
+        for request_id, outputs in self._outputs.items():
+            died = EngineDied("the engine has stopped")
+            died.had_begun = request_id not in self._waiting
+            outputs.put_nowait(died)
         self._outputs.clear()
+        self._waiting.clear()
 
 
 def _raise_for(output: StepOutput, request: Request) -> None:

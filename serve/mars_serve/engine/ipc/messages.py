@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.method.live import LiveDecoding
+from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
 
@@ -38,6 +39,8 @@ class Ready:
     status: EngineStatus
     basis: AutoscalingBasis | None
     """Figures by which the model is autoscaled; None if it is not."""
+    times: StepTimes | None
+    """Times that steps are expected to take; None if they were not measured."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,16 @@ class NotLoaded:
 
     reason: str
     """Error message for the user."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A report that requests are in a step for the first time, sent before the step starts.
+
+    So it is known which requests still waited if the step ends the engine's process.
+    """
+
+    request_ids: list[str]
 
 
 @dataclass(frozen=True)

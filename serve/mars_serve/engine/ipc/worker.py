@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
+from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
-from mars_serve.engine.ipc.messages import Cancel, Ready, SetLive, StepReport
+from mars_serve.engine.ipc.messages import Begun, Cancel, Ready, SetLive, StepReport
+from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
+_BEAT_S = 1.0
+"""Seconds between two signs of life while there is nothing to run."""
 _NUM_COMPILERS = 4
 """Grammars compiled in parallel; a large one takes seconds, and small ones need not wait for it."""
 
@@ -33,6 +38,9 @@ class EngineWorker:
         channel: Channel,
         on_closed: Callable[[], None] | None = None,
         basis: AutoscalingBasis | None = None,
+        *,
+        times: StepTimes | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         """Prepare the worker; `run` does the work.
 
@@ -41,11 +49,16 @@ class EngineWorker:
             channel: the source of orders and the target of reports.
             on_closed: called in a thread of its own when the other end is closed.
             basis: sent to the other end.
+            times: sent to the other end.
+            pulse: shows to whoever watches it that steps are being run.
         """
         self._engine = engine
+        engine.on_launch = self._launching
         self._channel = channel
         self._on_closed = on_closed
         self._basis = basis
+        self._times = times
+        self._pulse = pulse
         self._changed = threading.Condition()
         self._inbox: deque[Request | Cancel] = deque()
         self._compiling: set[str] = set()
@@ -60,7 +73,13 @@ class EngineWorker:
         try:
             engine = self._engine
             self._channel.send(
-                Ready(engine.settings.max_requests, engine.live, self._reported, self._basis)
+                Ready(
+                    engine.settings.max_requests,
+                    engine.live,
+                    self._reported,
+                    self._basis,
+                    self._times,
+                )
             )
             self._step()
         except ChannelClosed:
@@ -81,10 +100,22 @@ class EngineWorker:
                 self._report(outputs)
                 outputs = []
 
+    def _launching(self, rows: Sequence[ScheduledRow]) -> None:
+        """Say what the step is about to run, as nothing can be said if it never returns."""
+        begun = [row.request.id for row in rows if row.request.queue_s is None]
+        if begun:
+            self._channel.send(Begun(begun))
+        if self._pulse is not None:
+            positions = sum(row.num_positions for row in rows)
+            self._pulse.begin(positions, sum(row.request.num_cached for row in rows))
+
     def _take_inbox(self) -> bool:
         """Wait for work or orders and apply the orders; False once the other end is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._inbox or self._engine.has_work)
+            while not (self._is_closed or self._inbox or self._engine.has_work):
+                self._beat()
+                self._changed.wait(_BEAT_S)
+            self._beat()
             orders = list(self._inbox)
             self._inbox.clear()
         for order in orders:
@@ -93,6 +124,10 @@ class EngineWorker:
             else:
                 self._engine.add(order)
         return not self._is_closed
+
+    def _beat(self) -> None:
+        if self._pulse is not None:
+            self._pulse.beat()
 
     def _report(self, outputs: list[StepOutput]) -> None:
         status = self._engine.status()
@@ -103,15 +138,19 @@ class EngineWorker:
     # The methods below run in the thread that reads orders, or in one that compiles grammars.
 
     def _read(self) -> None:
-        with suppress(ChannelClosed):
+        try:
             while True:
                 for order in self._channel.receive():
                     self._take(order)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        if self._on_closed is not None:
-            self._on_closed()
+        except ChannelClosed as closed:
+            if closed.args:
+                _log.error("the engine ends: %s", closed)
+        finally:  # an engine that gets no orders must not go on
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify()
+            if self._on_closed is not None:
+                self._on_closed()
 
     def _take(self, order: object) -> None:
         if isinstance(order, SetLive):

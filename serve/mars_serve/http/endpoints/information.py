@@ -35,6 +35,9 @@ class ReplicaState(Shape):
     """τ of requests that set none."""
     version: int
     """Version of that τ."""
+    overdue: bool
+    """Whether the replica's engine does not answer. It gets no further requests, and is ended if it
+    does not come back."""
 
 
 class Readiness(Shape):
@@ -91,7 +94,7 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
     async def ready() -> JSONResponse:
         """Report whether every model has a replica that can serve, and each replica's load."""
         found = await asyncio.gather(*(model.backend.replicas() for model in models.values()))
-        is_ready = all(found)
+        is_ready = all(any(not each.is_overdue for each in reports) for reports in found)
         body = {
             "status": "ready" if is_ready else "not_ready",
             "models": {
@@ -144,7 +147,12 @@ def live_state(live: PublishedThreshold) -> dict[str, Any]:
 def _replica_state(report: ReplicaReport) -> dict[str, Any]:
     status = asdict(report.status)
     status["num_reused_tokens"] = status.pop("num_prefix_hit_tokens")  # the field's public name
-    return {"replica": report.replica, "status": status, **live_state(report.live)}
+    return {
+        "replica": report.replica,
+        "status": status,
+        **live_state(report.live),
+        "overdue": report.is_overdue,
+    }
 
 
 def _model_entry(model: ServedModel) -> dict[str, Any]:

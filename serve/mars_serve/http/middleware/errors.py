@@ -35,7 +35,7 @@ def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError
     """
     if isinstance(error, ApiError):
         return error
-    cause = _cause_of(error)
+    cause = cause_of(error)
     if isinstance(cause, UserError):
         return _refused(cause, grammar_field)
     if isinstance(cause, RequestFailed):
@@ -48,7 +48,7 @@ def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError
     return ApiError(500, "internal error; the server's log has more", code="internal_error")
 
 
-def _cause_of(error: Exception) -> BaseException:
+def cause_of(error: Exception) -> BaseException:
     """Return the exception raised in the process where Ray ran the call."""
     cause: BaseException = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mars_serve.engine.ipc.pulse import Pulse
+from mars_serve.replica.watchdog import PulseReader
+
+
+@pytest.fixture
+def pulse() -> Pulse:
+    descriptor = Pulse.create()
+    try:
+        return Pulse(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reader_of(pulse: Pulse, expected_s: float = 0.01, step_timeout_s: float = 30) -> PulseReader:
+    return PulseReader(pulse, lambda positions, cached: expected_s, step_timeout_s)
+
+
+def look_for(reader: PulseReader, start_s: float, seconds: float, period_s: float = 0.5) -> None:
+    for number in range(round(seconds / period_s) + 1):
+        reader.look(start_s + number * period_s)
+
+
+def test_both_sides_see_the_same_pulse() -> None:
+    descriptor = Pulse.create()
+    ours, theirs = Pulse(descriptor), Pulse(descriptor)
+    os.close(descriptor)
+    assert theirs.beat_s == 0
+    ours.begin(64, 1000)
+    assert theirs.step == (64, 1000)
+    assert theirs.beat_s == ours.beat_s > 0
+    ours.beat()
+    assert theirs.step[0] == 0
+
+
+@pytest.mark.parametrize("runs_step", [True, False])
+def test_a_silent_engine_is_overdue_after_5_s_and_hung_after_its_timeout(
+    pulse: Pulse, runs_step: bool
+) -> None:
+    if runs_step:
+        pulse.begin(8, 100)
+    else:
+        pulse.beat()
+    reader = reader_of(pulse)
+    for seconds, is_overdue, is_hung in [
+        (4.5, False, False),
+        (5, True, False),
+        (29.5, True, False),
+    ]:
+        look_for(reader := reader_of(pulse), 50, seconds)
+        assert (reader.is_overdue, reader.is_hung) == (is_overdue, is_hung), seconds
+    look_for(reader, 50 + 29.5, 0.5)
+    assert reader.is_hung
+    pulse.beat()
+    reader.look(90)
+    assert not reader.is_overdue
+    assert not reader.is_hung
+
+
+def test_a_step_that_takes_long_is_given_its_time(pulse: Pulse) -> None:
+    pulse.begin(4096, 0)
+    reader = reader_of(pulse, expected_s=6)
+    look_for(reader, 0, 11.5)
+    assert not reader.is_overdue
+    look_for(reader, 12, 47)
+    assert reader.is_overdue
+    assert not reader.is_hung
+    look_for(reader, 59.5, 1)
+    assert reader.is_hung
+
+
+def test_time_in_which_nobody_looked_does_not_count(pulse: Pulse) -> None:
+    """The whole machine may have stood still."""
+    pulse.begin(8, 100)
+    reader = reader_of(pulse)
+    look_for(reader, 0, 2)
+    reader.look(600)
+    assert reader.silent_s == 3
+    assert not reader.is_overdue
