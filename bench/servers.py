@@ -15,7 +15,7 @@ from mars_platform.cluster.processes import end_process, wait_until_ready
 
 SERVE = [sys.executable, "-m", "mars_platform", "serve"]
 """The command ``marsray serve``, without its arguments."""
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from rest.rest_requests import TOOL_TEMPLATE
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read at import; else it uses the network
 ROOT = Path(__file__).parents[2]
-_START_TIMEOUT_S, _STOP_TIMEOUT_S = 120, 60
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 900, 300
 _KEY = "mars-key-of-the-client-tests"
 
 

@@ -138,7 +138,7 @@ def test_the_installed_command_serves_a_model(installed, trained, tmp_path):
     address = f"http://127.0.0.1:{port}"
     try:
         name = f"marsray serve, see {log},"
-        wait_until_ready(process, f"{address}/ready", name=name, timeout_s=120)
+        wait_until_ready(process, f"{address}/ready", name=name, timeout_s=900)
         body = {"model": "tiny", "prompt": "Totals: 4", "max_tokens": 8}
         answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
     finally:

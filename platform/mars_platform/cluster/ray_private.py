@@ -67,13 +67,37 @@ def worker_start_variables(num_at_once: int) -> dict[str, str]:
     return {"RAY_worker_maximum_startup_concurrency": str(num_at_once)}
 
 
+def patient_node_variables() -> dict[str, str]:
+    """Return the environment in which ``ray.init`` waits longer for the processes of a node.
+
+    Relies on an internal setting. Its default is 30 s, which a busy machine may exceed.
+    """
+    return {"RAY_gcs_server_port_wait_time_s": "120"}
+
+
+def _patient_proxy_variables() -> dict[str, str]:
+    """Return the environment in which Serve waits longer for a proxy that starts.
+
+    Relies on internal settings. By default Serve ends a proxy that is not ready in 5 s, and a proxy
+    gives its HAProxy 30 s; ``serve.start`` itself waits for 60 s, which no setting changes.
+    """
+    return {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "55",
+    }
+
+
 def python_proxy_variables() -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through Serve's Python proxies.
 
     RAY_SERVE_THROUGHPUT_OPTIMIZED is documented and turns direct ingress on;
     RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal.
     """
-    return {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    return {
+        **_patient_proxy_variables(),
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    }
 
 
 def haproxy_variables(
@@ -99,6 +123,7 @@ def haproxy_variables(
     """
     directory = launcher.parent
     return {
+        **_patient_proxy_variables(),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),

@@ -9,7 +9,11 @@ from contextlib import contextmanager
 
 import ray
 
+from mars_platform.cluster.attempts import attempt
+from mars_platform.cluster.ray_private import patient_node_variables
 from mars_platform.cluster.settings import ClusterSettings
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -26,6 +30,9 @@ def ray_session(
             cores the parts of a run then share.
         environment: variables for the processes of a local cluster; a variable that this process
             already has keeps its value.
+
+    Raises:
+        UserError: a local cluster does not start.
     """
     if ray.is_initialized():
         yield
@@ -35,19 +42,28 @@ def ray_session(
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
-        with _added_to_environment(environment or {}):
-            ray.init(
-                address="local",  # also where another cluster runs on this machine
-                num_cpus=max(min_cpus, os.cpu_count() or 1),
-                object_store_memory=settings.object_store_mib * 2**20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
+        with _added_to_environment({**patient_node_variables(), **(environment or {})}):
+            attempt(
+                lambda: _start_local(settings, min_cpus),
+                name="a local Ray cluster",
+                remedy="end other programs on this machine, or give cluster.address",
+                tell=_log.warning,
             )
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _start_local(settings: ClusterSettings, min_cpus: int) -> None:
+    ray.init(
+        address="local",  # also where another cluster runs on this machine
+        num_cpus=max(min_cpus, os.cpu_count() or 1),
+        object_store_memory=settings.object_store_mib * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mars_platform.cluster.processes import CommandFailed, end_process, wait_until_ready
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
 
 
 def run_command(arguments: list[str], environment: dict[str, str]) -> None:

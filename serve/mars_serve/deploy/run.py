@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from ray import serve
+from ray.exceptions import RayError
 from rich.console import Console
 
 from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.cluster.attempts import attempt
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import UserError, one_line
 from mars_serve.config.settings import ServeSettings
@@ -21,6 +24,9 @@ from mars_serve.deploy.app import build_application
 from mars_serve.deploy.proxies import proxy_environment
 
 _APPLICATION = "marsray"
+_PROXY_S = 60.0
+"""Longest wait in seconds for a proxy of Ray Serve, in each of several attempts."""
+_POLL_S = 0.2
 
 
 def run_server(settings: ServeSettings, console: Console) -> None:
@@ -61,17 +67,49 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
 
 
 def _deploy(settings: ServeSettings, console: Console) -> None:
-    serve.start(
-        http_options={"host": settings.host, "port": settings.port},
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
+    _start_proxies(settings, console)
     with console.status("starting the models"):
         try:
             serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
-        except RuntimeError as error:
+        except TimeoutError:  # the models run, and the proxies do not know of them yet
+            _start_proxies(settings, console)
+        except (RuntimeError, RayError) as error:
             raise UserError(f"models: they did not start ({one_line(error)})") from error
     names = ", ".join(model.name for model in settings.models)
     console.print(f"serving {names} on http://{settings.host}:{settings.port}", highlight=False)
+
+
+def _start_proxies(settings: ServeSettings, console: Console) -> None:
+    """Start Ray Serve where it does not run, and wait until a proxy takes requests.
+
+    Serve ends a proxy that is not ready in time and starts another; the first call then fails.
+
+    Raises:
+        UserError: no proxy becomes ready.
+    """
+
+    def start() -> None:
+        serve.start(
+            http_options={"host": settings.host, "port": settings.port},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        _await_proxy()  # where Serve runs already, the call above does not wait
+
+    attempt(
+        start,
+        name="Ray Serve's proxy",
+        remedy="end other programs on this machine, or look into the logs of Ray Serve",
+        tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        errors=(RayError, TimeoutError),
+    )
+
+
+def _await_proxy() -> None:
+    end_s = time.monotonic() + _PROXY_S
+    while (proxies := serve.status().proxies) and "HEALTHY" not in proxies.values():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"it was not ready within {_PROXY_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

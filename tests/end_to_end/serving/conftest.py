@@ -19,7 +19,7 @@ import yaml
 from mars_platform.cluster.processes import free_port, wait_until_ready
 from rest.rest_requests import TOOL_TEMPLATE
 
-_START_TIMEOUT_S, _STOP_TIMEOUT_S = 300, 120
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 900, 300
 _ENGINE = {"adaptive_windows": False}  # otherwise outputs depend on how busy the machine is
 
 

@@ -23,7 +23,7 @@ from waiting import wait_until
 
 _IP = shutil.which("ip")
 _MAX_NETWORKS, _MAX_HOSTS, _USERS = 250, 20, 254
-_START_TIMEOUT_S = 90
+_START_TIMEOUT_S = 300
 _OBJECT_STORE_BYTES = 100_000_000
 
 

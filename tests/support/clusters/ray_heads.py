@@ -25,7 +25,7 @@ SHELL = {
     **{name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ},
 }
 """Environment of a user's command that has no token."""
-_START_TIMEOUT_S = 60
+_START_TIMEOUT_S = 300
 
 
 def new_token() -> dict[str, str]:
