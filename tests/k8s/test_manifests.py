@@ -14,7 +14,7 @@ from mars_platform import __version__
 
 README = (K8S / "README.md").read_text(encoding="utf-8")
 VERSION = "1.32"
-OTHERS_KINDS = {"ray.io/v1", "monitoring.coreos.com/v1"}
+OTHERS_KINDS = {"ray.io/v1", "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
 USER_MADE = set(re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", README, re.MULTILINE))
 MADE_BY_OTHERS = {("ConfigMap", "kube-root-ca.crt")}
 VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
@@ -169,10 +169,9 @@ def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(manifests,
 
 def test_services_that_others_create_are_in_the_readme(service):
     own = {each["metadata"]["name"] for each in service.of_kind("Service")}
-    for ingress in service.of_kind("Ingress"):
-        for path in ingress["spec"]["rules"][0]["http"]["paths"]:
-            name = path["backend"]["service"]["name"]
-            assert name in own or f"Service `{name}`" in README
+    rules = [rule for route in service.of_kind("HTTPRoute") for rule in route["spec"]["rules"]]
+    for backend in [each for rule in rules for each in rule.get("backendRefs", [])]:
+        assert backend["name"] in own or f"Service `{backend['name']}`" in README
 
 
 def test_the_readme_lists_only_objects_that_are_used(render):
@@ -198,7 +197,9 @@ def _named_by(key: str, item: Any) -> Iterator[tuple[str, str]]:
              "secretRef": "Secret", "secretKeyRef": "Secret", "credentials": "Secret"}  # fmt: skip
     if key in kinds and isinstance(item, dict):
         yield kinds[key], item["name"]
-    elif key == "imagePullSecrets":
+    elif key == "parametersRef":
+        yield item["kind"], item["name"]
+    elif key in ("imagePullSecrets", "certificateRefs"):
         yield from (("Secret", each["name"]) for each in item)
     elif key in ("secretName", "claimName", "serviceAccountName"):
         kind = {"secretName": "Secret", "claimName": "PersistentVolumeClaim"}

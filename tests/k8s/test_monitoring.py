@@ -24,7 +24,8 @@ def rules(render):
 
 @pytest.fixture
 def panels(render):
-    (configmap,) = render("overlays/ha").of_kind("ConfigMap")
+    found = render("overlays/ha").of_kind("ConfigMap")
+    (configmap,) = (each for each in found if each["metadata"]["name"] == "marsray-dashboard")
     assert configmap["metadata"]["labels"] == {"grafana_dashboard": "1"}
     return json.loads(configmap["data"]["dashboard.json"])["panels"]
 

@@ -30,9 +30,10 @@ JOB_HEAD = End({**JOB, "ray.io/node-type": "head"})
 SUBMITTER = End(JOB)
 REDIS = End({"app.kubernetes.io/part-of": "marsray", "app.kubernetes.io/component": "redis"})
 FILES = End({"app.kubernetes.io/part-of": "marsray", "app.kubernetes.io/component": "files"})
+TLS = End({"gateway.networking.k8s.io/gateway-name": "marsray"})
 GATEWAY = End({"gateway.networking.k8s.io/gateway-name": "marsray-gateway"})
+ISTIO = End({}, "istio-system")
 OPERATOR = End({"app.kubernetes.io/name": "kuberay-operator"}, "kuberay-system")
-INGRESS = End({}, "ingress-nginx")
 PROMETHEUS = End({}, "monitoring")
 STRANGER = End({}, "default")
 DNS = End({"k8s-app": "kube-dns"}, "kube-system")
@@ -59,7 +60,7 @@ def allows(policies: list[Policy], own: End, other: End, port: int, way: str) ->
     ]
     peers = {"egress": "to", "ingress": "from"}[way]
     return not chosen or any(
-        any(matches(peer, other) for peer in rule[peers])
+        (peers not in rule or any(matches(peer, other) for peer in rule[peers]))
         and ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
         for spec in chosen
         for rule in spec.get(way, [])
@@ -95,7 +96,7 @@ def selects(selector: Policy, labels: dict[str, str]) -> bool:
 
 
 OPEN_IN_GPU = [
-    (INGRESS, WORKER, 8000),
+    (TLS, WORKER, 8000),
     (OPERATOR, HEAD, 8265),
     (OPERATOR, HEAD, 8000),
     (OPERATOR, JOB_HEAD, 8265),
@@ -106,9 +107,17 @@ OPEN_IN_GPU = [
     *((HEAD, INTERNET, port) for port in (443, 6443, 8443)),  # the Kubernetes API at any address
     *((end, dns, 53) for end in (HEAD, WORKER, JOB_HEAD, SUBMITTER) for dns in (DNS, NODE_DNS)),
 ]
+OPEN_IN_BOTH = [
+    *((end, TLS, port) for end in (INTERNET, STRANGER) for port in (443, 80)),
+    (TLS, ISTIO, 15012),
+    (TLS, DNS, 53),
+]
 CLOSED_IN_BOTH = [
-    (INGRESS, HEAD, 8000),
-    *((INGRESS, WORKER, port) for port in (6379, 8080, 8265, 8404, 9101, 30000)),
+    (TLS, HEAD, 8000),
+    *((TLS, WORKER, port) for port in (6379, 8080, 8265, 8404, 9101, 30000)),
+    *((TLS, end, 443) for end in (INTERNET, METADATA, PRIVATE, ISTIO)),
+    (INTERNET, TLS, 15021),
+    *((end, WORKER, 8000) for end in (INTERNET, ISTIO, FILES, JOB_HEAD)),
     *((STRANGER, end, port) for end in (HEAD, WORKER, JOB_HEAD) for port in (6379, 8000, 8265)),
     (OPERATOR, WORKER, 8265),
     (STRANGER, HEAD, 10001),
@@ -126,9 +135,9 @@ CLOSED_IN_BOTH = [
 OPEN_IN_HA = [
     (HEAD, REDIS, 6379),
     (CLEANUP, REDIS, 6379),
-    (INGRESS, GATEWAY, 80),
+    (TLS, GATEWAY, 80),
     (GATEWAY, WORKER, 8000),
-    (GATEWAY, End({}, "istio-system"), 15012),
+    (GATEWAY, ISTIO, 15012),
     (PROMETHEUS, WORKER, 8080),
     (PROMETHEUS, HEAD, 8000),
 ]
@@ -138,9 +147,9 @@ CLOSED_IN_HA = [
     (STRANGER, REDIS, 6379),
     (REDIS, INTERNET, 443),
     (REDIS, HEAD, 6379),
-    (STRANGER, GATEWAY, 80),
+    *((end, GATEWAY, 80) for end in (STRANGER, INTERNET)),
     (GATEWAY, HEAD, 8265),
-    (INGRESS, WORKER, 8000),  # all requests come through the gateway
+    (TLS, WORKER, 8000),  # all requests come through KubeRay's gateway
     (PROMETHEUS, WORKER, 8000),
     (PROMETHEUS, HEAD, 8265),
 ]
@@ -148,9 +157,10 @@ JOBS_STORE, SERVICE_STORE = "setup/object-store", "../tests/k8s/object-store"
 CONNECTIONS = [
     *(("overlays/gpu", *ends, True) for ends in OPEN_IN_GPU),
     *(
-        (overlay, *ends, False)
+        (overlay, *ends, is_open)
         for overlay in ("overlays/gpu", "overlays/ha")
-        for ends in CLOSED_IN_BOTH
+        for is_open, connections in ((True, OPEN_IN_BOTH), (False, CLOSED_IN_BOTH))
+        for ends in connections
     ),
     *(("overlays/ha", *ends, True) for ends in OPEN_IN_HA),
     *(("overlays/ha", *ends, False) for ends in CLOSED_IN_HA),

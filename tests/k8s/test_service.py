@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import shlex
@@ -104,10 +103,6 @@ def test_every_timeout_covers_the_longest_generation(service):
     command = shlex.split(service.worker_container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert float(command[command.index("--deadline-remaining-seconds") + 1]) == drain_s
     assert float(command[-1]) == drain_s
-    for ingress in service.of_kind("Ingress"):
-        annotations = ingress["metadata"]["annotations"]
-        assert float(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= drain_s
-        assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
 def test_proxies_have_the_settings_of_marsray_serve(service):
@@ -188,14 +183,3 @@ def test_the_overlay_has_the_value_that_starts_a_rollout(service, readme):
     assert "`marsray.dev~1rollout`" in readme
     # the next apply would undo a patch of the live object by another rollout
     assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", readme)
-
-
-def test_the_ingress_routes_only_public_paths(render):
-    for name in ("overlays/gpu", "overlays/ha"):
-        (ingress,) = render(name).of_kind("Ingress")
-        assert ingress["spec"]["tls"][0]["hosts"] == [ingress["spec"]["rules"][0]["host"]]
-        paths = [each["path"] for each in ingress["spec"]["rules"][0]["http"]["paths"]]
-        assert not {"/", "/metrics", "/admin"} & set(paths)
-        text = json.dumps(ingress["spec"]["rules"])
-        assert ("marsray-gateway-istio" in text) == (name == "overlays/ha")
-        assert ("marsray-serve-svc" in text) == (name == "overlays/gpu")
