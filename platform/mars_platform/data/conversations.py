@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mars_platform.config import describe_validation_error
+from mars_platform.data.client_text import Shield
 from mars_platform.errors import UserError, one_line
 
 _MISTRAL_CALLS = "[TOOL_CALLS]"
@@ -96,6 +98,7 @@ def render_prompt(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    shield: Shield | None = None,
 ) -> str:
     """Render the prompt that asks the model for the next assistant turn.
 
@@ -105,6 +108,7 @@ def render_prompt(
         tools: functions that the model may call: objects with ``type`` and ``function``.
         template_kwargs: further variables of the template, set by the sender of a request.
         add_generation_prompt: whether the text ends with the header of an assistant turn.
+        shield: keeps what the other arguments say apart from control tokens, and seals the text.
 
     Raises:
         UserError: the tokenizer has no chat template, the template refuses the messages or does not
@@ -121,7 +125,9 @@ def render_prompt(
             f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
             "of the template's own variables"
         )
-    return _render(tokenizer, messages, add_generation_prompt, tools or None, template_kwargs)
+    return _render(
+        tokenizer, messages, add_generation_prompt, tools or None, template_kwargs, shield
+    )
 
 
 def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -131,7 +137,11 @@ def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, loss_on: Literal["last", "all"]
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    loss_on: Literal["last", "all"],
+    *,
+    shield: Shield | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a whole conversation and find the supervised assistant turns.
 
@@ -140,6 +150,7 @@ def render_turns(
         conversation: the conversation.
         loss_on: whether the last assistant turn is supervised or all of them, except for one that
             opens the conversation.
+        shield: keeps the turns' texts apart from control tokens, and seals the text.
 
     Returns:
         The text, and the ``[start, end)`` character spans of the supervised turns. A span starts
@@ -151,14 +162,14 @@ def render_turns(
             turns follow, which leaves its span unknown.
     """
     messages = [message.model_dump() for message in conversation.messages]
-    text = _render(tokenizer, messages, False)
+    text = _render(tokenizer, messages, False, shield=shield)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     spans = []
     for index in turns if loss_on == "all" else turns[-1:]:
-        prompt = render_prompt(tokenizer, messages[:index])
-        upto = (
-            text if index + 1 == len(messages) else _render(tokenizer, messages[: index + 1], False)
-        )
+        prompt = render_prompt(tokenizer, messages[:index], shield=shield)
+        upto = text
+        if index + 1 < len(messages):
+            upto = _render(tokenizer, messages[: index + 1], False, shield=shield)
         if not (upto.startswith(prompt) and text.startswith(upto)):
             raise UserError(
                 "messages: the chat template does not render this assistant turn as a continuation "
@@ -174,9 +185,15 @@ def _render(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    shield: Shield | None = None,
 ) -> str:
-    turns = _adapted(messages, _template_of(tokenizer, tools))
+    template = _template_of(tokenizer, tools)
+    turns = _adapted(messages, template)
     try:
+        if shield is not None:
+            return _render_shielded(
+                tokenizer, template, turns, add_generation_prompt, tools, kwargs, shield
+            )
         text = tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -190,6 +207,32 @@ def _render(
         ) from error
     assert isinstance(text, str)
     return text
+
+
+def _render_shielded(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    turns: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+    kwargs: Mapping[str, Any] | None,
+    shield: Shield,
+) -> str:
+    """Render as ``apply_chat_template`` does, which would make plain strings of shielded ones."""
+    shielded = [
+        {key: each if key == "role" else shield.of(each) for key, each in turn.items()}
+        for turn in turns
+    ]
+    text = _compile_jinja_template(template).render(
+        messages=[
+            {key: each for key, each in turn.items() if each is not None} for turn in shielded
+        ],
+        tools=shield.of(tools),
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **{**tokenizer.special_tokens_map, **shield.of(kwargs or {})},
+    )
+    return shield.seal(text)
 
 
 def _template_of(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cli.shading import print_shaded
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import OutputText, StopRules, encode
@@ -73,8 +73,9 @@ def generate_once(
     checkpoint = read_checkpoint(model)
     tokenizer = checkpoint.tokenizer
     if chat:
-        prompt = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-    ids = encode(tokenizer, prompt, add_special_tokens=not chat)
+        ids = PromptEncoder(tokenizer).chat([{"role": "user", "content": prompt}])
+    else:
+        ids = encode(tokenizer, prompt, add_special_tokens=True)
     if max_tokens is None:
         max_tokens = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
     settings = EngineSettings(max_num_seqs=1)

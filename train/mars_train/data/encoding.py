@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import read_tokenizer
 from mars_platform.data.conversations import Conversation, render_turns
+from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
 from mars_platform.errors import UserError, one_line
 from mars_train.data.files import parse_row
 
@@ -48,8 +49,17 @@ def check_tokenizer(path: Path) -> None:
         )
 
 
+def training_encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+    """Return an encoder in which control tokens in the data are text.
+
+    Tags that the tokenizer does not call special, such as ``<think>``, stay tokens: the data may
+    hold those that a model is to write.
+    """
+    return PromptEncoder(tokenizer, with_tags=False)
+
+
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptEncoder,
     conversation: Conversation,
     loss_on: Literal["last", "all"],
     max_length: int,
@@ -59,9 +69,8 @@ def encode_conversation(
     Raises:
         UserError: it cannot be rendered, or has no label within ``max_length``.
     """
-    text, spans = render_turns(tokenizer, conversation, loss_on)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    columns = _label(encoded["input_ids"], encoded["offset_mapping"], spans, max_length)
+    encoded, spans = _encoded(encoder, conversation, loss_on)
+    columns = _label(encoded.ids, encoded.spans, spans, max_length)
     if columns["status"] == "dropped":
         raise UserError(f"messages: {columns['reason']}")
     return np.array(columns["input_ids"], dtype=np.int64), columns["supervised"]
@@ -75,41 +84,45 @@ def encode_rows(
     Returns:
         A table of ``ENCODED_SCHEMA`` with one row for each row of the input.
     """
-    tokenizer = _tokenizer(tokenizer_path)
-    read = rows.to_pylist()
-    rendered = [_render(row, tokenizer, loss_on) for row in read]
-    encoded = tokenizer(
-        [text for text, _, _ in rendered], add_special_tokens=False, return_offsets_mapping=True
-    )
+    encoder = _encoder(tokenizer_path)
     columns = [
-        {"file": row["file"], "line": row["line"]}
-        | (_label(ids, offsets, spans, max_length) if problem is None else _dropped(problem))
-        for row, (_, spans, problem), ids, offsets in zip(
-            read, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        )
+        {"file": row["file"], "line": row["line"]} | _encode_row(row, encoder, loss_on, max_length)
+        for row in rows.to_pylist()
     ]
     return pa.Table.from_pylist(columns, schema=ENCODED_SCHEMA)
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    return read_tokenizer(path)
+def _encoder(path: str) -> PromptEncoder:
+    return training_encoder(read_tokenizer(path))
 
 
-def _render(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, loss_on: Literal["last", "all"]
-) -> tuple[str, list[tuple[int, int]], str | None]:
-    """Return the conversation's text, its supervised spans, and the problem with the row, if any.
+def _encode_row(
+    row: dict[str, Any], encoder: PromptEncoder, loss_on: Literal["last", "all"], max_length: int
+) -> dict[str, Any]:
+    """Return the columns of an encoded row.
 
     A row of line 0 reports the problem with its file; see `read_rows`.
     """
     content: bytes = row["content"]
     if row["line"] == 0:
-        return "", [], content.decode()
+        return _dropped(content.decode())
     try:
-        return *render_turns(tokenizer, parse_row(content), loss_on), None
+        encoded, spans = _encoded(encoder, parse_row(content), loss_on)
     except UserError as error:
-        return "", [], one_line(error)
+        return _dropped(one_line(error))
+    return _label(encoded.ids, encoded.spans, spans, max_length)
+
+
+def _encoded(
+    encoder: PromptEncoder, conversation: Conversation, loss_on: Literal["last", "all"]
+) -> tuple[Encoded, list[tuple[int, int]]]:
+    """Return a conversation's tokens, and the character spans of its supervised turns."""
+    shield = encoder.shield_for([turn.model_dump() for turn in conversation.messages])
+    text, spans = render_turns(encoder.tokenizer, conversation, loss_on, shield=shield)
+    if shield is None:
+        return encoder.plain(text, add_special_tokens=False), spans
+    return encoder.sealed(text), spans
 
 
 def _label(

@@ -27,7 +27,7 @@ from mars_serve.measure.evaluation.decoding import (
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import score
-from mars_train.data.encoding import encode_conversation
+from mars_train.data.encoding import encode_conversation, training_encoder
 from mars_train.data.files import find_files, read_conversations
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
@@ -67,8 +67,9 @@ def read_held_out(
         max_items=settings.max_items,
     )
     conversations = read_conversations(found, "evaluation.data")
+    encoder = training_encoder(checkpoint.tokenizer)
     rows = [
-        encode_conversation(checkpoint.tokenizer, conversation, data.loss_on, data.max_length)
+        encode_conversation(encoder, conversation, data.loss_on, data.max_length)
         for conversation, _ in zip(conversations, items, strict=False)
     ]
     return HeldOutSet(items, rows)

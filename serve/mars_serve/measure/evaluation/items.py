@@ -17,11 +17,10 @@ from mars_platform.data.conversations import (
     Conversation,
     parse_conversation,
     read_answer,
-    render_prompt,
     validate_conversation,
 )
+from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError, one_line
-from mars_serve.api.text import encode
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ def read_items(
         UserError: a file cannot be read, the files hold no row, or a row is bad; the latter names
             file and line. Bad rows are never skipped: two models must be scored on the same items.
     """
-    items = []
+    items, encoder = [], PromptEncoder(tokenizer)
     for index, (source, row) in enumerate(islice(_rows(paths), max_items)):
         try:
-            item = _item(source, _parse(row), tokenizer, max_length)
+            item = _item(source, _parse(row), encoder, max_length)
             items.append(replace(item, index=index))
         except UserError as error:
             raise UserError(f"{source}: {error}") from error
@@ -106,11 +105,10 @@ def _parse(row: Any) -> Conversation:
 
 
 def _item(
-    source: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_length: int
+    source: str, conversation: Conversation, encoder: PromptEncoder, max_length: int
 ) -> EvalItem:
     *before, final = conversation.messages
-    prompt = render_prompt(tokenizer, [message.model_dump() for message in before])
-    ids = encode(tokenizer, prompt, add_special_tokens=False)
+    ids = encoder.chat([message.model_dump() for message in before])
     if len(ids) >= max_length:
         raise UserError(
             f"messages: the prompt has {len(ids)} tokens and leaves no room for an output in the "

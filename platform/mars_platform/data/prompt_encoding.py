@@ -1,0 +1,270 @@
+"""Tokenizes prompts so that text from clients never becomes a control token.
+
+A chat template puts its own control tokens and the clients' texts into one string. Before it runs,
+the characters at which a control token could begin or end are replaced in the clients' texts, so
+every control token in the result is the template's. Those get secret names, the replaced characters
+come back, and a tokenizer that knows the control tokens by these names alone encodes the whole.
+Ordinary text is divided and merged as by the model's own tokenizer.
+
+Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from mars_platform.data.client_text import Shield, strings_in
+from mars_platform.data.conversations import render_prompt
+from mars_platform.errors import UserError
+
+_BARRED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+_TAG = re.compile(r"[<\[{(].*\S.*[>\])}]", re.DOTALL)
+_NAME_LENGTH = 24
+# Rare ideographs stand for replaced characters: they have no case, are no white space, and neither
+# JSON nor Python's repr escapes them.
+_STAND_INS = range(0x30000, 0x3134B)
+_STAND_IN = re.compile(f"[{chr(_STAND_INS[0])}-{chr(_STAND_INS[-1])}]")
+
+
+def control_tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: Collection[int] = (), *, with_tags: bool = True
+) -> dict[int, AddedToken]:
+    """Return the added tokens that structure a prompt, by id.
+
+    These are the special tokens, others of the form ``<|...|>``, those with the given ids, and of
+    the rest the tags that the chat template mentions, such as ``<tool_call>``. All other added
+    tokens, such as runs of white space, are ordinary text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        ids: ids of further tokens, such as end tokens that only a configuration names.
+        with_tags: whether the template's tags count.
+    """
+    known: dict[int, AddedToken] = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    named = {*tokenizer.all_special_ids, *ids}
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = "\n".join(template.values())
+
+    def is_control(token_id: int, token: AddedToken) -> bool:
+        if token.special or token_id in named or _BARRED.fullmatch(token.content):
+            return True
+        return with_tags and bool(_TAG.fullmatch(token.content)) and token.content in template
+
+    return {token_id: token for token_id, token in known.items() if is_control(token_id, token)}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenized text."""
+
+    ids: list[int]
+    """Token ids, those that the tokenizer adds included."""
+    encoding: Encoding
+    """What the tokenizer returned."""
+    num_before: int = 0
+    """Number of ids before those in ``encoding``."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """For each token, the range ``[start, end)`` of its characters; empty for an added one."""
+        inside: list[tuple[int, int]] = self.encoding.offsets
+        num_behind = len(self.ids) - len(inside) - self.num_before
+        return [(0, 0)] * self.num_before + inside + [(0, 0)] * num_behind
+
+
+class PromptEncoder:
+    """Encodes prompts for one model; any thread may use it."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ids: Collection[int] = (),
+        *,
+        with_tags: bool = True,
+    ) -> None:
+        """Find the control tokens; see `control_tokens` for the arguments."""
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        self.control = control_tokens(tokenizer, ids, with_tags=with_tags)
+        """The control tokens by id."""
+        texts = [token.content for token in self.control.values()]
+        self.tokenizer = tokenizer
+        self._occurrence = _any_of(self.control.values())
+        self._names = {text: _draw_name() for text in texts}
+        self._guarded, self._ids = _renamed(backend, self._names)
+        # a model may spell these from text, since they stand in its own vocabulary
+        self._in_model = {token for token in self.control if backend.model.id_to_token(token)}
+        # a normalizer can turn other characters into such a token
+        self._is_strict = backend.normalizer is not None and any(
+            token.normalized for token in self.control.values()
+        )
+        self._inner = frozenset(
+            text[start:end]
+            for text in texts
+            for start in range(1, len(text))
+            for end in range(start + 1, len(text))
+        )
+        self._edges = sorted({text[place] for text in texts for place in (0, -1)})
+        self._edge = re.compile("[" + re.escape("".join(self._edges)) + "]" if texts else r"(?!)")
+        self._characters = sorted(set("".join(texts)).difference(self._edges))
+        self.prefix, self.suffix = _frame(backend)
+        """Ids that the tokenizer adds before and behind a text."""
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Render a conversation with the model's chat template and return its token ids.
+
+        Args:
+            messages: turns in the form that Hugging Face's chat templates read.
+            tools: functions that the model may call.
+            template_kwargs: further variables of the template, set by the sender of a request.
+            add_generation_prompt: whether the prompt ends with the header of an assistant turn.
+            add_special_tokens: whether the tokenizer adds its special tokens; a template usually
+                writes them itself.
+
+        Raises:
+            UserError: see `render_prompt`; or the tokenizer takes a text for a control token.
+        """
+        shield = self.shield_for(messages, tools, template_kwargs)
+        text = render_prompt(
+            self.tokenizer,
+            messages,
+            tools,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            shield=shield,
+        )
+        if shield is None:
+            return self.plain(text, add_special_tokens=add_special_tokens).ids
+        return self._framed(self.sealed(text), add_special_tokens).ids
+
+    def text(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Return a text's token ids, none of which is a control token that the text spells.
+
+        Args:
+            text: the text.
+            add_special_tokens: whether the tokenizer adds its special tokens.
+
+        Raises:
+            UserError: the tokenizer takes the text for a control token.
+        """
+        if not self._is_strict and self._occurrence.search(text) is None:
+            return self.plain(text, add_special_tokens=add_special_tokens)
+        return self._framed(self.sealed(text), add_special_tokens)
+
+    def plain(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Return a text's token ids, in which every control token acts that the text spells."""
+        found = self.tokenizer(text, add_special_tokens=add_special_tokens)
+        assert found.encodings is not None  # as of every tokenizer with a backend
+        return Encoded(found["input_ids"], found.encodings[0])
+
+    def shield_for(self, messages: Iterable[Mapping[str, Any]], *others: Any) -> Shield | None:
+        """Return a shield for the strings in messages and other values; None if they need none.
+
+        Roles are the server's own words, of which some templates make control tokens.
+        """
+        told = [[each for key, each in turn.items() if key != "role"] for turn in messages]
+        is_needed, has_inner = self._is_strict, False
+        for text in strings_in([told, *others]):
+            is_needed = is_needed or self._edge.search(text) is not None
+            has_inner = has_inner or text.strip() in self._inner
+        if not (is_needed or has_inner):
+            return None
+        taken = {
+            stand_in
+            for text in strings_in([told, *others])
+            if not text.isascii()
+            for stand_in in _STAND_IN.findall(text)
+        }
+        free = (chr(code) for code in _STAND_INS if chr(code) not in taken)
+        edges = dict(zip(self._edges, free, strict=False))
+        every = edges | dict(zip(self._characters, free, strict=False)) if has_inner else edges
+        return Shield(edges, every, self._inner, self._occurrence, self._names)
+
+    def sealed(self, text: str) -> Encoded:
+        """Return the token ids of a text that a shield has sealed.
+
+        Raises:
+            UserError: the tokenizer takes a client's text for a control token.
+        """
+        found = self._guarded.encode(text, add_special_tokens=False)
+        if not self._in_model.isdisjoint(found.ids):
+            taken = next(token for token in found.ids if token in self._in_model)
+            raise UserError(
+                f"{self.control[taken].content!r} cannot be told from this model's control token; "
+                "leave it out"
+            )
+        return Encoded([self._ids.get(token, token) for token in found.ids], found)
+
+    def _framed(self, encoded: Encoded, is_wanted: bool) -> Encoded:
+        if not is_wanted:
+            return encoded
+        ids = [*self.prefix, *encoded.ids, *self.suffix]
+        return Encoded(ids, encoded.encoding, len(self.prefix))
+
+
+def _any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    """Return a pattern of the longest of some tokens that begins at a place."""
+    longest_first = sorted(tokens, key=lambda token: -len(token.content))
+    parts = (
+        rf"(?<!\w){re.escape(token.content)}(?!\w)"
+        if token.single_word
+        else re.escape(token.content)
+        for token in longest_first
+    )
+    return re.compile("|".join(parts) or r"(?!)")
+
+
+def _draw_name() -> str:
+    return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_NAME_LENGTH))
+
+
+def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> tuple[Tokenizer, dict[int, int]]:
+    """Return a tokenizer that knows some added tokens by other names, and its ids' true values.
+
+    It shares the model of the other one, and with it the memory of the vocabulary.
+    """
+    renamed, ids = Tokenizer(backend.model), dict[int, int]()
+    if backend.normalizer is not None:
+        renamed.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        renamed.pre_tokenizer = backend.pre_tokenizer
+    for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+        name = names.get(token.content, token.content)
+        added = AddedToken(
+            name,
+            single_word=False if token.content in names else token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=token.special,
+        )
+        renamed.add_tokens([added])
+        new_id = renamed.token_to_id(name)
+        assert new_id is not None
+        ids[new_id] = token_id
+    return renamed, ids
+
+
+def _frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer adds before and behind a text."""
+    inside = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    starts = range(len(whole) - len(inside) + 1)
+    start = next((at for at in starts if whole[at : at + len(inside)] == inside), len(whole))
+    return whole[:start], whole[start + len(inside) :]
