@@ -87,6 +87,10 @@ _COMPUTE_RATIO = MetricDefinition(
     "Share of a rehearsal's stretched step times that the steps really take, over the last minute "
     "of steps; above 0.5 the rehearsal is not valid on this machine.",
 )
+_OVERDUE = MetricDefinition(
+    "marsray_engine_overdue",
+    "1 while the engine shows no sign of life, so that it gets no further requests, else 0.",
+)
 _FLEX_THRESHOLD = MetricDefinition(
     "marsray_flex_confidence_threshold",
     "Threshold of requests of tier flex that name none, before their floors.",
@@ -202,4 +206,5 @@ class ReplicaTelemetry(Collector):
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
             (_THRESHOLD, self._loop.live.threshold),
             (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
+            (_OVERDUE, self._loop.is_overdue),
         ]

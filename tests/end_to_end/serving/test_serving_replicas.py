@@ -158,6 +158,8 @@ async def test_a_replica_that_dies_or_whose_engine_dies_is_replaced(http, comman
     replica = descendants(command, "model-0-mars")[0]
     killed = replica if part == "replica" else descendants(replica, "engine_main")[0]
     killed.kill()
+    posts = (http.post("/v1/completions", json=body_of(index, 4)) for index in range(20))
+    assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
 
     async def replaced():
         states = {state["replica"] for state in await states_of(http)}

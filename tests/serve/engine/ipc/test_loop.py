@@ -46,6 +46,16 @@ class SlowEngine(Engine):
         return super().begin_step()
 
 
+class HangingEngine(Engine):
+    """An engine whose steps do not return before they are told to."""
+
+    may_go_on: threading.Event
+
+    def finish_step(self, step: Step | None) -> list[StepOutput]:
+        self.may_go_on.wait(30)
+        return super().finish_step(step)
+
+
 class FailingEngine(Engine):
     """An engine that fails at its third step."""
 
@@ -251,6 +261,22 @@ async def test_a_request_that_waits_too_long_raises(make_loop: Loops) -> None:
     assert first.queue_s > 0.1
     await until(lambda: has_all_pages(loop.engine))
     assert loop.engine.status().num_requests == 0
+
+
+async def test_waits_end_in_time_even_if_the_engine_hangs(
+    make_loop: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mars_serve.engine.ipc.loop._QUEUE_GRACE_S", 0.1)
+    loop = make_loop(HangingEngine, max_num_seqs=1)
+    loop.engine.may_go_on = threading.Event()
+    running = asyncio.create_task(collect(loop, patient("running", 0.3, max_tokens=2)))
+    await until(lambda: bool(loop.engine.status().num_running))
+    try:
+        with pytest.raises(QueueTimeout, match=r"did not begin within 0\.3 s"):
+            _ = [output async for output in loop.stream(patient("waiting", 0.3), beat_s=0.05)]
+    finally:
+        loop.engine.may_go_on.set()
+    assert len(await running) == 2, "what a step holds has begun, though it gave no output"
 
 
 async def test_an_expired_request_ends_even_if_the_engine_is_idle(make_loop: Loops) -> None:
