@@ -31,6 +31,8 @@ class Caller:
     min_threshold: float = 0.0
     """Lowest τ of the caller's requests, in [0, 1]."""
     is_admin: bool = False
+    may_control: bool = False
+    """Whether prompts of the caller may contain control tokens."""
     max_concurrent: int | None = None
     """Number of requests that may run at once; None means no limit, here and below."""
     tokens_per_minute: int | None = None
@@ -53,6 +55,7 @@ class Caller:
             tiers=frozenset(entry.tiers),
             min_threshold=entry.min_confidence_threshold,
             is_admin=entry.admin,
+            may_control=entry.control_tokens,
             max_concurrent=entry.max_concurrent,
             tokens_per_minute=entry.tokens_per_minute,
             requests_per_minute=entry.requests_per_minute,

@@ -294,6 +294,9 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Accepted only if equal to n."""
     suffix: Annotated[Any, Neutral(("",))] = None
+    parse_special_tokens: Flag | None = None
+    """Let control tokens in a prompt's text act, such as ``<|im_start|>``; by default, they are
+    text. The key needs ``control_tokens: true``."""
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -210,7 +210,7 @@ def decode(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokenize a prompt; rendered chat templates already contain their special tokens."""
+    """Tokenize a trusted text, in which special tokens act; see `PromptEncoder` for all others."""
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
@@ -224,9 +224,11 @@ class EchoedPrompt:
     """For each token, the number of characters of the text before it."""
 
 
-def echo_text(tokenizer: PreTrainedTokenizerBase, text: str) -> EchoedPrompt:
-    """Return the echo of a prompt given as text; special tokens that are added have no text."""
-    spans: list[tuple[int, int]] = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+def echo_text(text: str, spans: Sequence[tuple[int, int]]) -> EchoedPrompt:
+    """Return the echo of a prompt given as text, with the range of each token's characters.
+
+    The range of a special token that the tokenizer has added is empty.
+    """
     ends = list(accumulate((end for _, end in spans), max, initial=0))
     pairs = zip(spans, ends, strict=False)
     starts = [start if end > 0 else before for (start, end), before in pairs]

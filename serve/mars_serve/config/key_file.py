@@ -40,6 +40,9 @@ class KeyEntry(Settings):
     """Keys with the same tenant share cached prompt prefixes; by default a key shares with none."""
     admin: bool = False
     """Allow the paths below /admin."""
+    control_tokens: bool = False
+    """Allow control tokens in prompts of /v1/completions: as token ids, and as text with
+    ``parse_special_tokens``. For callers that render chat templates themselves."""
 
 
 def _distinct(entries: list[KeyEntry]) -> list[KeyEntry]:

@@ -53,6 +53,10 @@ def grouped(tokens: list[int], cuts: tuple[bool, ...]) -> list[list[int]]:
     return groups
 
 
+def spans_of(tokenizer, text):
+    return tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+
+
 def test_every_grouping_gives_whole_characters(tokenizer):
     tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
     assert len(tokens) == 10, "one token a byte"
@@ -114,7 +118,7 @@ def test_some_special_tokens_may_be_kept(tokenizer, data):
 )
 def test_an_echoed_text_is_the_prompt(tokenizer, text):
     tokens = encode(tokenizer, text, add_special_tokens=True)
-    echo = echo_text(tokenizer, text)
+    echo = echo_text(text, spans_of(tokenizer, text))
     assert echo.text == text
     assert len(echo.offsets) == len(tokens)
     assert echo.offsets == sorted(echo.offsets)
@@ -128,7 +132,7 @@ def test_added_special_tokens_have_no_text_in_an_echo(tokenizer):
     with_ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
     )
-    plain, found = echo_text(tokenizer, "ab c"), echo_text(with_ends, "ab c")
+    plain, found = (echo_text("ab c", spans_of(each, "ab c")) for each in (tokenizer, with_ends))
     assert found.offsets == [0, *plain.offsets, 4]
 
 
@@ -145,7 +149,7 @@ def test_echoed_tokens_are_spelled_out(tokenizer, data):
 def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer):
     text = "<|im_start|>user\nWhat is 3?<|im_end|>"
     tokens = encode(tokenizer, text, add_special_tokens=True)
-    assert echo_tokens(tokenizer, tokens) == echo_text(tokenizer, text)
+    assert echo_tokens(tokenizer, tokens) == echo_text(text, spans_of(tokenizer, text))
 
 
 # Stop strings

@@ -19,8 +19,7 @@ from mars_serve.api.incoming.prompts import (
     check_num_choices,
     checked_max_tokens,
     completion_prompts,
-    encode_prompt,
-    render_chat,
+    encode_chat,
 )
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.keys import Caller
@@ -57,7 +56,7 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
         call = _begin(models, body, request, limits)
-        prompts = await completion_prompts(body, call.model, limits)
+        prompts = await completion_prompts(body, call.model, limits, call.caller)
         return await _respond(call, call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS))
 
     @router.post(
@@ -71,8 +70,7 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
         check_num_choices(body, 1, limits)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
-        text = render_chat(checkpoint, body.messages, tools, body.chat_template_kwargs)
-        tokens = await encode_prompt(checkpoint.tokenizer, text, add_special_tokens=False)
+        tokens = await encode_chat(call.model, body.messages, tools, body.chat_template_kwargs)
         room = max(call.model.max_length - len(tokens), 1)
         return await _respond(call, call.prepare([Prompt(tokens, "messages")], room, tools))
 

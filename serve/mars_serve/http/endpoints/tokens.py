@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from pydantic.config import JsonDict
 
 from mars_serve.api.errors import check_token_ids, invalid_value
-from mars_serve.api.incoming.prompts import encode_prompt, render_chat
+from mars_serve.api.incoming.prompts import encode_chat, encode_text
+from mars_serve.api.keys import Caller
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, Tools
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.text import decode
@@ -74,6 +75,8 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: Flag | None = None
     """Let the tokenizer add its special tokens; by default only to a prompt, since a conversation's
     template contains them."""
+    parse_special_tokens: Flag | None = None
+    """Let control tokens in a prompt's text act, as in ``/v1/completions``."""
     return_token_strs: Flag | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     chat_template: None = None
@@ -101,7 +104,8 @@ class DetokenizeRequest(BaseModel):
     model: str | None = None
     """Name of the model; optional if the server has only one."""
     tokens: Annotated[
-        list[Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]], Field(max_length=MAX_IDS)
+        list[Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]],
+        Field(max_length=MAX_IDS, fail_fast=True),
     ]
 
 
@@ -134,8 +138,7 @@ def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
         """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
         tokenizer = model.checkpoint.tokenizer
-        text, adds_special = _text_of(body, model)
-        tokens = await encode_prompt(tokenizer, text, add_special_tokens=adds_special)
+        tokens = await _encode(body, model, request.state.caller)
         names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return JSONResponse(
             {
@@ -184,22 +187,28 @@ def _model_of(models: Mapping[str, ServedModel], name: str | None, request: Requ
     return find_model(models, name)
 
 
-def _text_of(body: TokenizeRequest, model: ServedModel) -> tuple[str, bool]:
-    """Return the text to tokenize, and whether special tokens are added to it."""
+async def _encode(body: TokenizeRequest, model: ServedModel, caller: Caller) -> list[int]:
+    """Return the token ids of a body's prompt or conversation."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(
                 "tools", "a prompt has none; give messages instead, or leave it out"
             )
-        return body.prompt, body.add_special_tokens is not False
+        found = await encode_text(
+            model,
+            body.prompt,
+            caller,
+            add_special_tokens=body.add_special_tokens is not False,
+            parses_special=bool(body.parse_special_tokens),
+        )
+        return found.ids
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
-    checkpoint = model.checkpoint
-    text = render_chat(
-        checkpoint,
+    return await encode_chat(
+        model,
         body.messages,
-        prepare_tools(body.tools, None, None, checkpoint),
+        prepare_tools(body.tools, None, None, model.checkpoint),
         body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=bool(body.add_special_tokens),
     )
-    return text, bool(body.add_special_tokens)

@@ -22,13 +22,15 @@ class KeyMiddleware:
     """Stores the request's `Caller` in its state, or refuses the request.
 
     Raises `ApiError`: 401 without a valid key, 403 if the key does not allow the path. On a server
-    without keys all requests have the same caller, an administrator if ``open_admin`` is set.
+    without keys all requests have the same caller; if ``open_admin`` is set, it is an administrator
+    and may send control tokens.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, open_admin: bool) -> None:
         self._app = app
         self._keys = keys
-        self._anyone = Caller("", is_admin=open_admin and keys.is_open)
+        is_trusted = open_admin and keys.is_open
+        self._anyone = Caller("", is_admin=is_trusted, may_control=is_trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request if its key allows the path."""
