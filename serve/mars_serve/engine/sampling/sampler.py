@@ -296,11 +296,12 @@ def _choose_part(logits: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
     scores = logits[reads].float()  # a copy: [part, vocabulary]
     _add_biases(scores, picks)
     is_masked = _mask(scores, picks)
-    peak, tokens = scores.max(-1)  # faster than argmax
+    peak, tokens = scores.max(-1)  # faster than argmax; a NaN is the highest
     if kind is not _Kind.GREEDY:
         # With the peak at 0, no temperature makes a score overflow. If all are -inf, they stay so.
         scores -= peak.clamp_min(torch.finfo(torch.float32).min)[:, None]
-        tokens = _sample(scores, picks, kind)
+        # A NaN would spread to forbidden tokens; here only tokens that may be chosen have one.
+        tokens = torch.where(peak.isnan(), tokens, _sample(scores, picks, kind))
     if is_masked:
         likeliest = logits[reads].max(-1).indices
         tokens = torch.where(peak == -torch.inf, likeliest, tokens)
@@ -329,7 +330,7 @@ class _Entries:
 
 
 def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
-    """Apply penalties and biases to logits, and forbid early end tokens, in place."""
+    """Apply penalties and biases to logits in place; tokens at -inf stay there."""
     repeated, added = _Entries(), _Entries()
     for row, pick in enumerate(picks):
         if pick.sampling.needs_history:
@@ -337,16 +338,15 @@ def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
         if pick.sampling.logit_bias:
             biased, biases = zip(*pick.sampling.logit_bias, strict=True)
             added.add(row, torch.tensor(biased), torch.tensor(biases, dtype=torch.float32))
-        if pick.early_ends:
-            ends = torch.tensor(list(pick.early_ends))
-            added.add(row, ends, torch.full(ends.shape, -torch.inf))
     if repeated:
         rows, tokens, factors = repeated.on(scores.device)
         before = scores[rows, tokens]
         # A token of both prompt and output stands here twice, with the same result.
-        scores[rows, tokens] = torch.where(before < 0, before * factors, before / factors)
+        after = torch.where(before < 0, before * factors, before / factors)
+        scores[rows, tokens] = torch.where(before == -torch.inf, before, after)
     if added:
         rows, tokens, values = added.on(scores.device)
+        values = values.masked_fill(scores[rows, tokens] == -torch.inf, 0.0)
         scores.index_put_((rows, tokens), values, accumulate=True)
 
 
@@ -357,7 +357,8 @@ def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -
     output = torch.tensor(list(history.counts), dtype=torch.long)
     if sampling.repetition_penalty != 1.0:
         tokens = torch.cat([history.prompt, output])
-        repeated.add(row, tokens, torch.full(tokens.shape, sampling.repetition_penalty))
+        factor = min(sampling.repetition_penalty, torch.finfo(torch.float32).max)
+        repeated.add(row, tokens, torch.full(tokens.shape, factor))
     if sampling.presence_penalty or sampling.frequency_penalty:
         times = torch.tensor(list(history.counts.values()), dtype=torch.float32)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * times
@@ -365,13 +366,21 @@ def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -
 
 
 def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
-    """Set tokens that a grammar forbids to -inf, in place; return whether none may be left."""
+    """Set early end tokens and those that a grammar forbids to -inf, in place.
+
+    Returns:
+        Whether none may be left.
+    """
+    early = [(row, token) for row, pick in enumerate(picks) for token in pick.early_ends]
+    if early:
+        ends, tokens = torch.tensor(early).to(scores.device).unbind(1)
+        scores[ends, tokens] = -torch.inf
     allowed = {row: pick.allowed for row, pick in enumerate(picks) if pick.allowed is not None}
     if allowed:
         forbidden = ~torch.stack(list(allowed.values())).to(scores.device)
         rows = torch.tensor(list(allowed)).to(scores.device)
         scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
-    return bool(allowed) or any(pick.early_ends for pick in picks)
+    return bool(allowed) or bool(early)
 
 
 class _Filters(NamedTuple):
