@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import islice
+from reprlib import Repr
 from typing import Any
 
 _MAX_MESSAGE = 1000
 """Longest error message in characters: a message may quote megabytes that the client sent."""
+_MAX_SHOWN = 80
+"""Longest value in characters that a message quotes."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -34,11 +38,11 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the response body."""
         # A JSON string may hold half a surrogate pair, which cannot be encoded as UTF-8.
-        message = str(self).encode("utf-8", "replace").decode()
+        message = clipped(str(self), _MAX_MESSAGE).encode("utf-8", "replace").decode()
         other = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
-                "message": clipped(message, _MAX_MESSAGE),
+                "message": message,
                 "type": _TYPES.get(self.status, other),
                 "param": self.param,
                 "code": self.code,
@@ -74,6 +78,22 @@ def check_token_ids(where: str, ids: Collection[int], vocabulary: int) -> None:
     if largest >= vocabulary:
         reason = f"token id {largest} is not below {vocabulary}; use ids of the model's tokens"
         raise invalid_value(where, reason)
+
+
+class _Shortened(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict = 3, 8, 8
+        self.maxstring = self.maxlong = _MAX_SHOWN
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        few = dict(islice(value.items(), self.maxdict + 1))  # `Repr` would sort all keys
+        return super().repr_dict(few, level)
+
+
+def shown(value: Any) -> str:
+    """Return a value as error messages quote it; a large one takes no longer than a small one."""
+    return clipped(_Shortened().repr(value), _MAX_SHOWN)
 
 
 def clipped(text: str, num_characters: int) -> str:

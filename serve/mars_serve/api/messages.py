@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag
 
+from mars_serve.api.bounds import at_most
+
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 """Largest number of content parts in a message."""
@@ -22,12 +24,14 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """Largest number of tool calls in one assistant message."""
 
+_MAX_KWARGS = 32
+
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 """JSON schema of a function that takes no parameters; used if a definition gives no schema."""
 
 Flag = Annotated[bool, Field(strict=True)]
-Integer = Annotated[int, Field(strict=True)]
-Number = Annotated[float, Field(strict=True)]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_LENGTH)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -51,16 +55,15 @@ def _kind_of_content(value: Any) -> str:
     return "parts" if isinstance(value, list) else "text"
 
 
+_PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 # The tag makes an error name the branch that the client meant.
 Content = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS), Tag("parts")],
+    Annotated[Text, Tag("text")] | Annotated[list[TextPart], _PARTS, Tag("parts")],
     Discriminator(_kind_of_content),
 ]
 AnswerContent = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[AnswerPart], Field(min_length=1, max_length=MAX_PARTS), Tag("parts")],
+    Annotated[Text, Tag("text")] | Annotated[list[AnswerPart], _PARTS, Tag("parts")],
     Discriminator(_kind_of_content),
 ]
 
@@ -79,6 +82,9 @@ class PastToolCall(BaseModel):
     id: Identifier
     type: Literal["function"]
     function: CalledFunction
+
+
+_PastToolCalls = Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
 class InstructionMessage(BaseModel):
@@ -104,7 +110,7 @@ class PastAssistantMessage(BaseModel):
     content: AnswerContent | None = None
     refusal: Text | None = None
     name: Identifier | None = None
-    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: _PastToolCalls | None = None
     audio: None = None
     function_call: None = None
     """Superseded by ``tool_calls``; only null is accepted."""
@@ -124,7 +130,9 @@ ChatMessage = Annotated[
     Field(discriminator="role"),
 ]
 """A message of a conversation, told apart by its role."""
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
 class FunctionDefinition(BaseModel):
@@ -145,7 +153,7 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(BaseModel):
@@ -165,7 +173,7 @@ class ToolSelection(BaseModel):
     """A subset of the tools, and whether the model must call one of them."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedTools(BaseModel):
@@ -195,7 +203,8 @@ TemplateKwargs = Annotated[
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")],
         Annotated[str, StringConstraints(max_length=4096)] | Flag | Integer | Number | None,
     ],
-    Field(max_length=32),
+    Field(max_length=_MAX_KWARGS),
+    at_most(_MAX_KWARGS),
 ]
 """Variables for the chat template, such as enable_thinking (vLLM's ``chat_template_kwargs``)."""
 

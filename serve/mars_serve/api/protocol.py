@@ -21,7 +21,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.api.errors import invalid_value, unsupported_value
+from mars_serve.api.bounds import at_most
+from mars_serve.api.errors import invalid_value, shown, unsupported_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
 
 MAX_GRAMMAR_LENGTH = 65_536
@@ -30,6 +31,7 @@ MAX_GRAMMAR_LENGTH = 65_536
 _MAX_INT32 = 2**31 - 1
 _SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers as floats
 _MAX_PROMPTS = 2048
+_MAX_BIASES = 1024
 
 
 class ServiceTier(StrEnum):
@@ -67,7 +69,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=_MAX_INT32, strict=True)]
 Threshold = Annotated[float, Field(gt=0, le=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
@@ -75,13 +77,13 @@ TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 """Token id as the key of a JSON object."""
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-_StopList = Annotated[list[StopString], Field(max_length=16)]
+_StopList = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
 StopStrings = Annotated[
     _StopList, BeforeValidator(_as_list, json_schema_input_type=StopString | _StopList)
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 Alternative = Annotated[str, Field(min_length=1, max_length=1024)]
-Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024)]
+Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024, fail_fast=True)]
 JsonSchema = dict[str, Any] | GrammarText
 """JSON schema as an object or as text."""
 
@@ -174,28 +176,29 @@ class GenerationRequest(BaseModel):
     """Number of likeliest tokens to sample from; -1 and 0 mean all."""
     min_p: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
     """Lowest probability of a sampled token, as a fraction of the likeliest token's."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, strict=True)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
         Annotated[
             dict[TokenName, Bias],
-            Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
+            Field(max_length=_MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+            at_most(_MAX_BIASES),
         ]
         | None
     ) = None
     """Values added to the logits of tokens, by token id."""
-    min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
     """Number of output tokens before an end token or stop string may end the output."""
     stop: StopStrings | None = None
     """Strings; the output ends before the first one that occurs."""
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     """Token ids; the output ends before the first one that occurs."""
     include_stop_str_in_output: Flag | None = None
     """Keep the stop string or token that ended the output in its text."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs, at_most(16)] | None = None
     guided_json: JsonSchema | None = None
     guided_regex: GrammarText | None = None
     guided_grammar: GrammarText | None = None
@@ -233,7 +236,7 @@ class GenerationRequest(BaseModel):
             value = getattr(self, name)
             if not neutral.has(value):
                 allowed = "".join(f" or set it to {item!r}" for item in neutral.values)
-                reason = f"{value!r:.80} is not supported; leave it out{allowed}"
+                reason = f"{shown(value)} is not supported; leave it out{allowed}"
                 raise unsupported_value(name, reason)
         if self.stream_options is not None and not self.stream:
             raise invalid_value(
@@ -285,7 +288,7 @@ class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: AnyPrompt
-    max_tokens: Annotated[int, Field(ge=0, strict=True)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
     """Largest number of output tokens, 16 by default; 0 with echo only scores the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
     """Report the log-probabilities of each token and of this many likely alternatives."""

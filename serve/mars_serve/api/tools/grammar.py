@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mars_serve.api.errors import invalid_value
+from mars_serve.api.errors import invalid_value, shown
 from mars_serve.api.messages import NO_PARAMETERS, FunctionDefinition
 from mars_serve.api.tools.formats import (
     HERMES_BEGIN,
@@ -128,7 +128,7 @@ def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
     schema = NO_PARAMETERS if function.parameters is None else function.parameters
     kind = schema.get("type", "object")
     if kind != "object":
-        reason = f"the parameters of {function.name!r} are of type {kind!r}; use 'object'"
+        reason = f"the parameters of {function.name!r} are of type {shown(kind)}; use 'object'"
         raise invalid_value("tools", reason)
     is_closed = "properties" in schema and not _OTHER_PROPERTIES & schema.keys()
     closing = {"additionalProperties": False} if is_closed else {}

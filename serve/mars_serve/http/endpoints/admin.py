@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import ServedModel
@@ -66,7 +67,7 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
         return JSONResponse(await _states(models))
 
     @router.put("/admin/threshold", responses={200: {"model": LiveThresholds}})
-    async def change_threshold(body: ThresholdChange) -> JSONResponse:
+    async def change_threshold(body: Annotated[ThresholdChange, at_most(16)]) -> JSONResponse:
         """Change the live τ, also for running requests, unless they set their own.
 
         The response may arrive before all replicas have the change; compare their ``version``.

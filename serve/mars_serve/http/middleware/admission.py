@@ -1,4 +1,4 @@
-"""Applies the rate limits of keys to requests that generate text."""
+"""Applies the rate limits of keys to requests that generate or convert text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mars_serve.api.limits import KeyLimits
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import RequestRecord
 
-_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_LIMITED = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 
 
 class AdmissionMiddleware:
@@ -46,8 +46,8 @@ class AdmissionMiddleware:
 
 
 def _is_limited(scope: Scope) -> bool:
-    """Return whether a request generates text for a key with limits."""
+    """Return whether a request generates or converts text for a key with limits."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     caller: Caller = scope["state"]["caller"]
-    return path_within(scope) in _GENERATING and caller.is_limited
+    return path_within(scope) in _LIMITED and caller.is_limited

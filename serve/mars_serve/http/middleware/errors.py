@@ -14,7 +14,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_platform.errors import UserError
-from mars_serve.api.errors import ApiError, clipped, invalid_value
+from mars_serve.api.errors import ApiError, clipped, invalid_value, shown
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 
 RETRY_AFTER_S = 1
@@ -22,7 +22,7 @@ _GRAMMAR = "grammar"  # the engine's name for the field that gives a grammar
 _BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's: not UTF-8
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-_MAX_INPUT = 80  # longest value that a message quotes
+_MAX_PATH = 80  # longest path that a message quotes
 _MAX_NAME = 64  # longest field name that a message quotes; a client may choose the name
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def _of_framework(app: FastAPI, request: Request, error: HTTPException) -> ApiEr
     status, headers = error.status_code, dict(error.headers or {})
     if status == 405:
         headers["Allow"] = ", ".join(_methods_of(app, request))
-    path = clipped(request.url.path, _MAX_INPUT)
+    path = clipped(request.url.path, _MAX_PATH)
     message = f"{request.method} {path}: {error.detail}"
     return ApiError(status, message, code=_CODES.get(status), headers=headers)
 
@@ -176,9 +176,9 @@ def _describe(error: RequestValidationError) -> ApiError:
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not where:
         return _unparsable(first["msg"])
-    shown = [clipped(part, _MAX_NAME) for part in where if re.fullmatch(r"\w+", part)]
-    param = ".".join(shown)
+    names = [clipped(part, _MAX_NAME) for part in where if re.fullmatch(r"\w+", part)]
+    param = ".".join(names)
     message = f"{param}: {first['msg']}"
     if first["type"] != "missing":
-        message += f" (got {str(first['input'])[:_MAX_INPUT]!r})"
+        message += f" (got {shown(first['input'])})"
     return ApiError(400, message, param=clipped(where[0], _MAX_NAME), code="invalid_value")
