@@ -142,8 +142,16 @@ def test_images_are_pinned_to_the_version(manifests):
     has_gpus = any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers)
     expected = __version__ if has_gpus else f"{__version__}-cpu"
     for container in containers:
-        name, _, tag = container["image"].partition(":")
+        name, _, tag = container["image"].partition("@")[0].partition(":")
         assert tag == expected if name.endswith("/marsray") else tag[0].isdigit(), container
+
+
+def test_images_of_others_are_pinned_by_digest(manifests):
+    """The user's own image has a name that no registry accepts until the user has set it."""
+    for where, container in manifests.containers():
+        name, _, digest = container["image"].partition("@sha256:")
+        is_placeholder = name.startswith("ghcr.io/EXAMPLE/")
+        assert is_placeholder or re.fullmatch("[0-9a-f]{64}", digest), where
 
 
 def test_the_readme_builds_the_images_that_the_manifests_name(render):

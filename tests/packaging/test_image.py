@@ -69,8 +69,10 @@ def test_torch_has_the_version_that_the_tests_use():
 
 
 def test_the_base_image_has_the_ray_of_the_constraints():
-    (version,) = re.findall(r"^ARG RAY_VERSION=(.+)$", DOCKERFILE, re.MULTILINE)
-    assert {pins(name)["ray"][0] for name in ("cpu", "gpu")} == {version}
+    found = re.findall(r"(FROM |io/)rayproject/ray:([\d.]+)-py311-(cpu|gpu)", DOCKERFILE)
+    assert len(found) == 4, "each variant's base and its label"
+    versions = {version for _, version, _ in found}
+    assert versions == {pins(name)["ray"][0] for name in ("cpu", "gpu")}
 
 
 def test_the_image_runs_as_a_numbered_user_and_installs_only_pinned_packages():
