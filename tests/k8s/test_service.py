@@ -107,13 +107,14 @@ def test_every_timeout_covers_the_longest_generation(service):
 
 def test_proxies_have_the_settings_of_marsray_serve(service):
     with proxy_environment(settings_of(service)) as expected:
-        expected = dict(expected)
+        expected = {k: v for k, v in expected.items() if k.startswith("RAY_SERVE_")}
     del expected["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]  # a pod has its ports to itself
     head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     for container in (head, service.worker_container):
         given = {k: v for k, v in variables(container).items() if k.startswith("RAY_SERVE_")}
         assert set(given) == set(expected)
-        for name in ("HARD_STOP_AFTER_S", "ENABLE_HA_PROXY", "THROUGHPUT_OPTIMIZED"):
+        names = ("HARD_STOP_AFTER_S", "ENABLE_HA_PROXY", "THROUGHPUT_OPTIMIZED", "IMPORT_PATH")
+        for name in names:
             (full,) = (key for key in expected if key.endswith(name))
             assert given[full] == expected[full]
         directory = next(m for m in container["volumeMounts"] if m["name"] == "haproxy")

@@ -58,6 +58,24 @@ def job_variables(stop_wait_s: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def clusters_on_loopback() -> Iterator[None]:
+    """Start clusters within the block on the loopback interface, exporters of metrics included.
+
+    Ray's processes otherwise listen on all interfaces, and its exporters ask for no token. Relies
+    on the constant that makes Ray do so on macOS and Windows: ``ray.init`` and ``ray start``
+    replace a loopback address that they are given by one that other machines reach.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 def worker_start_variables(num_at_once: int) -> dict[str, str]:
     """Return the variable that lets a node start this many worker processes at the same time.
 
@@ -87,14 +105,37 @@ def _patient_proxy_variables() -> dict[str, str]:
     }
 
 
-def python_proxy_variables() -> dict[str, str]:
+def _guard_variables(guard: str) -> dict[str, str]:
+    """Return the variable that names a function to call wherever Serve starts an HTTP server.
+
+    The function returns middleware that runs before Serve reads a request. Relies on an internal
+    setting: the option ``middlewares`` of ``serve.start`` was removed.
+    """
+    return {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": guard}
+
+
+def _replacement_variables() -> dict[str, str]:
+    """Return the variable that makes Serve end unhealthy replicas at once.
+
+    Relies on an internal setting. By default they are drained, for as long as ``drain_s`` allows,
+    and a replica that hangs never drains.
+    """
+    return {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+
+
+def python_proxy_variables(*, guard: str) -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through Serve's Python proxies.
 
     RAY_SERVE_THROUGHPUT_OPTIMIZED is documented and turns direct ingress on;
     RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal.
+
+    Args:
+        guard: import path of a function that guards each HTTP server.
     """
     return {
         **_patient_proxy_variables(),
+        **_guard_variables(guard),
+        **_replacement_variables(),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     }
@@ -103,6 +144,7 @@ def python_proxy_variables() -> dict[str, str]:
 def haproxy_variables(
     launcher: Path,
     *,
+    guard: str,
     hard_stop_s: int,
     num_threads: int,
     min_draining_s: float,
@@ -115,6 +157,7 @@ def haproxy_variables(
 
     Args:
         launcher: program that Serve starts as HAProxy; HAProxy's files are put beside it.
+        guard: import path of a function that guards each HTTP server behind HAProxy.
         hard_stop_s: seconds that a HAProxy process replaced by a reload may finish its streams in.
         num_threads: threads of a HAProxy process.
         min_draining_s: seconds that an ingress replica told to stop still accepts requests.
@@ -124,6 +167,8 @@ def haproxy_variables(
     directory = launcher.parent
     return {
         **_patient_proxy_variables(),
+        **_guard_variables(guard),
+        **_replacement_variables(),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),

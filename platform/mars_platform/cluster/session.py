@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 
 from mars_platform.cluster.attempts import attempt
-from mars_platform.cluster.ray_private import patient_node_variables
+from mars_platform.cluster.ray_private import clusters_on_loopback, patient_node_variables
 from mars_platform.cluster.settings import ClusterSettings
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,8 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to the cluster for the length of a ``with`` block.
 
-    A process that is already connected keeps its connection, also after the block.
+    A process that is already connected keeps its connection, also after the block. Processes of a
+    local cluster listen on loopback only, since no other machine has a part in it.
 
     Args:
         settings: the cluster to use.
@@ -42,7 +43,8 @@ def ray_session(
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
-        with _added_to_environment({**patient_node_variables(), **(environment or {})}):
+        variables = {**patient_node_variables(), **(environment or {})}
+        with _added_to_environment(variables), clusters_on_loopback():
             attempt(
                 lambda: _start_local(settings, min_cpus),
                 name="a local Ray cluster",

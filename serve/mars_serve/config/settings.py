@@ -172,6 +172,8 @@ class LimitSettings(Settings):
 
     body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Largest request body, in bytes."""
+    body_wait_s: float = Field(default=60, gt=0, allow_inf_nan=False)
+    """Seconds within which a request's body must have arrived."""
     prompt_tokens: int | None = Field(default=None, ge=1)
     """Largest number of tokens per prompt; by default the model's limit."""
     output_tokens: int | None = Field(default=None, ge=1)
@@ -229,6 +231,14 @@ class ProxySettings(Settings):
     num_replicas: int = Field(default=1, ge=1)
     """Number of ingress replicas, which check requests, tokenize and stream. Rate limits of keys
     are divided evenly among them."""
+    connections: int = Field(default=16384, ge=64)
+    """Largest number of clients' connections, fewer where the limit on open files is low. On a
+    running cluster the cluster's environment decides, here and below."""
+    connections_per_address: int = Field(default=8192, ge=0)
+    """Largest number of connections of one client's address, never more than three quarters of all;
+    0 for no limit of its own. Behind a load balancer, all clients have the load balancer's."""
+    request_wait_s: float = Field(default=10, gt=0, le=3600)
+    """Seconds within which the headers of a request must have arrived."""
 
 
 class TelemetrySettings(Settings):
@@ -247,6 +257,9 @@ class ServeSettings(Settings):
     models: list[ModelSettings] = Field(min_length=1)
     host: str = "127.0.0.1"
     """Address to listen on."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Further names by which a server without keys on loopback may be addressed, such as that of a
+    local proxy. Web pages could otherwise reach it by names of their own."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to listen on."""
     insecure: bool = False

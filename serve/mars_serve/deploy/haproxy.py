@@ -2,9 +2,12 @@
 
 Ray Serve writes a configuration and starts the program in RAY_SERVE_HAPROXY_BINARY_PATH. That
 configuration opens a statistics page and a metrics port on all interfaces, answers in plain text if
-no replica is available, and misses some disconnected clients and all lost hosts. During an update
-of an application it drops replicas that still serve, and can lose a request. This program, started
-instead of HAProxy, amends the file and then becomes HAProxy.
+no replica is available, and misses some disconnected clients and all lost hosts. It lets a client
+keep a connection for an hour without finishing a request, and one client keep them all. During an
+update of an application it drops replicas that still serve, and can lose a request. This program,
+started instead of HAProxy, amends the file and then becomes HAProxy.
+
+The variables whose names end `ConnectionLimits` set the limits on clients' connections.
 
 It runs again for every reload, in an interpreter without installed packages, and therefore uses the
 standard library only.
@@ -16,10 +19,12 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -45,43 +50,101 @@ _RETRY = re.compile(r"^ +retry-on conn-failure$", re.MULTILINE)
 while a request is sent on it, nor a request that a lost host does not answer."""
 _MORE_RETRIES = r"\g<0> empty-response\n    option http-buffer-request"
 """Retry rule with these cases. HAProxy retries only requests that it has received in full."""
+_MAX_CONNECTIONS = re.compile(r"^ +maxconn \d+$", re.MULTILINE)
+_CLIENT_TIMEOUT = re.compile(r"^ +timeout client .*$", re.MULTILINE)
+_CLIENT_S = 60
+"""Seconds after which a client counts as gone that neither sends the body that is waited for nor
+takes what is sent. It may wait for an answer as long as it likes."""
+_BIND = re.compile(r"^(frontend http_frontend\n +bind .*\n)", re.MULTILINE)
+_ROUTES = re.compile(r"^ +http-request return .* if routes\n", re.MULTILINE)
+"""Rule that tells anybody the names of all applications."""
 _BACKEND = re.compile(r"backend (\S+)")
 _REPLICA = re.compile(r"^ +server (?!.* backup$).*\n", re.MULTILINE)
 _ERROR_FILE = re.compile(r"^( +errorfile 50[234] ).*$", re.MULTILINE)
 
-_ERROR = {
-    "message": "no replica is ready; try again later",
-    "type": "server_error",
-    "param": None,
-    "code": "not_ready",
+
+def _error_body(kind: str, code: str, message: str) -> str:
+    """Return an error body in OpenAI's shape."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+_NOT_READY = _error_body("server_error", "not_ready", "no replica is ready; try again later")
+_INCOMPLETE = "the request ended before its body; send it whole"
+_TOO_SLOW = "the request's body did not arrive in time; send it whole"
+_ERRORS = {
+    "400 Bad Request": _error_body("invalid_request_error", "unparsable", _INCOMPLETE),
+    "408 Request Timeout": _error_body("invalid_request_error", "request_timeout", _TOO_SLOW),
+    "503 Service Unavailable": _NOT_READY,
 }
-_BODY = json.dumps({"error": _ERROR})
-"""Error body in OpenAI's shape."""
-_RESPONSE = f"""HTTP/1.1 503 Service Unavailable\r
-Content-Type: application/json\r
-Content-Length: {len(_BODY)}\r
-Cache-Control: no-cache\r
-Connection: close\r
-Retry-After: 1\r
-\r
-{_BODY}"""
+"""Bodies of the errors that HAProxy itself answers with, by status line. A request whose headers
+are incomplete or no HTTP gets HAProxy's own page of 400 or 408, which no option changes."""
 
 
-def amended(config: str, error_file: Path, before: str = "") -> str:
+class ConnectionLimits(NamedTuple):
+    """Limits on connections of clients, with the defaults of ``proxy`` in a server's settings."""
+
+    connections: int = 16384
+    """Largest number of connections; as many as open files permit if those are fewer."""
+    connections_per_address: int = 8192
+    """Largest number of an IPv4 address or of an IPv6 network of 64 bits; 0 for no limit. At most
+    three quarters of all connections, so that one address never takes them all."""
+    request_wait_s: float = 10.0
+    """Seconds within which a request's headers must have arrived, and a body of up to 16 KB."""
+
+    @classmethod
+    def of_environment(cls) -> ConnectionLimits:
+        """Return the limits in this process's variables, which `variables` names."""
+        default = cls()
+        return cls(
+            int(os.environ.get(_VARIABLES["connections"], default.connections)),
+            int(os.environ.get(_VARIABLES["connections_per_address"], default[1])),
+            float(os.environ.get(_VARIABLES["request_wait_s"], default.request_wait_s)),
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Return these limits as environment variables."""
+        return {_VARIABLES[name]: str(value) for name, value in self._asdict().items()}
+
+    def within(self, num_files: int, *, files_each: int = 2) -> ConnectionLimits:
+        """Return limits that a process keeps with a number of open files.
+
+        Args:
+            num_files: Open files that the process may have.
+            files_each: Files that a connection needs.
+        """
+        reserved = min(_RESERVED_FILES, num_files // 2)
+        possible = max(1, (num_files - reserved) // files_each)
+        connections = min(self.connections, possible)
+        per_address = min(self.connections_per_address, max(1, connections * 3 // 4))
+        return self._replace(connections=connections, connections_per_address=per_address)
+
+
+_VARIABLES = {
+    "connections": "MARSRAY_PROXY_CONNECTIONS",
+    "connections_per_address": "MARSRAY_PROXY_CONNECTIONS_PER_ADDRESS",
+    "request_wait_s": "MARSRAY_PROXY_REQUEST_WAIT_S",
+}
+_RESERVED_FILES = 1024
+"""Open files left for listeners, health checks, pipes and pollers."""
+
+
+def amended(config: str, directory: Path, limits: ConnectionLimits, before: str = "") -> str:
     """Return Ray Serve's configuration with marsray's amendments.
 
     It opens no listeners of its own, reports errors as JSON, notices each disconnected client and
-    lost host, and includes all replicas that serve.
+    lost host, bounds what clients hold without finishing a request, and includes all replicas that
+    serve.
 
     Args:
         config: The configuration that Ray Serve wrote.
-        error_file: File with a whole HTTP response, sent if no replica can be reached.
+        directory: Directory with the files that `write_errors` writes.
+        limits: Limits on connections of clients.
         before: The previous return value of this function.
     """
     sections = _SECTION.split(config)
     replicas = _replicas_of(before)
     kept = "".join(
-        f"{each}{_KEEPALIVE}"
+        f"{each}{_defaults(directory, limits)}"
         if each.startswith("defaults\n")
         else _with_replicas(each, config, replicas)
         for each in sections
@@ -90,12 +153,58 @@ def amended(config: str, error_file: Path, before: str = "") -> str:
     kept = _SERVER.sub(rf"\1{_SEND_TIMEOUT}", kept)
     kept = _SPLICE.sub("", kept)
     kept = _RETRY.sub(_MORE_RETRIES, kept)
-    kept = _ERROR_FILE.sub(lambda found: f"{found[1]}{error_file}", kept)
+    kept = _ERROR_FILE.sub(lambda found: f"{found[1]}{directory}/503.http", kept)
+    # pipes serve answers of many KB only, and each takes two open files
+    kept = _MAX_CONNECTIONS.sub(f"    maxconn {limits.connections}\n    maxpipes 64", kept)
+    kept = _CLIENT_TIMEOUT.sub(f"    timeout client {_CLIENT_S}s", kept)
+    kept = _BIND.sub(lambda found: found[1] + _per_address(limits), kept)
+    kept = _ROUTES.sub("", kept)
     answer = (
         f"    http-request return status 503 content-type application/json "
-        f"hdr Retry-After 1 string '{_BODY}'"
+        f"hdr Retry-After 1 string '{_NOT_READY}'"
     )
     return _NOT_FOUND.sub(lambda _: answer, kept)
+
+
+def _defaults(directory: Path, limits: ConnectionLimits) -> str:
+    """Return the lines that the section of defaults ends in."""
+    return f"""\
+{_KEEPALIVE}\
+    timeout http-request {round(limits.request_wait_s * 1000)}ms
+    # a connection that is opened ahead of its first request is closed without an answer
+    option http-ignore-probes
+    errorfile 400 {directory}/400.http
+    errorfile 408 {directory}/408.http
+"""
+
+
+def _per_address(limits: ConnectionLimits) -> str:
+    """Return the lines of the frontend that limit a client's connections.
+
+    Within one connection, HTTP/2 would carry many requests at once.
+    """
+    lines = "    option disable-h2-upgrade\n"
+    if not limits.connections_per_address:
+        return lines
+    return f"""\
+{lines}\
+    stick-table type ipv6 size 100k expire 60s store conn_cur
+    tcp-request connection track-sc0 src,ipmask(32,64)
+    tcp-request connection reject if {{ sc_conn_cur(0) gt {limits.connections_per_address} }}
+"""
+
+
+def write_errors(directory: Path) -> None:
+    """Write the responses that HAProxy sends by itself, each to a file named like its status."""
+    for line, body in _ERRORS.items():
+        status, _, _ = line.partition(" ")
+        retry = "Retry-After: 1\r\n" if status == "503" else ""
+        response = (
+            f"HTTP/1.1 {line}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nCache-Control: no-cache\r\nConnection: close\r\n"
+            f"{retry}\r\n{body}"
+        )
+        (directory / f"{status}.http").write_text(response, newline="")
 
 
 def _replicas_of(config: str) -> dict[str, str]:
@@ -123,11 +232,12 @@ def main(binary: str, arguments: list[str]) -> None:
     HAProxy then ends with the process that started it, which Ray may kill without notice.
     """
     file = Path(arguments[arguments.index("-f") + 1])
-    error_file = file.with_name("503.http")
-    error_file.write_text(_RESPONSE, newline="")
+    write_errors(file.parent)
     known = file.with_name("before.cfg")
     before = known.read_text() if known.exists() else ""
-    config = amended(file.read_text(), error_file, before)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its limit to it
+    limits = ConnectionLimits.of_environment().within(most_files)
+    config = amended(file.read_text(), file.parent, limits, before)
     file.write_text(config)
     known.write_text(config)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -6,10 +6,12 @@ started here. On a running cluster its own environment decides. There, set
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1 (for HAProxy) or
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_DIRECT_INGRESS=0 (for Serve's own proxy)
 
-on all nodes (the container's environment), RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S to the seconds that
-the longest generation takes, and RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S to the time that
-load balancers need to notice a change. HAProxy then listens on ports 8404 (statistics) and 9101
-(metrics) of all interfaces; protect them with a network policy.
+on all nodes (the container's environment), RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH to a function
+of `mars_serve.deploy.guard`, RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S to the seconds that the longest
+generation takes, and RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S to the time that load balancers
+need to notice a change. Limits on connections are the variables that begin with MARSRAY_PROXY_ (see
+`mars_serve.deploy.haproxy`). HAProxy without marsray's launcher listens on ports 8404 (statistics)
+and 9101 (metrics) of all interfaces; protect them with a network policy.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy import haproxy
 
+_GUARD = "mars_serve.deploy.guard:guard"
 _DEREGISTRATION_S = 0.5
 """Seconds in which a stopping ingress replica still accepts requests. HAProxy learns of the stop
 within 0.1 s and sends later requests elsewhere."""
@@ -44,22 +47,28 @@ def proxy_environment(settings: ServeSettings) -> Iterator[dict[str, str]]:
     Raises:
         UserError: HAProxy is requested but not installed.
     """
+    proxy = settings.proxy
+    limits = haproxy.ConnectionLimits(
+        proxy.connections, proxy.connections_per_address, proxy.request_wait_s
+    ).variables()
     if proxy_kind(settings) == "python":
-        yield python_proxy_variables()
+        yield {**python_proxy_variables(guard=_GUARD), **limits}
         return
     # Short, because a socket's path is limited and Ray Serve appends a node id; readable by its
     # owner only.
     with tempfile.TemporaryDirectory(
         prefix="mars-", dir="/tmp", ignore_cleanup_errors=True
     ) as directory:
-        yield haproxy_variables(
+        variables = haproxy_variables(
             _launcher(Path(directory)),
+            guard=f"{_GUARD}_behind_haproxy",
             # A worker replaced by a reload finishes the streams that it began.
             hard_stop_s=ceil(settings.drain_s),
             num_threads=min(4, os.cpu_count() or 1),
             min_draining_s=_DEREGISTRATION_S,
             fallback_port=free_port(),
         )
+        yield {**variables, **limits}
 
 
 def proxy_kind(settings: ServeSettings) -> Literal["haproxy", "python"]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy import proxies
-from mars_serve.deploy.haproxy import amended
+from mars_serve.deploy.haproxy import ConnectionLimits, amended
 from mars_serve.deploy.proxies import proxy_environment
+
+DIRECTORY, LIMITS = Path("/x"), ConnectionLimits()
 
 
 def settings_of(kind: str) -> ServeSettings:
@@ -59,14 +62,14 @@ def servers_in(text: str) -> list[str]:
 def test_only_the_servers_own_address_is_bound(config):
     bound = [line.split() for line in config.splitlines() if line.split()[:1] == ["bind"]]
     assert len(bound) == 3  # metrics and statistics listen on all interfaces
-    text = amended(config, Path("/x/503.http"))
+    text = amended(config, DIRECTORY, LIMITS)
     assert [line.strip() for line in text.splitlines() if line.split()[:1] == ["bind"]] == [
         "bind 127.0.0.1:8000"
     ]
 
 
 def test_errors_of_haproxy_are_json(config):
-    text = amended(config, Path("/x/503.http"))
+    text = amended(config, DIRECTORY, LIMITS)
     for status in (502, 503, 504):
         assert f"errorfile {status} /x/503.http\n" in text
     assert "return status 404" in config
@@ -74,15 +77,49 @@ def test_errors_of_haproxy_are_json(config):
     assert '\'{"error": {"message": "no replica is ready' in text
 
 
+def test_clients_cannot_hold_connections_without_finishing_requests(config):
+    before = re.findall(r"^ +(?:maxconn|timeout client) .*$", config, re.MULTILINE)
+    assert before == ["    maxconn 4096", "    timeout client 3600s"]
+    assert "timeout http-request" not in config
+    text = amended(config, DIRECTORY, LIMITS._replace(request_wait_s=2.5))
+    defaults, frontend = (
+        next(each for each in re.split(r"^(?=\S)", text, flags=re.MULTILINE) if kind in each)
+        for kind in ("defaults\n", "frontend http_frontend\n")
+    )
+    assert "    maxconn 16384\n" in text
+    assert "    timeout client 60s\n" in defaults
+    assert "    timeout http-request 2500ms\n" in defaults
+    assert "    tcp-request connection reject if { sc_conn_cur(0) gt 8192 }\n" in frontend
+    assert re.search(r"http-request return .* if routes", config)
+    assert not re.search(r"http-request return .* if routes", text)
+    shared = amended(config, DIRECTORY, LIMITS._replace(connections_per_address=0))
+    assert "sc_conn_cur" not in shared
+
+
+def test_limits_on_connections_are_the_settings_and_fit_the_open_files(monkeypatch):
+    assert ServeSettings(models=[{"name": "m", "path": "p"}]).proxy.connections == 16384
+    for kind in ("haproxy", "python"):
+        settings = settings_of(kind)
+        with proxy_environment(settings) as environment:
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            assert ConnectionLimits.of_environment() == LIMITS  # those without any variable, too
+    assert LIMITS.within(2**20) == LIMITS
+    assert LIMITS.within(20_000)[:2] == (9488, 7116)  # one address never takes them all
+    assert LIMITS.within(20_000, files_each=1)[:2] == (16384, 8192)
+    assert LIMITS.within(1024)[:2] == (256, 192)
+    assert ConnectionLimits(connections_per_address=0).within(1024)[:2] == (256, 0)
+
+
 def test_bodies_are_not_spliced(config):
     assert "option splice-request\n" in config
-    text = amended(config, Path("/x/503.http"))
+    text = amended(config, DIRECTORY, LIMITS)
     assert "splice-request" not in text
     assert "    option abortonclose\n    option splice-response\n" in text
 
 
 def test_connections_to_a_lost_host_are_closed(tmp_path):
-    text = amended(written(tmp_path, backend_of("one", [1, 2])), Path("/x/503.http"))
+    text = amended(written(tmp_path, backend_of("one", [1, 2])), DIRECTORY, LIMITS)
     for _ in range(2):
         sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
         (defaults,) = [section for section in sections if section.startswith("defaults\n")]
@@ -93,17 +130,17 @@ def test_connections_to_a_lost_host_are_closed(tmp_path):
         assert len(servers) == 3
         assert all(line.count(" check tcp-ut 10s ") == 1 for line in servers)
         built = written(tmp_path, backend_of("one", [], ingress=""))
-        text = amended(built, Path("/x/503.http"), text)  # now with the previous file's lines
+        text = amended(built, DIRECTORY, LIMITS, text)  # now with the previous file's lines
 
 
 def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path):
     """Ray Serve omits them until it knows again which deployment is the ingress."""
-    error_file, other = Path("/x/503.http"), backend_of("two", [3])
-    before = amended(written(tmp_path, backend_of("one", [1, 2]), other), error_file)
+    other = backend_of("two", [3])
+    before = amended(written(tmp_path, backend_of("one", [1, 2]), other), DIRECTORY, LIMITS)
     built = written(tmp_path, backend_of("one", [], ingress=""), other)
     assert servers_in(built) == ["fallback", "replica-3", "fallback"]
     for _ in range(2):
-        before = amended(built, error_file, before)
+        before = amended(built, DIRECTORY, LIMITS, before)
         expected = {"fallback", "replica-1", "replica-2", "replica-3"}
         assert set(servers_in(before)) == expected
         assert len(servers_in(before)) == 5
@@ -111,10 +148,9 @@ def test_an_application_that_is_rebuilt_keeps_its_replicas(tmp_path):
 
 @pytest.mark.parametrize("ports", [[4], []])
 def test_replicas_that_are_gone_are_dropped(tmp_path, ports):
-    error_file = Path("/x/503.http")
-    before = amended(written(tmp_path, backend_of("one", [1, 2])), error_file)
+    before = amended(written(tmp_path, backend_of("one", [1, 2])), DIRECTORY, LIMITS)
     now = written(tmp_path, backend_of("one", ports))
-    assert servers_in(amended(now, error_file, before)) == servers_in(now)
+    assert servers_in(amended(now, DIRECTORY, LIMITS, before)) == servers_in(now)
 
 
 def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path):
@@ -131,11 +167,13 @@ def test_haproxy_keeps_the_replicas_of_its_previous_file(tmp_path):
 
 def test_haproxy_accepts_the_amended_file(config, tmp_path):
     file = tmp_path / "haproxy.cfg"
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = LIMITS.within(most_files)
     with proxy_environment(settings_of("haproxy")) as environment:
         launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
         check = subprocess.run([launcher, "-c", "-f", str(file)], capture_output=True, text=True)
         assert check.returncode == 0, check.stderr
-    assert file.read_text() == amended(config, tmp_path / "503.http")
+    assert file.read_text() == amended(config, tmp_path, limits)
 
 
 def test_haproxys_files_are_private_and_removed_at_the_end():

@@ -104,5 +104,5 @@ async def client(app: FastAPI) -> AsyncIterator[Client]:
 @pytest.fixture
 async def official(client: httpx2.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        api_key="none", base_url="http://server/v1", http_client=client, max_retries=0
+        api_key="none", base_url="http://localhost/v1", http_client=client, max_retries=0
     )

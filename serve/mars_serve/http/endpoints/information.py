@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from mars_platform import __version__
@@ -15,6 +15,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError, clipped
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import PublishedThreshold, ReplicaReport, ServedModel
+from mars_serve.http.recent import Recent
 
 _MAX_NAME = 128  # longest model name that an error message quotes
 
@@ -44,7 +45,8 @@ class Readiness(Shape):
     """Whether every model can serve requests."""
 
     status: Literal["ready", "not_ready"]
-    models: dict[str, list[ReplicaState]]
+    models: dict[str, list[ReplicaState]] | None = None
+    """Replicas of each model, for administrators only."""
 
 
 class Version(Shape):
@@ -84,6 +86,7 @@ class ModelList(Shape):
 def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
     """Return the router of the endpoints that describe the server."""
     router = APIRouter()
+    recent = [_recent_reports(model) for model in models.values()]
 
     @router.get("/health", responses={200: {"model": Alive}})
     async def health() -> JSONResponse:
@@ -91,17 +94,19 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
         return JSONResponse({"status": "ok"})
 
     @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
-    async def ready() -> JSONResponse:
-        """Report whether every model has a replica that can serve, and each replica's load."""
-        found = await asyncio.gather(*(model.backend.replicas() for model in models.values()))
+    async def ready(request: Request) -> JSONResponse:
+        """Report whether every model has a replica that can serve.
+
+        Administrators are also told each replica's load.
+        """
+        found = await asyncio.gather(*(of_model() for of_model in recent))
         is_ready = all(any(not each.is_overdue for each in reports) for reports in found)
-        body = {
-            "status": "ready" if is_ready else "not_ready",
-            "models": {
+        body: dict[str, Any] = {"status": "ready" if is_ready else "not_ready"}
+        if request.state.caller.is_admin:
+            body["models"] = {
                 name: [_replica_state(each) for each in reports]
                 for name, reports in zip(models, found, strict=True)
-            },
-        }
+            }
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
     @router.get("/version", responses={200: {"model": Version}})
@@ -142,6 +147,10 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
 def live_state(live: PublishedThreshold) -> dict[str, Any]:
     """Return a live τ as responses contain it."""
     return {"confidence_threshold": live.threshold, "version": live.version}
+
+
+def _recent_reports(model: ServedModel) -> Recent[list[ReplicaReport]]:
+    return Recent(lambda: model.backend.replicas())
 
 
 def _replica_state(report: ReplicaReport) -> dict[str, Any]:

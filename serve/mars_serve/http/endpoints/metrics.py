@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from mars_serve.api.schema import errors_described
 from mars_serve.config.served import ServedModel
+from mars_serve.http.recent import Recent
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 _CONTENT = {"schema": {"type": "string"}}
@@ -31,11 +32,12 @@ _DESCRIBED: dict[str, Any] = {
 def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetry) -> APIRouter:
     """Return the router of the endpoint that Prometheus scrapes."""
     router = APIRouter(responses=errors_described())
+    recent = [_recent_metrics(model) for model in models.values()]
 
     @router.get("/metrics", response_class=Response, responses={200: _DESCRIBED})
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
-        asked = (model.backend.metrics() for model in models.values())
+        asked = (of_model() for of_model in recent)
         texts = [text for found in await asyncio.gather(*asked) for text in found]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         texts.append(telemetry.exposition())
@@ -44,6 +46,10 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
         return Response(content, headers={"Content-Type": content_type})
 
     return router
+
+
+def _recent_metrics(model: ServedModel) -> Recent[list[str]]:
+    return Recent(lambda: model.backend.metrics())
 
 
 class _Merged(Collector):

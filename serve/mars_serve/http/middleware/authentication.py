@@ -1,6 +1,6 @@
 """Authenticates every request by its API key, before its body is read.
 
-Every path except `PUBLIC_PATHS` needs a key.
+Every path except `PUBLIC_PATHS` needs a key. These tell more to an administrator's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller, KeyRing
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
 _ADMIN = "admin"
 _POLICY_VIOLATION = 1008  # status code of the websocket protocol
 
@@ -47,11 +47,13 @@ class KeyMiddleware:
         await self._app(scope, receive, send)
 
     async def _authenticate(self, scope: Scope) -> Caller:
-        if self._keys.is_open or _is_public(scope):
+        if self._keys.is_open:
             return self._anyone
         await self._keys.refresh()
         key = _bearer_key(scope)
         caller = self._keys.find(key) if key else None
+        if caller is None and _is_public(scope):
+            return self._anyone
         if caller is None:
             problem = "the key is unknown" if key else "there is no key"
             raise ApiError(

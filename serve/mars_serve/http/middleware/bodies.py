@@ -5,6 +5,7 @@ This middleware runs after authentication, so that only key holders can make the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
@@ -28,13 +29,14 @@ _DEPTH_OF[[ord("]"), ord("}")]] = -1
 class BodyMiddleware:
     """Passes on requests whose body is JSON within the limits.
 
-    Raises `ApiError`: 413 for too many bytes, 415 for an unsupported encoding or type, 422 for JSON
-    that is nested too deeply or not UTF-8.
+    Raises `ApiError`: 408 for a body that takes too long, 413 for too many bytes, 415 for an
+    unsupported encoding or type, 422 for JSON that is nested too deeply or not UTF-8.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, wait_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._wait_s = wait_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request with its body read and checked."""
@@ -44,9 +46,13 @@ class BodyMiddleware:
         headers = Headers(scope=scope)
         self._check_encoding(headers)
         try:
-            body = await self._read(headers, receive)
+            async with asyncio.timeout(self._wait_s):
+                body = await self._read(headers, receive)
         except ClientDisconnect:
             return
+        except TimeoutError as error:
+            reason = f"it did not arrive within {self._wait_s:g} s; send it faster, or send less"
+            raise ApiError(408, f"body: {reason}", code="request_timeout") from error
         if body:
             _check_type(headers)
             _check_json(body)

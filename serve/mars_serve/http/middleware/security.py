@@ -14,6 +14,7 @@ from mars_serve.http.middleware.admission import AdmissionMiddleware
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS, KeyMiddleware
 from mars_serve.http.middleware.bodies import BodyMiddleware
 from mars_serve.http.middleware.errors import ErrorMiddleware
+from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddleware
 
 
 def add_security(app: FastAPI, settings: ServeSettings) -> None:
@@ -30,9 +31,14 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
         )
     limits = KeyLimits(num_shares=settings.proxy.num_replicas)
     # the middleware added last runs first
-    app.add_middleware(BodyMiddleware, max_bytes=settings.limits.body_bytes)
+    app.add_middleware(
+        BodyMiddleware, max_bytes=settings.limits.body_bytes, wait_s=settings.limits.body_wait_s
+    )
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
+    if keys.is_open and settings.is_local:
+        app.add_middleware(OwnMachineMiddleware, allowed=settings.allowed_hosts)
+    app.add_middleware(HeaderMiddleware)
     app.add_middleware(ErrorMiddleware)
     if not keys.is_open:
         _describe_keys(app)

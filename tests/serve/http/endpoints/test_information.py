@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 
 from mars_platform import __version__
+from mars_serve.config.served import ReplicaReport
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
-from rest.rest_server import BrokenBackend, app_of, client_of, served
+from rest.rest_server import BrokenBackend, LoopBackend, app_of, client_of, served
 
 
 async def test_health_and_version_are_reported(client):
@@ -22,6 +25,21 @@ async def test_ready_reports_every_replica(client):
     (state,) = body["models"]["mars"]
     assert (state["replica"], state["status"]["num_pages"]) == ("only", 128)
     Readiness.model_validate_json(response.text)  # as its schema says
+
+
+async def test_replicas_are_asked_once_in_a_while_however_many_ask(mars, loops):
+    class Counted(LoopBackend):
+        num_asked = 0
+
+        async def replicas(self) -> list[ReplicaReport]:
+            self.num_asked += 1
+            return await super().replicas()
+
+    backend = Counted(loops["mars"])
+    async with client_of(app_of(served("mars", mars, backend))) as client:
+        for response in await asyncio.gather(*(client.get("/ready") for _ in range(76))):
+            assert response.status_code == 200
+    assert backend.num_asked < 76
 
 
 async def test_not_ready_while_a_model_has_no_replica(models, mars):

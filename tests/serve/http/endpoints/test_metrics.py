@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 
@@ -89,6 +90,7 @@ async def test_one_response_has_the_metrics_of_ingress_and_replicas(client):
         response = await client.post("/v1/completions", json={**BODY, "max_tokens": max_tokens})
         assert response.status_code == 200
     assert (await client.post("/v1/completions", json={**BODY, "model": "x"})).status_code == 404
+    await asyncio.sleep(1)  # the replicas' metrics are asked for once a second
     after = samples((await client.get("/metrics")).text)
 
     def grown(name: str, model: str, **labels: str) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -128,7 +129,8 @@ async def test_no_spelling_gets_around_the_admin_key(keyed, path, method):
         "/health%20",
         "/healthy",
         "/health/../v1/models",
-        "/openapi.json/",
+        "/openapi.json",
+        "/version",
         "",
         "/",
         "/docs",
@@ -171,7 +173,7 @@ async def test_websockets_are_refused():
 
 
 async def test_the_openapi_document_says_which_paths_need_a_key(keyed, app):
-    async with client_of(keyed) as client:
+    async with client_of(keyed, headers=bearer(PLAIN)) as client:
         document = (await client.get("/openapi.json")).json()
     assert document["security"] == [{"key": []}]
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -180,7 +182,7 @@ async def test_the_openapi_document_says_which_paths_need_a_key(keyed, app):
         for path, item in document["paths"].items()
         if item.get("get", {}).get("security") == []
     }
-    assert without == PUBLIC_PATHS - {"/openapi.json"}  # the document does not describe itself
+    assert without == PUBLIC_PATHS == {"/health", "/ready"}
     assert "security" not in app.openapi()
 
 
@@ -229,7 +231,8 @@ async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed):
 @given(value=st.binary(max_size=80), scheme=st.sampled_from([b"", b"Bearer ", b"Basic "]))
 async def test_no_header_value_breaks_authentication(keyed, value, scheme):
     headers = [(b"authorization", scheme + value)]
-    assert (await call(keyed, "/v1/models", headers=headers))[0] == 401
+    status, _, _ = await call(keyed, "/v1/models", headers=headers)
+    assert status == (401 if value.isascii() else 400)
 
 
 async def test_no_log_and_no_response_contains_a_key(keyed, caplog):
@@ -252,6 +255,14 @@ async def test_a_changed_key_file_takes_effect_without_a_restart(models, tmp_pat
     path.write_text(json.dumps({"keys": [key_entry("new-one")]}), encoding="utf-8")
     assert (await call(app, "/v1/models", key="new-one"))[0] == 200
     assert (await call(app, "/v1/models", key="old"))[0] == 401
+
+
+async def test_readiness_without_an_administrators_key_tells_nothing_else(keyed):
+    for key in (None, "key-wrong", PLAIN):
+        status, _, body = await call(keyed, "/ready", key=key)
+        assert (status, json.loads(body)) == (200, {"status": "ready"})
+    status, _, body = await call(keyed, "/ready", key=ADMIN)
+    assert (status, json.loads(body)["models"].keys()) == (200, {"mars", "plain"})
 
 
 # Without keys
@@ -277,6 +288,26 @@ def test_a_process_without_its_drivers_keys_does_not_open_the_server(models, mon
 
 
 # Bodies
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_given_up(models):
+    app = app_of(*models, limits={"body_wait_s": 0.05})
+    sent = list[Any]()
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(30):
+        await app(asgi.scope_of("POST", COMPLETIONS), receive, send)
+    assert sent[0]["status"] == 408
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["code"] == "request_timeout"
+    assert error["message"].startswith("body: it did not arrive within 0.05 s")
+
 
 NESTED = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
