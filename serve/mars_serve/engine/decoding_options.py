@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """Its first step had not begun within its ``max_queue_s``."""
     REFUSED = "refused"
-    """The engine could never run it."""
+    """The engine could never run it, or its grammar failed."""
 
 
 class Outcomes(StrEnum):
@@ -93,6 +93,8 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str
+    control_ids: frozenset[int] = frozenset()
+    """Ids of the control tokens that it may ask for; those of clients may ask for none."""
 
 
 @dataclass(frozen=True)

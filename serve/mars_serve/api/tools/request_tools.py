@@ -77,8 +77,10 @@ def prepare_tools(
     is_forced = _is_forced(tool_choice)
     grammar = None
     if is_forced or any(function.strict for function in functions):
-        writer = CallGrammar(form, tag_ids(tokenizer, form.family), is_parallel, is_forced)
-        grammar = GrammarSpec(GrammarKind.LARK, writer.text(functions))
+        tags = tag_ids(tokenizer, form.family)
+        writer = CallGrammar(form, tags, is_parallel, is_forced)
+        text = writer.text(functions)
+        grammar = GrammarSpec(GrammarKind.LARK, text, frozenset(tags.values()))
     return RequestTools(
         template_tools=[_for_template(function) for function in functions],
         grammar=grammar,
