@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import string
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from mars_platform.errors import UserError
 
 _BARRED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 _TAG = re.compile(r"[<\[{(].*\S.*[>\])}]", re.DOTALL)
-_NAME_LENGTH = 24
+_NAME_BYTES = 12
 # Rare ideographs stand for replaced characters: they have no case, are no white space, and neither
 # JSON nor Python's repr escapes them.
 _STAND_INS = range(0x30000, 0x3134B)
@@ -93,12 +92,14 @@ class PromptEncoder:
     ) -> None:
         """Find the control tokens; see `control_tokens` for the arguments."""
         backend: Tokenizer = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
         self.control = control_tokens(tokenizer, ids, with_tags=with_tags)
         """The control tokens by id."""
         texts = [token.content for token in self.control.values()]
         self.tokenizer = tokenizer
         self._occurrence = _any_of(self.control.values())
-        self._names = {text: _draw_name() for text in texts}
+        self._names = {text: secrets.token_hex(_NAME_BYTES) for text in texts}
         self._guarded, self._ids = _renamed(backend, self._names)
         # a model may spell these from text, since they stand in its own vocabulary
         self._in_model = {token for token in self.control if backend.model.id_to_token(token)}
@@ -107,10 +108,12 @@ class PromptEncoder:
             token.normalized for token in self.control.values()
         )
         self._inner = frozenset(
-            text[start:end]
-            for text in texts
-            for start in range(1, len(text))
-            for end in range(start + 1, len(text))
+            {
+                text[start:end]
+                for text in texts
+                for start in range(1, len(text))
+                for end in range(start + 1, len(text))
+            }
         )
         self._edges = sorted({text[place] for text in texts for place in (0, -1)})
         self._edge = re.compile("[" + re.escape("".join(self._edges)) + "]" if texts else r"(?!)")
@@ -150,28 +153,33 @@ class PromptEncoder:
             shield=shield,
         )
         if shield is None:
-            return self.plain(text, add_special_tokens=add_special_tokens).ids
-        return self._framed(self.sealed(text), add_special_tokens).ids
+            return self.plain(text, add_special_tokens=add_special_tokens, with_spans=False).ids
+        return self._framed(self.sealed(text, with_spans=False), add_special_tokens).ids
 
-    def text(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+    def text(
+        self, text: str, *, add_special_tokens: bool = True, with_spans: bool = True
+    ) -> Encoded:
         """Return a text's token ids, none of which is a control token that the text spells.
 
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its special tokens.
+            with_spans: whether the spans are known, which takes three times the memory.
 
         Raises:
             UserError: the tokenizer takes the text for a control token.
         """
         if not self._is_strict and self._occurrence.search(text) is None:
-            return self.plain(text, add_special_tokens=add_special_tokens)
-        return self._framed(self.sealed(text), add_special_tokens)
+            return self.plain(text, add_special_tokens=add_special_tokens, with_spans=with_spans)
+        return self._framed(self.sealed(text, with_spans=with_spans), add_special_tokens)
 
-    def plain(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+    def plain(
+        self, text: str, *, add_special_tokens: bool = True, with_spans: bool = True
+    ) -> Encoded:
         """Return a text's token ids, in which every control token acts that the text spells."""
-        found = self.tokenizer(text, add_special_tokens=add_special_tokens)
-        assert found.encodings is not None  # as of every tokenizer with a backend
-        return Encoded(found["input_ids"], found.encodings[0])
+        backend = self.tokenizer.backend_tokenizer
+        found = _encoding(backend, text, add_special_tokens, with_spans)
+        return Encoded(found.ids, found)
 
     def shield_for(self, messages: Iterable[Mapping[str, Any]], *others: Any) -> Shield | None:
         """Return a shield for the strings in messages and other values; None if they need none.
@@ -196,13 +204,13 @@ class PromptEncoder:
         every = edges | dict(zip(self._characters, free, strict=False)) if has_inner else edges
         return Shield(edges, every, self._inner, self._occurrence, self._names)
 
-    def sealed(self, text: str) -> Encoded:
+    def sealed(self, text: str, *, with_spans: bool = True) -> Encoded:
         """Return the token ids of a text that a shield has sealed.
 
         Raises:
             UserError: the tokenizer takes a client's text for a control token.
         """
-        found = self._guarded.encode(text, add_special_tokens=False)
+        found = _encoding(self._guarded, text, False, with_spans)
         if not self._in_model.isdisjoint(found.ids):
             taken = next(token for token in found.ids if token in self._in_model)
             raise UserError(
@@ -218,6 +226,15 @@ class PromptEncoder:
         return Encoded(ids, encoded.encoding, len(self.prefix))
 
 
+def _encoding(
+    backend: Tokenizer, text: str, add_special_tokens: bool, with_spans: bool
+) -> Encoding:
+    # for one text, too: these leave the interpreter to other threads meanwhile, and encode does not
+    encode = backend.encode_batch if with_spans else backend.encode_batch_fast
+    (found,) = encode([text], add_special_tokens=add_special_tokens)
+    return found
+
+
 def _any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
     """Return a pattern of the longest of some tokens that begins at a place."""
     longest_first = sorted(tokens, key=lambda token: -len(token.content))
@@ -230,10 +247,6 @@ def _any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
     return re.compile("|".join(parts) or r"(?!)")
 
 
-def _draw_name() -> str:
-    return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_NAME_LENGTH))
-
-
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> tuple[Tokenizer, dict[int, int]]:
     """Return a tokenizer that knows some added tokens by other names, and its ids' true values.
 
@@ -244,18 +257,21 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> tuple[Tokenizer, d
         renamed.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
         renamed.pre_tokenizer = backend.pre_tokenizer
-    for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
-        name = names.get(token.content, token.content)
-        added = AddedToken(
-            name,
+    known = sorted(backend.get_added_tokens_decoder().items())
+    added = [
+        AddedToken(
+            names.get(token.content, token.content),
             single_word=False if token.content in names else token.single_word,
             lstrip=token.lstrip,
             rstrip=token.rstrip,
             normalized=token.normalized,
             special=token.special,
         )
-        renamed.add_tokens([added])
-        new_id = renamed.token_to_id(name)
+        for _, token in known
+    ]
+    renamed.add_tokens(added)
+    for (token_id, _), token in zip(known, added, strict=True):
+        new_id = renamed.token_to_id(token.content)
         assert new_id is not None
         ids[new_id] = token_id
     return renamed, ids

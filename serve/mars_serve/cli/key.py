@@ -34,6 +34,13 @@ def key(
         str | None, typer.Option(help="Share cached prefixes with keys of the same tenant.")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Allow the paths below /admin.")] = False,
+    control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--control-tokens",
+            help="Allow control tokens, such as <|im_start|>, in prompts of /v1/completions.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make an API key for a server.
@@ -58,6 +65,7 @@ def key(
         "tokens_per_minute": tokens_per_minute,
         "requests_per_minute": requests_per_minute,
         "tenant": tenant,
+        "control_tokens": control_tokens or None,
         "admin": admin or None,
     }
     content = {field: value for field, value in given.items() if value is not None}

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import string
 from collections.abc import Collection
 from typing import Any
 
-_NAME_LENGTH = 24
+_NAME_BYTES = 12
 
 
 def with_secret_names(serialized: str, control: Collection[int]) -> str:
@@ -24,7 +23,7 @@ def with_secret_names(serialized: str, control: Collection[int]) -> str:
     """
     content = json.loads(serialized)
     names = {
-        token["content"]: _draw_name()
+        token["content"]: f"<{secrets.token_hex(_NAME_BYTES)}>"
         for token in content["added_tokens"]
         if token["id"] in control
     }
@@ -50,8 +49,3 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
         model["vocab"] = [[known.get(name, name), score] for name, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = known.get(model["unk_token"], model["unk_token"])
-
-
-def _draw_name() -> str:
-    letters = (secrets.choice(string.ascii_lowercase) for _ in range(_NAME_LENGTH))
-    return f"<{''.join(letters)}>"
