@@ -11,28 +11,29 @@ _Result = TypeVar("_Result")
 
 
 class Recent(Generic[_Result]):
-    """The result of a call that is made at most once in a while, however often it is asked for.
+    """The result of a call that is made once for all who ask for it at about the same time.
 
     Args:
         call: Returns the result.
-        max_age_s: Seconds for which a result counts, from the beginning of its call.
         clock: Returns the time in seconds.
     """
 
     def __init__(
         self,
         call: Callable[[], Awaitable[_Result]],
-        max_age_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._call = call
-        self._max_age_s = max_age_s
         self._clock = clock
         self._begun_s = 0.0
         self._result: asyncio.Future[_Result] | None = None
 
-    async def __call__(self) -> _Result:
-        """Return the result of the latest call, or of a new one if that is too old or failed."""
+    async def __call__(self, max_age_s: float) -> _Result:
+        """Return the result of the latest call, or of a new one if that is too old or failed.
+
+        Args:
+            max_age_s: Seconds since the beginning of a completed call for which its result counts.
+        """
         now_s = self._clock()
         result = self._result
         if result is None or (
@@ -40,7 +41,7 @@ class Recent(Generic[_Result]):
             and (
                 result.cancelled()
                 or result.exception() is not None
-                or now_s - self._begun_s >= self._max_age_s
+                or now_s - self._begun_s >= max_age_s
             )
         ):
             self._begun_s = now_s

@@ -28,21 +28,22 @@ class Asked:
 async def test_one_call_serves_all_who_ask_within_a_second():
     asked, clock = Asked(), FakeClock()
     recent = Recent(asked, clock=clock)
-    waiting = [asyncio.ensure_future(recent()) for _ in range(76)]
+    waiting = [asyncio.ensure_future(recent(1)) for _ in range(76)]
     await asyncio.sleep(0)
     asked.is_let.set()
     assert await asyncio.gather(*waiting) == [1] * 76
     clock.now_s += 0.9
-    assert await recent() == 1
+    assert await recent(1) == 1
     clock.now_s += 0.2
-    assert [await recent(), await recent()] == [2, 2]
+    assert [await recent(1), await recent(1)] == [2, 2]
     assert asked.num == 2
+    assert [await recent(0), await recent(0)] == [3, 4]
 
 
 async def test_who_leaves_takes_the_answer_from_nobody():
     asked = Asked()
     recent = Recent(asked, clock=FakeClock())
-    leaving, staying = asyncio.ensure_future(recent()), asyncio.ensure_future(recent())
+    leaving, staying = asyncio.ensure_future(recent(1)), asyncio.ensure_future(recent(1))
     await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.sleep(0)
@@ -56,6 +57,6 @@ async def test_a_failure_is_not_kept():
     asked.is_let.set()
     asked.error = OSError("lost")
     with pytest.raises(OSError, match="lost"):
-        await recent()
+        await recent(1)
     asked.error = None
-    assert await recent() == 2
+    assert await recent(1) == 2

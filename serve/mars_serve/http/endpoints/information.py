@@ -18,6 +18,8 @@ from mars_serve.config.served import PublishedThreshold, ReplicaReport, ServedMo
 from mars_serve.http.recent import Recent
 
 _MAX_NAME = 128  # longest model name that an error message quotes
+_MAX_AGE_S = 1.0
+"""Seconds for which an answer without figures is kept, since anybody may ask for it."""
 
 
 class Alive(Shape):
@@ -99,10 +101,12 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
         Administrators are also told each replica's load.
         """
-        found = await asyncio.gather(*(of_model() for of_model in recent))
+        is_admin = request.state.caller.is_admin
+        max_age_s = 0.0 if is_admin else _MAX_AGE_S
+        found = await asyncio.gather(*(of_model(max_age_s) for of_model in recent))
         is_ready = all(any(not each.is_overdue for each in reports) for reports in found)
         body: dict[str, Any] = {"status": "ready" if is_ready else "not_ready"}
-        if request.state.caller.is_admin:
+        if is_admin:
             body["models"] = {
                 name: [_replica_state(each) for each in reports]
                 for name, reports in zip(models, found, strict=True)

@@ -22,6 +22,8 @@ from mars_serve.config.served import ServedModel
 from mars_serve.http.recent import Recent
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
+_MAX_AGE_S = 1.0
+"""Seconds for which the metrics of replicas are kept, which are costly to get and to parse."""
 _CONTENT = {"schema": {"type": "string"}}
 _DESCRIBED: dict[str, Any] = {
     "description": "Metrics of the server and of every replica.",
@@ -37,7 +39,7 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
     @router.get("/metrics", response_class=Response, responses={200: _DESCRIBED})
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
-        asked = (of_model() for of_model in recent)
+        asked = (of_model(_MAX_AGE_S) for of_model in recent)
         texts = [text for found in await asyncio.gather(*asked) for text in found]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         texts.append(telemetry.exposition())

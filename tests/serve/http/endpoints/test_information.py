@@ -9,6 +9,7 @@ from mars_platform import __version__
 from mars_serve.config.served import ReplicaReport
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
+from rest.api_keys import key_entry
 from rest.rest_server import BrokenBackend, LoopBackend, app_of, client_of, served
 
 
@@ -27,7 +28,7 @@ async def test_ready_reports_every_replica(client):
     Readiness.model_validate_json(response.text)  # as its schema says
 
 
-async def test_replicas_are_asked_once_in_a_while_however_many_ask(mars, loops):
+async def test_replicas_are_asked_once_a_second_however_many_ask_without_a_key(mars, loops):
     class Counted(LoopBackend):
         num_asked = 0
 
@@ -36,10 +37,11 @@ async def test_replicas_are_asked_once_in_a_while_however_many_ask(mars, loops):
             return await super().replicas()
 
     backend = Counted(loops["mars"])
-    async with client_of(app_of(served("mars", mars, backend))) as client:
+    app = app_of(served("mars", mars, backend), keys={"entries": [key_entry("one")]})
+    async with client_of(app) as client:
         for response in await asyncio.gather(*(client.get("/ready") for _ in range(76))):
             assert response.status_code == 200
-    assert backend.num_asked < 76
+    assert 1 <= backend.num_asked < 10  # as many seconds as a busy machine may take
 
 
 async def test_not_ready_while_a_model_has_no_replica(models, mars):
