@@ -122,7 +122,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._held = connections
         self._address: str | None = None
         self._clock: asyncio.TimerHandle | None = None
-        self._num_header_bytes: int | None = None  # None while no headers are expected
+        self._num_header_bytes: int | None = None  # None while no headers arrive
+        self._is_arriving = False  # whether a request has begun to arrive, and not ended
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, or end the connection if a limit is reached."""
@@ -155,16 +156,30 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin to count a request's headers."""
         super().on_message_begin()
         self._num_header_bytes = 0
+        self._is_arriving = True
 
     def on_headers_complete(self) -> None:
         """Stop counting headers."""
         super().on_headers_complete()
         self._num_header_bytes = None
 
+    def on_message_complete(self) -> None:
+        """Note that a request has arrived."""
+        super().on_message_complete()
+        self._is_arriving = False
+
+    def on_response_complete(self) -> None:
+        """Wait for the rest of a body that nobody reads."""
+        super().on_response_complete()
+        self._watch()
+
     def _watch(self) -> None:
-        """Run the clock exactly while a request is expected to arrive and none is being served."""
+        """Start the clock for a request that is to arrive; stop it while one is served."""
+        is_idle = self.timeout_keep_alive_task is not None  # uvicorn's own clock runs
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_clock()
+        elif is_idle and not self._is_arriving:
+            return
         elif self._clock is None and not self.transport.is_closing():
             wait_s = self._held.limits.request_wait_s
             self._clock = self.loop.call_later(wait_s, self.transport.abort)
