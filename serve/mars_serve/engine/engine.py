@@ -21,15 +21,16 @@ from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.execution.acceptance import Accepted
-from mars_serve.engine.execution.fault_isolation import Step, launch, wait
+from mars_serve.engine.execution.fault_isolation import Step, launch, proves_failure, wait
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
-from mars_serve.engine.execution.step_sampling import commit
+from mars_serve.engine.execution.step_sampling import commit, cut
 from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
-from mars_serve.engine.sampling.grammar import GrammarCompiler
+from mars_serve.engine.sampling.grammar import GrammarCompiler, GrammarError
+from mars_serve.engine.sampling.grammar_budget import PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
@@ -121,7 +122,7 @@ class Engine:
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,
         )
-        self._grammars = GrammarCompiler(
+        self.grammars = GrammarCompiler(
             checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
         )
         self.live = live
@@ -253,16 +254,15 @@ class Engine:
         request.follow(self._step_live)
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
-        if request.options.grammar is not None:
-            request.matcher = self._grammars.compile(request.options.grammar).matcher()
         self._requests[request.id] = request
         self._scheduler.add(request)
         self._deadlines.add(request)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run.
+        """Refuse a request that could never run, and prepare its grammar.
 
-        Any thread may call this. The first request with a grammar takes the time to compile it.
+        Any thread may call this. The first request with a grammar takes the time to compile it, and
+        `add` compiles nothing that is prepared.
 
         Raises:
             UserError: the message names the option and the numbers.
@@ -273,8 +273,8 @@ class Engine:
             self.max_length,
             gives_one=self.window == 0 and self._drafter is None,
         ).check(request)
-        if request.options.grammar is not None:
-            self._grammars.compile(request.options.grammar)
+        if request.options.grammar is not None and request.matcher is None:
+            request.matcher = self.grammars.compile(request.options.grammar).matcher()
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its pages; do nothing if it has already ended."""
@@ -319,7 +319,8 @@ class Engine:
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         """Wait for a step and commit the accepted tokens.
 
-        A request whose own row fails ends with `FinishReason.ERROR`; the others go on.
+        A request whose own row fails ends with `FinishReason.ERROR`, one whose grammar fails with
+        `FinishReason.REFUSED`; the others go on.
 
         Raises:
             RuntimeError: several consecutive steps failed for every request.
@@ -397,12 +398,11 @@ class Engine:
             RuntimeError: several consecutive steps failed for every request.
         """
         results = wait(self._runner, step)
-        if all(isinstance(result, Exception) for result in results):
-            self._num_failures += 1
-            if self._num_failures >= _MAX_FAILURES:
-                raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
-        else:
-            self._num_failures = 0
+        has_failed = proves_failure(results)
+        if has_failed is not None:
+            self._num_failures = self._num_failures + 1 if has_failed else 0
+        if self._num_failures >= _MAX_FAILURES:
+            raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
         return results
 
     # Committing
@@ -412,6 +412,8 @@ class Engine:
     ) -> Iterator[StepOutput]:
         """Enter each row's result into its request, and yield the outputs."""
         for row, result in zip(rows, results, strict=True):
+            if isinstance(result, PutOff):
+                continue
             if isinstance(result, Exception):
                 yield self._fail(row.request, result)
             elif row.reads_logits or result.prompt_logprobs:
@@ -443,9 +445,11 @@ class Engine:
             # Tokens that an end token or max_tokens cuts off below were accepted all the same.
             num_accepted = result.num_masks_accepted + 1
             self._chooser.observe(request, result.num_masks_tried, num_accepted)
-        tokens, reason = self._cut(request, result.tokens)
-        if not commit(request, tokens):
-            return self._fail(request, ValueError("the grammar allows no token of this model"))
+        tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
+        try:
+            commit(request, tokens)
+        except GrammarError as error:
+            return self._fail(request, error)
         request.tokens += tokens
         self._counts.generated_tokens += len(tokens)
         self._counts.row_passes += bool(tokens)
@@ -463,19 +467,11 @@ class Engine:
             logprobs=result.logprobs[: len(tokens)],
         )
 
-    def _cut(self, request: Request, accepted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Return the accepted tokens up to the first that ends the request, and why it ends."""
-        end_tokens = self.checkpoint.special.eos
-        if request.options.stop_ids:
-            end_tokens |= request.options.stop_ids
-        tokens = accepted[: request.num_left]
-        for index, token in enumerate(tokens):
-            if token in end_tokens:
-                return tokens[: index + 1], FinishReason.STOP
-        is_full = len(tokens) == request.num_left
-        return tokens, FinishReason.LENGTH if is_full else None
-
     def _fail(self, request: Request, error: Exception) -> StepOutput:
+        if isinstance(error, GrammarError):
+            self._end(request, FinishReason.REFUSED)
+            message = f"grammar: it failed while the output was written ({error}); make it simpler"
+            return StepOutput(request.id, [], request.finish_reason, error=message)
         self.attention.recover()
         self._end(request, FinishReason.ERROR)
         return StepOutput(request.id, [], request.finish_reason, error=str(error))

@@ -46,6 +46,7 @@ def main() -> None:
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
+    engine.grammars.isolate()  # clients write them
     times = engine.warm_up(_log_progress)
     basis = autoscaling_basis(start.settings, engine, times)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs

@@ -20,3 +20,16 @@ def regex(text: str) -> GrammarSpec:
 
 def lark(text: str) -> GrammarSpec:
     return GrammarSpec(GrammarKind.LARK, text)
+
+
+def ambiguous(start: str, num_rules: int) -> GrammarSpec:
+    """Return a grammar whose parser has several states for each rule behind ``start``.
+
+    In ``start``, ``D`` is a digit and ``x`` is what has many readings.
+    """
+    rules = []
+    for i in range(num_rules):
+        one, two = (i + 1) % num_rules, (7 * i + 3) % num_rules
+        rules.append(f's{i}: "1" s{i} "2" | s{one} "3" | "4" s{two} "5" | "6"')
+    names = " | ".join(f"s{i}" for i in range(num_rules))
+    return lark("\n".join([f"start: {start}", "D: /[0-9]/", f"x: {names}", *rules]))

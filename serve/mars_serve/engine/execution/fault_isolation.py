@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.forward import Launched, ModelRunner
+from mars_serve.engine.sampling.grammar import GrammarError
+from mars_serve.engine.sampling.grammar_budget import PutOff
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 _log = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ class FailedLaunch:
     rows: Sequence[ScheduledRow]
     error: Exception
 
-    def wait(self) -> list[Accepted]:
+    def wait(self) -> list[Accepted | Exception]:
         """Raise the error that kept the step from starting."""
         raise self.error
 
@@ -54,8 +56,16 @@ def wait(runner: ModelRunner, step: Step) -> list[Accepted | Exception]:
     return [result for half in halves for result in wait(runner, half)]
 
 
-def _checked(result: Accepted) -> Accepted | Exception:
+def proves_failure(results: Sequence[Accepted | Exception]) -> bool | None:
+    """Return whether a step failed for every request; None if only grammars decided its results."""
+    judged = [result for result in results if not isinstance(result, GrammarError | PutOff)]
+    return all(isinstance(result, Exception) for result in judged) if judged else None
+
+
+def _checked(result: Accepted | Exception) -> Accepted | Exception:
     """Return a row's result, or an error if its logits held a NaN."""
+    if isinstance(result, Exception):
+        return result
     numbers = [*result.confidences, *(entry.logprob for entry in result.prompt_logprobs)]
     if any(number != number for number in numbers):
         return ArithmeticError("the model's output is not a number for this request")

@@ -39,6 +39,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
 from mars_serve.engine.execution.reads import Reads, build_reads
 from mars_serve.engine.execution.step_sampling import Reports, sampled_rows
 from mars_serve.engine.request import Request
+from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -67,15 +68,22 @@ class Launched:
     reports: Reports
     scores: PromptScores | None
     """Log-probabilities of prompts; None if no position is scored."""
+    grammars: StepGrammars
 
-    def wait(self) -> list[Accepted]:
-        """Return each row's result, with at least one token if the row reads logits."""
-        results = self._results()
-        if self.scores is None:
-            return results
-        scores = self.scores.by_request()
+    def wait(self) -> list[Accepted | Exception]:
+        """Return each row's result, with at least one token if the row reads logits.
+
+        If a row's grammar failed or waits, the result is the exception that says so.
+        """
+        results, outcomes = self._results(), self.grammars.outcomes
+        if self.scores is not None:
+            scores = self.scores.by_request()
+            results = [
+                replace(result, prompt_logprobs=scores.get(row.request.id, []))
+                for row, result in zip(self.rows, results, strict=True)
+            ]
         return [
-            replace(result, prompt_logprobs=scores.get(row.request.id, []))
+            outcomes.get(row.request.matcher, result)
             for row, result in zip(self.rows, results, strict=True)
         ]
 
@@ -141,11 +149,12 @@ class ModelRunner:
         self._draw_accepted = draw_accepted
         self._ends = special.eos
         self._temperatures = temperatures
+        self._grammars = GrammarBudget()
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
 
-    def run(self, rows: Sequence[ScheduledRow]) -> list[Accepted]:
+    def run(self, rows: Sequence[ScheduledRow]) -> list[Accepted | Exception]:
         """Run one step and wait for its results."""
         return self.launch(rows).wait()
 
@@ -154,6 +163,7 @@ class ModelRunner:
         """Start one step; on a GPU this returns while the step runs."""
         batch = build_batch(rows, self.mask_token_id, self._multiple_of)
         reading = [row for row in rows if row.reads_logits]
+        grammars = self._grammars.begin([row.request.matcher for row in rows])
         tensors = _StepTensors(
             reads=build_reads(reading, self._temperatures) if reading else None,
             next_tokens=torch.tensor(next_tokens(rows)) if batch.scored else None,
@@ -167,12 +177,12 @@ class ModelRunner:
                 rows, output.scored, output.extra.next_tokens, self._forward.logits, at_once
             )
         if reads is None:
-            return Launched(rows, None, Reports({}), scores)
+            return Launched(rows, None, Reports({}), scores, grammars)
         reports = Reports.of(logits, reading)  # before `accept` overwrites the logits
-        sampled = sampled_rows(reading, self._ends)
+        sampled = sampled_rows(reading, self._ends, grammars)
         choose = partial(choose_tokens, rows=sampled) if sampled else None
         packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
-        return Launched(rows, packed, reports, scores)
+        return Launched(rows, packed, reports, scores, grammars)
 
     def capture(
         self,

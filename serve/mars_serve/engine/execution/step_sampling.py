@@ -4,37 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
+from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.execution.reads import first_reads
 from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
+from mars_serve.engine.sampling.grammar import GrammarError
+from mars_serve.engine.sampling.grammar_budget import StepGrammars, cost
 from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 
-def sampled_rows(rows: Sequence[ScheduledRow], ends: frozenset[int]) -> list[SampledRow]:
-    """Return the rows whose tokens are not simply the likeliest ones.
+def sampled_rows(
+    rows: Sequence[ScheduledRow], ends: frozenset[int], grammars: StepGrammars
+) -> list[SampledRow]:
+    """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
 
     Args:
         rows: rows that read logits, in order.
         ends: the model's end tokens.
+        grammars: the grammars of the step.
     """
     if all(row.request.options.is_plain for row in rows):
         return []
-    return [
-        sampled
+    chosen = [
+        (row, start)
         for row, start in zip(rows, first_reads(rows), strict=False)
         if not row.request.options.is_plain
-        for sampled in _sampled_parts(row, start, ends)
     ]
+    chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
+    return [part for row, start in chosen for part in _sampled_parts(row, start, ends, grammars)]
 
 
-def _sampled_parts(row: ScheduledRow, start: int, ends: frozenset[int]) -> Iterator[SampledRow]:
+def _sampled_parts(
+    row: ScheduledRow, start: int, ends: frozenset[int], grammars: StepGrammars
+) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
     Groups are sampled without the grammar: drafts that it forbids fail their check.
@@ -54,7 +65,7 @@ def _sampled_parts(row: ScheduledRow, start: int, ends: frozenset[int]) -> Itera
             num_output=num_output + ahead,
             end_tokens=end_tokens,
             history=request.history,
-            allow=None if matcher is None else matcher.allowed_after,
+            allow=None if matcher is None else partial(grammars.allowed, matcher),
         )
 
     yield part(start, row.num_proposed, 0, is_group=False)
@@ -65,15 +76,36 @@ def _sampled_parts(row: ScheduledRow, start: int, ends: frozenset[int]) -> Itera
         begin += count
 
 
-def commit(request: Request, tokens: list[int]) -> bool:
+def cut(
+    request: Request, accepted: list[int], ends: frozenset[int]
+) -> tuple[list[int], FinishReason | None]:
+    """Return the accepted tokens up to the first that ends the request, and why it ends.
+
+    Args:
+        request: the request that the tokens are for.
+        accepted: the tokens.
+        ends: the model's end tokens.
+    """
+    if request.options.stop_ids:
+        ends |= request.options.stop_ids
+    tokens = accepted[: request.num_left]
+    num_before = len(list(takewhile(lambda token: token not in ends, tokens)))
+    if num_before < len(tokens):
+        return tokens[: num_before + 1], FinishReason.STOP
+    return tokens, FinishReason.LENGTH if len(tokens) == request.num_left else None
+
+
+def commit(request: Request, tokens: list[int]) -> None:
     """Move a request's history and grammar past newly committed tokens.
 
-    Returns:
-        False if the grammar does not match them, because it allows no token that may be emitted.
+    Raises:
+        GrammarError: the grammar has reached a limit, or does not match the tokens, because it
+            allows no token that may be emitted.
     """
     if request.history is not None:
         request.history.extend(tokens)
-    return request.matcher is None or request.matcher.advance(tokens) == len(tokens)
+    if request.matcher is not None and request.matcher.advance(tokens) < len(tokens):
+        raise GrammarError("it allows no token of this model")
 
 
 @dataclass(frozen=True)

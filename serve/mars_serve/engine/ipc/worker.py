@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -15,6 +14,7 @@ from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
+from mars_serve.engine.ipc.compilers import Compilers
 from mars_serve.engine.ipc.messages import Begun, Cancel, Ready, SetLive, StepReport
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.outputs import EngineStatus, StepOutput
@@ -23,8 +23,6 @@ from mars_serve.engine.scheduled_row import ScheduledRow
 
 _BEAT_S = 1.0
 """Seconds between two signs of life while there is nothing to run."""
-_NUM_COMPILERS = 4
-"""Grammars compiled in parallel; a large one takes seconds, and small ones need not wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class EngineWorker:
         self._inbox: deque[Request | Cancel] = deque()
         self._compiling: set[str] = set()
         """Ids of requests that enter the inbox once their grammar is compiled."""
-        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
+        self._compilers = Compilers(self._take_compiled)
         self._is_closed = False
         self._reported: EngineStatus = engine.status()
 
@@ -87,7 +85,8 @@ class EngineWorker:
         except Exception:
             _log.exception("the engine failed")
         finally:
-            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._compilers.close()
+            self._engine.grammars.close()
             self._channel.close()
 
     def _step(self) -> None:
@@ -163,7 +162,7 @@ class EngineWorker:
                 self._take_request(order)
             else:
                 self._compiling.add(order.id)
-                self._compilers.submit(self._take_compiled, order)
+                self._compilers.submit(order)
 
     def _cancel(self, order: Cancel) -> None:
         with self._changed:

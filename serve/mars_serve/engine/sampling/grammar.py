@@ -1,7 +1,8 @@
 """Grammars: the tokens that may come next for an output to match a JSON schema, regex or CFG.
 
 llguidance compiles the grammars and parses the tokens; this module adds limits, a cache and the
-rule for end tokens.
+rule for end tokens. A grammar that comes from a client is first tried in a process of its own, see
+`mars_serve.engine.sampling.grammar_trial`: no call of llguidance can be stopped once it has begun.
 """
 
 from __future__ import annotations
@@ -9,23 +10,33 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mars_platform.data.prompt_encoding import control_tokens
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
+from mars_serve.engine.sampling.grammar_tokens import with_secret_names
+from mars_serve.engine.sampling.grammar_trial import (
+    GrammarLimits,
+    GrammarTrial,
+    SerializedTokenizer,
+    TrialFailed,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,44 +49,12 @@ _NAMES = {
 # With unbounded white space, an unsure model may emit nothing else up to max_tokens.
 _JSON_WHITESPACE = r"[ \t\n\r]{1,20}"
 _NOTHING_FITS = "there is no token that may come next"
+_NOTHING_ALLOWED = f"{_NOTHING_FITS} but control tokens or unused ids"
 _MAX_REASON = 300
 """Most characters of llguidance's message that an error repeats."""
-# Compiling recurses along chains of rules or references. It took up to 512 bytes of stack for each
-# character (measured), and a stack that is too small ends the process.
-_STACK_PER_CHARACTER = 2048
-_SMALLEST_STACK = 16 * 2**20
 _stack_size_lock = threading.Lock()
 
-
-@dataclass(frozen=True)
-class GrammarLimits:
-    """Most that one grammar may cost, in llguidance's units; see its ``LLParserLimits``."""
-
-    max_length: int = 65_536
-    """Characters of the grammar's text."""
-    num_cached: int = 64
-    """Compiled grammars in the cache."""
-    compile_fuel: int = 1_000_000
-    """Fuel for the grammar's regular expressions: usually 20 ms, less than a second at worst."""
-    step_fuel: int = 200_000
-    """Lexer fuel for one set of allowed tokens, about 14 ms."""
-    step_items: int = 50_000
-    """Parser items for one set of allowed tokens, about 3 ms."""
-    num_states: int = 50_000
-    """Lexer states of 1 to 2 kB each, which all requests with the grammar share."""
-    num_symbols: int = 500_000
-    """Symbols of the grammar's rules, once repetitions are expanded."""
-
-    def for_parser(self) -> LLParserLimits:
-        """Return llguidance's limits; its errors then omit its state, which holds outputs."""
-        return LLParserLimits(
-            initial_lexer_fuel=self.compile_fuel,
-            step_lexer_fuel=self.step_fuel,
-            step_max_items=self.step_items,
-            max_lexer_states=self.num_states,
-            max_grammar_size=self.num_symbols,
-            verbose_errors=False,
-        )
+_Kept = TypeVar("_Kept", str, "CompiledGrammar")
 
 
 _Bits = NDArray[np.uint8]
@@ -87,16 +66,17 @@ class _Vocabulary:
     """The tokenizer in llguidance's form, and its tokens by kind."""
 
     tokenizer: LLTokenizer
+    serialized: SerializedTokenizer
     size: int
     """Number of logits."""
     end_ids: frozenset[int]
     ends: _Bits
     words: _Bits
-    """Tokens of the tokenizer, except end tokens."""
+    """Tokens of the tokenizer, except end tokens and control tokens."""
 
 
 class GrammarError(ValueError):
-    """An error of llguidance: a limit is reached, or no token may follow."""
+    """A limit of a grammar is reached, or no token may follow; its own request is to blame."""
 
 
 class GrammarCompiler:
@@ -124,9 +104,21 @@ class GrammarCompiler:
         self._size = vocabulary
         self._end_ids = frozenset(end_tokens)
         self._limits = limits or GrammarLimits()
+        self._trial: GrammarTrial | None = None
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
-        self._cache_lock = threading.Lock()
-        self._compile_lock = threading.Lock()  # held only to compile: cached grammars do not wait
+        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._lock = threading.Lock()  # of the three above; never held while a grammar compiles
+        self._vocabulary_lock = threading.Lock()
+
+    def isolate(self) -> None:
+        """From now on, try each new grammar in a process of its own before compiling it here."""
+        self._trial = GrammarTrial()
+
+    def close(self) -> None:
+        """End the process in which grammars are tried, if there is one."""
+        if self._trial is not None:
+            self._trial.close()
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Return a grammar ready for use, from the cache if it is there.
@@ -136,52 +128,76 @@ class GrammarCompiler:
                 a limit or matches nothing; or the model has no end token, or a tokenizer with which
                 grammars do not work.
         """
-        compiled = self._find(spec)
-        if compiled is not None:
-            return compiled
         if len(spec.text) > self._limits.max_length:
             raise UserError(
                 f"grammar: the {_NAMES[spec.kind]} has {len(spec.text)} characters; "
                 f"use at most {self._limits.max_length}"
             )
-        with self._compile_lock:
-            compiled = self._find(spec)  # another thread may have compiled it meanwhile
-            if compiled is None:
-                compiled = self._compile(spec)
-                self._keep(spec, compiled)
-        return compiled
+        with self._lock:
+            compiled = self._find(spec)
+            if compiled is not None:
+                return compiled
+            begun = self._compiling.get(spec)
+            mine = self._compiling[spec] = begun or Future()
+        if begun is None:
+            self._fulfil(mine, spec)
+        return mine.result()
 
     def _find(self, spec: GrammarSpec) -> CompiledGrammar | None:
-        with self._cache_lock:
-            compiled = self._cache.get(spec)
-            if compiled is None or compiled.is_spent:
-                return None
-            self._cache.move_to_end(spec)
-            return compiled
+        if spec in self._refused:
+            self._refused.move_to_end(spec)
+            raise UserError(self._refused[spec])
+        compiled = self._cache.get(spec)
+        if compiled is None or compiled.is_spent:
+            return None
+        self._cache.move_to_end(spec)
+        return compiled
 
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
-        with self._cache_lock:
-            self._cache[spec] = compiled
-            self._cache.move_to_end(spec)
-            if len(self._cache) > self._limits.num_cached:
-                self._cache.popitem(last=False)
+    def _fulfil(self, future: Future[CompiledGrammar], spec: GrammarSpec) -> None:
+        """Compile a grammar for all who wait for it, and keep the result or the refusal."""
+        try:
+            compiled = self._compile(spec)
+        except BaseException as error:
+            with self._lock:
+                del self._compiling[spec]
+                if isinstance(error, UserError):
+                    self._keep(self._refused, spec, str(error))
+            future.set_exception(error)
+        else:
+            with self._lock:
+                del self._compiling[spec]
+                self._keep(self._cache, spec, compiled)
+            future.set_result(compiled)
+
+    def _keep(self, kept: OrderedDict[GrammarSpec, _Kept], spec: GrammarSpec, value: _Kept) -> None:
+        kept[spec] = value
+        kept.move_to_end(spec)
+        if len(kept) > self._limits.num_cached:
+            kept.popitem(last=False)
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        vocabulary, limits = self._vocabulary, self._limits.for_parser()
+        with self._vocabulary_lock:
+            vocabulary = self._vocabulary
+        limits = self._limits
 
         def build() -> CompiledGrammar:
-            parser = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=0, limits=limits)
+            bounds = limits.for_parser()
+            parser = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=bounds)
             _check(parser)
-            compiled = CompiledGrammar(parser, vocabulary)
+            words = vocabulary.words | _pack(spec.control_ids, vocabulary.size)
+            compiled = CompiledGrammar(parser, vocabulary, words, limits.step_s)
             _try_out(compiled)
             return compiled
 
-        stack = max(_SMALLEST_STACK, _STACK_PER_CHARACTER * len(spec.text))
         try:
-            return _run_with_stack(build, stack)
-        except GrammarError as error:
+            source = _source(spec)
+            if self._trial is not None:
+                self._trial.run(source, vocabulary.serialized, limits)
+            return _run_with_stack(build, limits.stack(source))
+        except (GrammarError, TrialFailed) as error:
             raise UserError(
-                f"grammar: the {_NAMES[spec.kind]} cannot be used ({error}); change it accordingly"
+                f"grammar: the {_NAMES[spec.kind]} cannot be used ({_reason(str(error))}); change "
+                "it accordingly"
             ) from error
 
     @cached_property
@@ -191,18 +207,22 @@ class GrammarCompiler:
                 "grammar: the model has no end token, so no output could end; "
                 "set eos_token_id in its configuration"
             )
+        text = _serialize(self._tokenizer)
+        control = control_tokens(self._tokenizer, self._end_ids).keys()
+        serialized = SerializedTokenizer(
+            with_secret_names(text, control), self._size, sorted(self._end_ids)
+        )
         try:
-            tokenizer = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._size, eos_token=sorted(self._end_ids)
-            )
+            tokenizer = serialized.load()
         except ValueError as error:
             raise UserError(
                 "grammar: the model's tokenizer does not work with grammars "
                 f"({_shorten(str(error))}); use a model with a fast byte-level tokenizer"
             ) from error
-        words = set(self._tokenizer.get_vocab().values()) - self._end_ids
+        words = set(self._tokenizer.get_vocab().values()) - self._end_ids - control
         return _Vocabulary(
             tokenizer,
+            serialized,
             self._size,
             self._end_ids,
             ends=_pack(self._end_ids, self._size),
@@ -217,6 +237,10 @@ class CompiledGrammar:
     parser: LLMatcher
     """Parser at the start of an output; never advanced."""
     vocabulary: _Vocabulary
+    words: _Bits
+    """Tokens that it may ask for, except end tokens."""
+    step_s: float
+    """Most CPU seconds of one output's grammar in one step."""
     is_spent: bool = field(default=False, init=False)
     """Whether a matcher has reached a limit. All matchers share the lexer's states and would soon
     reach it, too, so the grammar has to be compiled anew."""
@@ -238,6 +262,13 @@ class Matcher:
         self._parser = grammar.parser.deep_copy()
         self._num_ends = 0  # end tokens taken, of which the parser does not know
         self._ahead: list[int] = []  # tokens taken only to look ahead
+        self.total_s = 0.0
+        """CPU seconds that the grammar has taken for this output."""
+        self.charged_s = 0.0
+        """Part of them that `mars_serve.engine.sampling.grammar_budget` has counted."""
+        self.last_s: float | None = None
+        """CPU seconds that it took in the last step that gave tokens; None before the first."""
+        self._begun_s = 0.0  # `total_s` when the current step began
 
     @property
     def is_finished(self) -> bool:
@@ -257,7 +288,8 @@ class Matcher:
         self._return()
         allowed = self._allowed()
         if allowed is None:
-            raise GrammarError(_NOTHING_FITS)
+            asks = any(self._parser.compute_bitmask())
+            raise GrammarError(_NOTHING_ALLOWED if asks else _NOTHING_FITS)
         return allowed
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -266,8 +298,11 @@ class Matcher:
         Raises:
             GrammarError: a limit is reached.
         """
-        self._return()
-        return self._take(tokens)
+        with self._timed():
+            self._return()
+            num_taken = self._take(tokens)
+        self.last_s, self._begun_s = self.total_s - self._begun_s, self.total_s
+        return num_taken
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last ``num_tokens`` tokens taken."""
@@ -283,6 +318,14 @@ class Matcher:
         Raises:
             GrammarError: a limit is reached.
         """
+        with self._timed():
+            allowed = self._look(tokens)
+        if self.total_s - self._begun_s > self._grammar.step_s:
+            limit_ms = round(1000 * self._grammar.step_s)
+            raise GrammarError(f"a step of it takes more than {limit_ms} ms")
+        return allowed
+
+    def _look(self, tokens: Sequence[int]) -> Tensor | None:
         pairs = zip(self._ahead, tokens, strict=False)
         num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self._return(num_common)
@@ -290,6 +333,15 @@ class Matcher:
         num_taken = self._take(rest)
         self._ahead += rest[:num_taken]
         return self._allowed() if num_taken == len(rest) else None
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the CPU time of a block, which does not depend on how busy the machine is."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self.total_s += time.thread_time() - begin
 
     def _return(self, num_kept: int = 0) -> None:
         """Undo the tokens taken to look ahead, except the first ``num_kept``."""
@@ -307,8 +359,8 @@ class Matcher:
 
     def _allowed_words(self) -> _Bits:
         if self._num_ends:
-            return np.zeros_like(self._vocabulary.words)
-        words = self._vocabulary.words
+            return np.zeros_like(self._grammar.words)
+        words = self._grammar.words
         bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8, count=len(words))
         self._check()
         return bits & words
@@ -377,6 +429,23 @@ def _try_out(compiled: CompiledGrammar) -> None:
     matcher.rollback(1)
 
 
+def _serialize(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a tokenizer as JSON, without the padding and truncation that grammars must not see.
+
+    Raises:
+        UserError: it is not a fast tokenizer.
+    """
+    backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise UserError(
+            "grammar: the model's tokenizer does not work with grammars (it is not a fast one); "
+            "use a model with a fast byte-level tokenizer"
+        )
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
 def _pack(tokens: Collection[int], size: int) -> _Bits:
     flags = np.zeros(size, np.uint8)
     flags[list(tokens)] = 1
@@ -385,13 +454,19 @@ def _pack(tokens: Collection[int], size: int) -> _Bits:
 
 def _check(parser: LLMatcher) -> None:
     if parser.is_error():
-        reason = _shorten(parser.get_error())
-        raise GrammarError(_NOTHING_FITS if reason == "NoExtensionBias" else reason)
+        raise GrammarError(_reason(parser.get_error()))
+
+
+def _reason(message: str) -> str:
+    """Return the reason in a message about a grammar."""
+    reason = _shorten(message)
+    return _NOTHING_FITS if reason == "NoExtensionBias" else reason
 
 
 def _shorten(message: str) -> str:
     """Return the reason in a message, on one line, without the grammar's text and parser state."""
-    reason = re.split(r"\n *\d+ \| |\n<", message)[0].split("\nerror: ")[-1]
+    reason = re.split(r"\n *\d+ \| |\n<|; following special tokens", message)[0]
+    reason = reason.split("\nerror: ")[-1]
     return " ".join(reason.split())[:_MAX_REASON]
 
 

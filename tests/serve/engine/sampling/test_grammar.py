@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoding.grammar_specs import VOCABULARY, lark, regex, schema
+from mars_platform.data.prompt_encoding import control_tokens
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar import (
@@ -311,7 +312,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_allowed(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ends: set[int]
 ) -> None:
     matcher = compiler.compile(lark("start: <[*]>{2}")).matcher()
-    words = set(tokenizer.get_vocab().values()) - ends
+    words = set(tokenizer.get_vocab().values()) - ends - control_tokens(tokenizer).keys()
     assert set(allowed(matcher)) == words
     assert max(words) < VOCABULARY - 1
 
@@ -326,12 +327,13 @@ def test_a_grammar_that_names_a_missing_token_raises_an_error(
         matcher.allowed()
 
 
-def test_special_tokens_come_only_where_a_grammar_names_them(
+def test_special_tokens_come_only_where_a_grammar_of_the_server_names_them(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert start not in allowed(compiler.compile(regex("(?s:.)+")).matcher())
-    assert allowed(compiler.compile(lark('start: <|im_start|> "a"')).matcher()) == [start]
+    named = GrammarSpec(GrammarKind.LARK, f'start: <[{start}]> "a"', frozenset({start}))
+    assert allowed(compiler.compile(named).matcher()) == [start]
 
 
 def test_white_space_in_json_is_bounded(
@@ -365,7 +367,7 @@ def test_white_space_in_json_is_bounded(
         (lark(""), "no start rule"),
         (lark('start: a "b"\na[max_tokens=3]: /[a-z]*/'), "max_tokens"),
         (lark('start: "b" a "b"\na[stop="b"]: /[a-z]*/'), "stop"),
-        (lark("start: <|im_end|>"), "no token that may come next"),
+        (lark("start: <|im_end|>"), "unknown special token"),
         (lark(DOUBLING), "too big"),
         (regex("a" * 65_537), "65537 characters; use at most 65536"),
     ],
@@ -387,6 +389,7 @@ def test_an_unusable_grammar_is_refused(
         GrammarLimits(compile_fuel=100),
         GrammarLimits(num_symbols=20),
         GrammarLimits(step_items=5),
+        GrammarLimits(row_items=5),
         GrammarLimits(step_fuel=5),
         GrammarLimits(num_states=5),
         GrammarLimits(max_length=30),

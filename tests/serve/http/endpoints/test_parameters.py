@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from decoding.grammar_specs import ambiguous
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
 from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS, text_of
@@ -132,3 +134,25 @@ async def test_the_output_matches_its_grammar(client, path, fields, pattern, mod
 async def test_a_grammar_that_does_not_compile_is_refused_by_field(client, field, value, stream):
     response = await client.post(COMPLETIONS, json={**COMPLETION, field: value, "stream": stream})
     assert client.error_of(response, 400, field).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_grammar_that_fails_in_use_is_refused_by_field(client, mode):
+    """It has too many readings behind its second token."""
+    body = {**COMPLETION, "guided_grammar": ambiguous("D D x", 900).text, "mode": mode}
+    for _ in range(4):
+        message = await client.refusal(COMPLETIONS, body, 400, "guided_grammar")
+        assert message.startswith("guided_grammar: it failed while the output was written")
+    assert (await client.answer(COMPLETIONS, COMPLETION))["choices"]
+
+
+async def test_a_grammar_that_fails_in_a_stream_is_its_last_event(client):
+    body = {**COMPLETION, "guided_grammar": ambiguous("D D x", 900).text, "mode": "ar"}
+    response = await client.post(COMPLETIONS, json={**body, "stream": True})
+    *_, last, nothing = response.text.split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["param"], error["type"], nothing) == (
+        "guided_grammar",
+        "invalid_request_error",
+        "",
+    )

@@ -177,3 +177,14 @@ async def test_tool_choice_none_leaves_calls_in_the_text(client):
 )
 async def test_unusable_tools_are_refused_by_field(client, fields, param):
     await client.refusal(CHAT, {**BODY, **fields}, 400, param)
+
+
+async def test_a_tool_whose_schema_fails_in_use_is_refused_by_field(client):
+    """Its argument is a pattern that has too many states."""
+    large = tool("add", "x")
+    large["function"]["parameters"]["properties"]["a"] = {"pattern": "^x{1000000}$"}
+    body = {**BODY, "tools": [large], "tool_choice": "required"}
+    for _ in range(4):
+        message = await client.refusal(CHAT, body, 400, "tools")
+        assert message.startswith("tools: it failed while the output was written")
+    assert (await client.answer(CHAT, {**BODY, "max_tokens": 4}))["choices"]

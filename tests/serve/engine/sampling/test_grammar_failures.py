@@ -1,0 +1,102 @@
+"""A grammar that fails or takes long in use harms its own request alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decoding.engines import output_of, run
+from decoding.grammar_specs import ambiguous, regex
+from decoding.modes import AR, EXACT, THRESHOLD
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from mars_serve.engine.sampling.grammar_budget import GrammarBudget
+
+# Each passes its trial. The first fails when its second token is taken, the second when the tokens
+# behind that one are looked for.
+FAILING = {
+    "taking": ambiguous("D D x", 900),
+    "looking": ambiguous('D D ("1" x | "2" x | "3" x)', 900),
+}
+
+
+def ended(engine: Engine, request: Request) -> StepOutput:
+    """Run one request alone and return its last output."""
+    engine.add(request)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.check_integrity()
+    return outputs[-1]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_grammars_that_fail_do_not_count_as_failed_steps(
+    engine: Engine, prompts: list[list[int]], name: str
+) -> None:
+    for number in range(5):  # an engine gives up after three steps that fail altogether
+        options = replace(AR, grammar=FAILING[name])
+        last = ended(engine, Request(str(number), list(prompts[number]), options))
+        assert last.finish_reason is FinishReason.REFUSED
+        assert (last.error or "").startswith("grammar: it failed while the output was written (")
+    assert engine.status().num_free_pages == engine.num_pages
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("kind", [AR, EXACT[0], THRESHOLD], ids=["ar", "exact", "threshold"])
+def test_the_other_rows_of_its_step_go_on(
+    engine: Engine, prompts: list[list[int]], name: str, kind: DecodingOptions
+) -> None:
+    kinds = [AR, *EXACT[:2], replace(EXACT[0], grammar=regex("[0-9]+ is"))]
+    together, alone = (
+        [Request(str(i), list(prompts[i]), options) for i, options in enumerate(kinds)]
+        for _ in range(2)
+    )
+    for request in alone:
+        run(engine, [request])
+    victims = [
+        Request(f"victim {i}", list(prompts[i]), replace(kind, grammar=FAILING[name]))
+        for i in range(2)
+    ]
+    passes_before = engine.status().num_forward_passes
+    run(engine, [*victims, *together])
+    assert {victim.finish_reason for victim in victims} == {FinishReason.REFUSED}
+    assert [output_of(request) for request in together] == [output_of(one) for one in alone]
+    most = max(request.num_output for request in together)
+    assert engine.status().num_forward_passes - passes_before <= most, "no step ran twice"
+
+
+def test_waiting_for_time_does_not_change_outputs(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requests() -> list[Request]:
+        grammar = regex("[0-9]{1,3}( plus| minus| is)+ [0-9]{1,9}")
+        kinds = [replace(kind, grammar=grammar) for kind in (AR, AR, *EXACT)]
+        return [
+            Request(str(i), list(prompts[i]), replace(kind, sampling=Sampling(0.8, seed=i)))
+            for i, kind in enumerate([*kinds, AR, EXACT[0]])
+        ]
+
+    plain, waiting = requests(), requests()
+    run(engine, plain)
+    before = engine.status().num_forward_passes
+    monkeypatch.setattr(engine._runner, "_grammars", GrammarBudget(step_s=1e-4, light_s=0.0))
+    run(engine, waiting)
+    assert engine.status().num_forward_passes - before > max(each.num_output for each in plain)
+    assert [output_of(each) for each in waiting] == [output_of(each) for each in plain]
+
+
+def test_a_checked_request_is_added_without_compiling(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    """The stepping thread adds requests, and compiling would hold it."""
+    request = Request("one", list(prompts[0]), replace(AR, grammar=regex("[ab]{3}c")))
+    engine.check(request)
+    matcher = request.matcher
+    assert matcher is not None
+    engine.add(request)
+    assert request.matcher is matcher
+    engine.cancel(request.id)
