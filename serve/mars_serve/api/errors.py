@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from reprlib import Repr
 from typing import Any
@@ -11,6 +12,9 @@ _MAX_MESSAGE = 1000
 """Longest error message in characters: a message may quote megabytes that the client sent."""
 _MAX_SHOWN = 80
 """Longest value in characters that a message quotes."""
+_RETRY_S = (1, 40, 60)
+"""Least and largest number of seconds after which clients are told to come back, and the largest
+with what chance adds. OpenAI's client ignores more than 60."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -24,7 +28,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -32,6 +36,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        """Seconds after which another attempt may succeed, as far as known; None for no header."""
         self.headers = dict(headers or {})
         """Response headers to send beside ``Retry-After``."""
 
@@ -48,6 +53,21 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def retry_after(wait_s: float, draw: Callable[[], float]) -> int:
+    """Return the value of ``Retry-After`` for an expected wait.
+
+    Up to half as much again is added by chance, so that clients that were refused together do not
+    come back together.
+
+    Args:
+        wait_s: expected wait in seconds.
+        draw: returns a random number in [0, 1).
+    """
+    least, most, cap = _RETRY_S
+    first = min(max(math.ceil(wait_s), least), most)
+    return min(first + int(draw() * (first / 2 + 2)), cap)
 
 
 def invalid_value(where: str, reason: str, *, code: str = "invalid_value") -> ApiError:

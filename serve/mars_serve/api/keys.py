@@ -33,6 +33,8 @@ class Caller:
     is_admin: bool = False
     may_control: bool = False
     """Whether prompts of the caller may contain control tokens."""
+    is_alone: bool = True
+    """Whether there is no other key, whose requests could be held up."""
     max_concurrent: int | None = None
     """Number of requests that may run at once; None means no limit, here and below."""
     tokens_per_minute: int | None = None
@@ -46,7 +48,7 @@ class Caller:
         return any(limit is not None for limit in limits)
 
     @classmethod
-    def of(cls, entry: KeyEntry) -> Caller:
+    def of(cls, entry: KeyEntry, *, is_alone: bool) -> Caller:
         """Return the caller that a key entry describes."""
         return cls(
             name=entry.name,
@@ -56,6 +58,7 @@ class Caller:
             min_threshold=entry.min_confidence_threshold,
             is_admin=entry.admin,
             may_control=entry.control_tokens,
+            is_alone=is_alone,
             max_concurrent=entry.max_concurrent,
             tokens_per_minute=entry.tokens_per_minute,
             requests_per_minute=entry.requests_per_minute,
@@ -122,7 +125,8 @@ class KeyRing:
 
 
 def _by_digest(entries: list[KeyEntry]) -> list[tuple[bytes, Caller]]:
-    return [(entry.sha256.encode(), Caller.of(entry)) for entry in entries]
+    is_alone = len(entries) == 1
+    return [(entry.sha256.encode(), Caller.of(entry, is_alone=is_alone)) for entry in entries]
 
 
 def _stamp_of(path: Path) -> _Stamp | None:

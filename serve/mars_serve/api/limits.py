@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
+from mars_serve.api.pace import Pace
 
 _MINUTE_S = 60
 _ROUNDING = 1e-6  # tolerance for rounding errors in sums of refills
-_BUSY_S = 1
-"""Value of Retry-After for a key with too many concurrent requests, in seconds. When one of them
-will end is unknown."""
 
 
 class Account:
@@ -76,6 +74,8 @@ class _Running:
 class KeyUsage:
     """The running requests and accounts of one key."""
 
+    pace: Pace
+    """Pace at which the key's requests end."""
     running: set[_Running] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""
@@ -97,12 +97,11 @@ class KeyUsage:
 
     def refusal(self, reason: str, wait_s: float) -> ApiError:
         """Return the error for a request beyond one of the key's limits."""
-        wait = max(1, math.ceil(wait_s))
         return ApiError(
             429,
-            f"rate limit of this key: {reason}; try again in {wait} s",
+            f"rate limit of this key: {reason}; try again in {max(1, math.ceil(wait_s))} s",
             code="rate_limit_exceeded",
-            retry_after_s=wait,
+            retry_after_s=wait_s,
             headers=self.headers(),
         )
 
@@ -129,7 +128,8 @@ class KeyLimits:
         usage = self._usage_of(caller)
         limit = self._share(caller.max_concurrent)
         if limit is not None and len(usage.running) >= limit:
-            raise usage.refusal(f"{len(usage.running)} requests are running already", _BUSY_S)
+            reason = f"{len(usage.running)} requests are running already"
+            raise usage.refusal(reason, usage.pace.wait_s(1))
         waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
         wait_s = max(waits_s, default=0)
         if wait_s:
@@ -143,9 +143,10 @@ class KeyLimits:
         finally:
             usage.settle()
             usage.running.remove(request)
+            usage.pace.ended()
 
     def _usage_of(self, caller: Caller) -> KeyUsage:
-        usage = self._usage.setdefault(caller.name, KeyUsage())
+        usage = self._usage.setdefault(caller.name, KeyUsage(Pace(self._clock)))
         usage.settle()  # charge first: update() caps the level at what the account holds
         now_s = self._clock()
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}

@@ -183,8 +183,12 @@ class LimitSettings(Settings):
     stop_strings: int = Field(default=16, ge=0)
     stop_characters: int = Field(default=256, ge=1)
     """Longest stop string, in characters."""
-    queue_wait_s: float | None = Field(default=None, gt=0)
-    """Seconds in the queue after which a request is given up; by default it waits forever."""
+    choices_per_key: int | None = Field(default=None, ge=1)
+    """Largest number of outputs of one key that wait or run at once, for each model and ingress
+    replica. By default there is no limit for a single key; of several, one may have as many as
+    the model's queue has free places, so that alone it fills half of the queue."""
+    queue_wait_s: float | None = Field(default=120, gt=0)
+    """Seconds in the queue after which a request is given up; null lets it wait forever."""
 
 
 class KeySettings(Settings):

@@ -62,24 +62,41 @@ class Limits:
             )
 
 
+_MIN_WATCHED = 64
+"""Number of watched requests from which on those are dropped that wait no longer."""
+
+
 class Deadlines:
     """Requests with a limit of their time in the queue, the most urgent first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
+        self._most = _MIN_WATCHED
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
         """Watch a request that has been queued, if it sets a limit."""
         assert request.arrived_at is not None
-        if request.options.max_queue_s is not None:
-            end = request.arrived_at + request.options.max_queue_s
-            heapq.heappush(self._heap, (end, request.arrival, request))
+        if request.options.max_queue_s is None:
+            return
+        if len(self._heap) >= self._most:  # requests hold their tokens, and most begin in time
+            self._heap = [entry for entry in self._heap if _waits(entry[2])]
+            heapq.heapify(self._heap)
+            self._most = max(2 * len(self._heap), _MIN_WATCHED)
+        end = request.arrived_at + request.options.max_queue_s
+        heapq.heappush(self._heap, (end, request.arrival, request))
 
     def pop_overdue(self, now: float) -> list[Request]:
         """Return, once each, the requests that have neither begun nor ended in time."""
         overdue = []
         while self._heap and self._heap[0][0] < now:
             request = heapq.heappop(self._heap)[2]
-            if request.queue_s is None and request.finish_reason is None:
+            if _waits(request):
                 overdue.append(request)
         return overdue
+
+
+def _waits(request: Request) -> bool:
+    return request.queue_s is None and request.finish_reason is None

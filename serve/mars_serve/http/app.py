@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 
 from fastapi import FastAPI
 
@@ -37,7 +38,7 @@ def create_app(
     telemetry = IngressTelemetry(models, replica or "ingress")
     # A redirect would contain the host name that the request sent.
     app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
-    add_error_handlers(app)
+    add_error_handlers(app, Random().random)
     add_security(app, settings)
     tracer = None
     if settings.telemetry.tracing:
@@ -55,6 +56,7 @@ def create_app(
     app.include_router(information_router(models))
     app.include_router(admin_router(models))
     app.include_router(metrics_router(models, telemetry))
-    app.include_router(generation_router(models, settings.limits))
+    num_ingresses = settings.proxy.num_replicas
+    app.include_router(generation_router(models, settings.limits, num_ingresses))
     app.include_router(tokens_router(models))
     return app

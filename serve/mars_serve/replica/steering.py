@@ -114,7 +114,8 @@ class Steering:
         objective_s = self._settings.objective_ttft_s
         if wait_s > objective_s:
             self._load.refused(request)
-            raise QueueFull(f"it would wait {wait_s:.1f} s, longer than the {objective_s:g} s")
+            reason = f"it would wait {wait_s:.1f} s, longer than the {objective_s:g} s"
+            raise QueueFull(reason, wait_s - objective_s)
 
     def _look(self, status: EngineStatus, now_s: float) -> Look:
         if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:

@@ -51,6 +51,16 @@ def test_concurrent_requests_are_limited_per_key(limits):
     use(limits, caller)
 
 
+def test_a_busy_key_is_told_how_long_its_requests_take(limits, clock):
+    caller = Caller("a", max_concurrent=1)
+    for _ in range(20):
+        with limits.admit(caller, Tokens()):
+            clock.now_s += 6
+    with limits.admit(caller, Tokens()):
+        clock.now_s += 6
+        assert refusal_of(limits, caller).retry_after_s == pytest.approx(6, rel=0.1)
+
+
 def test_a_failed_request_no_longer_counts_as_running(limits):
     caller = Caller("a", max_concurrent=1)
     with pytest.raises(ZeroDivisionError), limits.admit(caller, Tokens()):
@@ -64,7 +74,7 @@ def test_requests_per_minute_are_limited(limits, clock):
         use(limits, caller)
     assert refusal_of(limits, caller).retry_after_s == 20
     clock.now_s += 13.5
-    assert refusal_of(limits, caller).retry_after_s == 7  # 6.5 s, rounded up
+    assert refusal_of(limits, caller).retry_after_s == pytest.approx(6.5)
     clock.now_s += 7
     use(limits, caller)
     refusal_of(limits, caller)

@@ -1,4 +1,4 @@
-"""Pages that requests hold, and memory that does not grow with the number of requests."""
+"""Pages, queues and memory that requests hold, which do not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from decoding.local_loop import LocalLoop
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
+from mars_serve.engine.admission import Deadlines
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -140,3 +141,36 @@ async def test_nothing_grows_over_five_thousand_requests(
     engine.check_integrity()
     assert status.num_preemptions > 0
     assert status.num_prefix_hit_tokens > 0
+
+
+def waiting(number: int, max_queue_s: float | None, queue_s: float | None = None) -> Request:
+    """Make a request that arrived at time 0."""
+    options = DecodingOptions(max_tokens=1, max_queue_s=max_queue_s)
+    return Request(f"r{number}", [1], options, arrival=number, arrived_at=0.0, queue_s=queue_s)
+
+
+def test_requests_are_overdue_once_and_the_most_urgent_first():
+    deadlines = Deadlines()
+    late, later, never = waiting(0, 2), waiting(1, 1), waiting(2, None)
+    for request in (late, later, never):
+        deadlines.add(request)
+    assert deadlines.pop_overdue(0.5) == []
+    assert deadlines.pop_overdue(3) == [later, late]
+    assert deadlines.pop_overdue(1e9) == []
+
+
+def test_a_request_that_has_begun_is_not_kept_until_its_wait_would_have_ended():
+    deadlines, patient = Deadlines(), waiting(-1, 120)
+    deadlines.add(patient)
+    for number in range(10_000):
+        deadlines.add(waiting(number, 120, queue_s=0.0))
+    assert len(deadlines) < 200
+    assert deadlines.pop_overdue(121) == [patient]
+
+
+def test_every_request_that_waits_is_watched():
+    deadlines = Deadlines()
+    requests = [waiting(number, 120) for number in range(1000)]
+    for request in requests:
+        deadlines.add(request)
+    assert deadlines.pop_overdue(121) == requests

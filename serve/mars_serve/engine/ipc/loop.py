@@ -46,7 +46,19 @@ class RequestFailed(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    """Raised when the engine's queue is full; try again later."""
+    """Raised when the engine has no room, or when a request would come too late; try again later.
+
+    Args:
+        reason: message of the error.
+        wait_s: seconds after which the request would come in time; None if there is no room.
+    """
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason, wait_s)  # both, because the error is sent to another process
+        self.wait_s = wait_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class QueueTimeout(RuntimeError):

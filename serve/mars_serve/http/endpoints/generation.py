@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic_core import to_json
 
-from mars_serve.api.errors import invalid_value
+from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.incoming.options import decoding_options, stop_rules, tier_of, with_seed_of
 from mars_serve.api.incoming.prompts import (
     Prompt,
@@ -25,6 +25,7 @@ from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
 from mars_serve.api.outgoing.responses import ResponseBuilder
+from mars_serve.api.places import Places
 from mars_serve.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,25 +38,38 @@ from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.ipc.loop import QueueFull
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
 from mars_serve.http.endpoints.information import find_model
-from mars_serve.http.middleware.errors import as_api_error
+from mars_serve.http.middleware.errors import as_api_error, cause_of
 from mars_serve.http.middleware.records import RequestRecord
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> APIRouter:
-    """Return the router of the endpoints that generate text."""
+def generation_router(
+    models: Mapping[str, ServedModel], limits: LimitSettings, num_ingresses: int
+) -> APIRouter:
+    """Return the router of the endpoints that generate text.
+
+    Args:
+        models: Models by name.
+        limits: Limits on requests.
+        num_ingresses: Number of processes with this router, which share each queue.
+    """
     router = APIRouter()
+    places = {
+        name: Places(_num_places(model, num_ingresses), limits.choices_per_key)
+        for name, model in models.items()
+    }
 
     @router.post(
         "/v1/completions", response_model=None, responses=generation_described(CompletionResponse)
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
-        call = _begin(models, body, request, limits)
+        call = _begin(models, body, request, limits, places)
         prompts = await completion_prompts(body, call.model, limits, call.caller)
         return await _respond(call, call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS))
 
@@ -66,7 +80,7 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
     )
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        call = _begin(models, body, request, limits)
+        call = _begin(models, body, request, limits, places)
         check_num_choices(body, 1, limits)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
@@ -77,23 +91,35 @@ def generation_router(models: Mapping[str, ServedModel], limits: LimitSettings) 
     return router
 
 
+def _num_places(model: ServedModel, num_ingresses: int) -> int:
+    settings = model.settings
+    return settings.engine.max_requests * settings.most_replicas // num_ingresses
+
+
 def _begin(
     models: Mapping[str, ServedModel],
     body: GenerationRequest,
     request: Request,
     limits: LimitSettings,
+    places: Mapping[str, Places],
 ) -> _Call:
-    """Find the request's model and refuse fields that no model supports."""
+    """Find the request's model, and refuse fields that no model supports.
+
+    A request that will find no place is refused, too, before it costs more.
+    """
     record: RequestRecord = request.state.record
     record.model, record.stream = body.model, bool(body.stream)
     model = find_model(models, body.model)
     body.refuse_unsupported()
+    caller = request.state.caller
+    places[body.model].check(caller, body.n or 1)
     return _Call(
         body=body,
         model=model,
-        caller=request.state.caller,
+        caller=caller,
         limits=limits,
         record=record,
+        places=places[body.model],
     )
 
 
@@ -106,6 +132,7 @@ class _Call:
     caller: Caller
     limits: LimitSettings
     record: RequestRecord
+    places: Places
     start_s: float = field(default_factory=time.perf_counter)
     """Time of arrival by ``time.perf_counter``, in seconds."""
 
@@ -186,6 +213,13 @@ class _Call:
             choices.append(choice)
         return choices
 
+    def problem(self, error: Exception, response: ResponseBuilder) -> ApiError:
+        """Return the API error for one that ended the generation."""
+        cause = cause_of(error)
+        if isinstance(cause, QueueFull) and cause.wait_s is None:
+            self.places.note_full(len(response.choices))
+        return as_api_error(error, response.grammar_field, self.places.wait_s())
+
     def record_delta(self, delta: Delta) -> None:
         """Add generated tokens to the record, from which the key is charged."""
         if self.record.ttft_s is None:
@@ -222,9 +256,10 @@ async def _respond(call: _Call, response: ResponseBuilder) -> Response:
         first = await anext(events)  # an error before the first event gets its own status
         return EventStream(first, events)
     try:
-        deltas = await run_all(response.choices, response.model.backend)
+        with call.places.take(call.caller, len(response.choices)):
+            deltas = await run_all(response.choices, response.model.backend)
     except Exception as error:
-        raise as_api_error(error, response.grammar_field) from error
+        raise call.problem(error, response) from error
     finally:
         call.record_end(response)
     call.record.finish_reason = deltas[-1][-1].finish_reason
@@ -235,14 +270,15 @@ async def _events(call: _Call, response: ResponseBuilder) -> AsyncGenerator[byte
     """Yield an event per forward pass; an error after the first event becomes an event, too."""
     has_begun = False
     try:
-        async with aclosing(stream_all(response.choices, response.model.backend)) as deltas:
-            async for delta in deltas:
-                call.record_delta(delta)
-                call.record.finish_reason = delta.finish_reason
-                yield sse(response.event(delta))
-                has_begun = True
+        with call.places.take(call.caller, len(response.choices)):
+            async with aclosing(stream_all(response.choices, response.model.backend)) as deltas:
+                async for delta in deltas:
+                    call.record_delta(delta)
+                    call.record.finish_reason = delta.finish_reason
+                    yield sse(response.event(delta))
+                    has_begun = True
     except Exception as error:
-        problem = as_api_error(error, response.grammar_field)
+        problem = call.problem(error, response)
         if not has_begun:
             raise problem from error
         call.record.error_code = problem.code

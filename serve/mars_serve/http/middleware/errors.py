@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from random import Random
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,10 +16,12 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_platform.errors import UserError
-from mars_serve.api.errors import ApiError, clipped, invalid_value, shown
+from mars_serve.api.errors import ApiError, clipped, invalid_value, retry_after, shown
+from mars_serve.api.places import queue_full
 from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
 
-RETRY_AFTER_S = 1
+_UNKNOWN_S = 1.0
+"""Wait in seconds that a refusal names where nothing is known."""
 _GRAMMAR = "grammar"  # the engine's name for the field that gives a grammar
 _BODY_NOT_PARSED = (400, "There was an error parsing the body")  # FastAPI's: not UTF-8
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -28,10 +32,17 @@ _MAX_NAME = 64  # longest field name that a message quotes; a client may choose 
 _log = logging.getLogger(__name__)
 
 
-def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError:
+def as_api_error(
+    error: Exception, grammar_field: str | None = None, wait_s: float = _UNKNOWN_S
+) -> ApiError:
     """Return the API error for an exception of a backend.
 
     An unexpected exception is logged, and the response reveals nothing about it.
+
+    Args:
+        error: The exception.
+        grammar_field: Field of the request that gave its grammar.
+        wait_s: Seconds that the queue takes, as far as known.
     """
     if isinstance(error, ApiError):
         return error
@@ -40,10 +51,9 @@ def as_api_error(error: Exception, grammar_field: str | None = None) -> ApiError
         return _refused(cause, grammar_field)
     if isinstance(cause, RequestFailed):
         return ApiError(500, "the model failed on this request", code="request_failed")
-    unavailable = _unavailable(cause)
+    unavailable = _unavailable(cause, wait_s)
     if unavailable is not None:
-        code, message = unavailable
-        return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
+        return unavailable
     _log.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has more", code="internal_error")
 
@@ -56,21 +66,28 @@ def cause_of(error: Exception) -> BaseException:
     return cause
 
 
-def _unavailable(error: BaseException) -> tuple[str, str] | None:
-    """Return code and message of an error that a later retry may not meet, else None."""
+def _unavailable(error: BaseException, wait_s: float) -> ApiError | None:
+    """Return the API error for one that a later retry may not meet, else None."""
     # Imported late: Ray Serve reads its environment at import, and the command sets that first.
     from ray.serve.exceptions import BackPressureError, RayServeException
 
-    if isinstance(error, QueueFull | BackPressureError):
-        return "queue_full", "the queue is full; try again shortly"
+    if isinstance(error, QueueFull):
+        return queue_full(wait_s if error.wait_s is None else error.wait_s)
+    if isinstance(error, BackPressureError):
+        return queue_full(wait_s)
     if isinstance(error, QueueTimeout):
-        return "queue_timeout", "the request waited too long in the queue; try again shortly"
+        message = "the request waited too long in the queue; try again shortly"
+        return ApiError(503, message, code="queue_timeout", retry_after_s=wait_s)
     if isinstance(error, EngineDied):
-        return "not_ready", "the replica has failed; try again shortly"
+        return _not_ready("the replica has failed; try again shortly")
     # Ray's own errors: there is no replica, or the chosen one is gone.
     if isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError):
-        return "not_ready", "no replica can serve this now; try again shortly"
+        return _not_ready("no replica can serve this now; try again shortly")
     return None
+
+
+def _not_ready(message: str) -> ApiError:
+    return ApiError(503, message, code="not_ready", retry_after_s=_UNKNOWN_S)
 
 
 def _refused(error: UserError, grammar_field: str | None) -> ApiError:
@@ -87,11 +104,16 @@ def _refused(error: UserError, grammar_field: str | None) -> ApiError:
     return invalid_value(param, reason)
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """Return an error as a response."""
+def error_response(error: ApiError, draw: Callable[[], float]) -> JSONResponse:
+    """Return an error as a response.
+
+    Args:
+        error: The error.
+        draw: Returns a random number in [0, 1).
+    """
     headers = dict(error.headers)
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
+        headers["Retry-After"] = str(retry_after(error.retry_after_s, draw))
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
@@ -104,6 +126,7 @@ class ErrorMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._draw = Random().random
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request, and answer if it raises."""
@@ -119,30 +142,30 @@ class ErrorMiddleware:
         except Exception as error:
             if has_begun or scope["type"] != "http":
                 raise
-            await _respond(scope, as_api_error(error))(scope, receive, send)
+            await _respond(scope, as_api_error(error), self._draw)(scope, receive, send)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, draw: Callable[[], float]) -> None:
     """Report every error of an application's endpoints in OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return _respond(request.scope, error)
+        return _respond(request.scope, error, draw)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _respond(request.scope, _describe(error))
+        return _respond(request.scope, _describe(error), draw)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _respond(request.scope, _of_framework(app, request, error))
+        return _respond(request.scope, _of_framework(app, request, error), draw)
 
 
-def _respond(scope: Scope, error: ApiError) -> JSONResponse:
+def _respond(scope: Scope, error: ApiError, draw: Callable[[], float]) -> JSONResponse:
     record = scope.get("state", {}).get("record")
     if record is not None:
         record.error_code = error.code
-    return error_response(error)
+    return error_response(error, draw)
 
 
 def _of_framework(app: FastAPI, request: Request, error: HTTPException) -> ApiError:

@@ -71,7 +71,7 @@ def options_of(
 
 
 def test_absent_fields_give_neutral_options(mars):
-    expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9)
+    expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9, max_queue_s=120)
     assert options_of(mars, body_of()) == options_of(mars, chat_of()) == expected
     assert expected.sampling.is_plain
 
@@ -229,7 +229,9 @@ def test_only_echoed_prompts_are_scored(mars, fields, expected):
 
 
 def test_the_longest_queue_time_is_a_setting(mars):
-    assert options_of(mars, body_of(), limits=LimitSettings(queue_wait_s=2)).max_queue_s == 2
+    for limit_s in (2, None):
+        limits = LimitSettings(queue_wait_s=limit_s)
+        assert options_of(mars, body_of(), limits=limits).max_queue_s == limit_s
 
 
 @pytest.mark.parametrize("default", list(Mode))

@@ -1,0 +1,136 @@
+"""A full queue and a flood of one key, through the REST application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from decoding.local_loop import LocalLoop
+from mars_serve.engine.ipc.loop import QueueFull
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from rest.api_keys import bearer, key_entry
+from rest.rest_requests import COMPLETIONS
+from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+from waiting import until
+
+BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 2}
+SIZE = 8
+
+
+class HeldBackend(LoopBackend):
+    """A backend with a queue of `SIZE` places, whose requests go on when they are let go."""
+
+    def __init__(self, loop: LocalLoop) -> None:
+        super().__init__(loop)
+        self.num_held = self.num_asked = 0
+        self.go_on = asyncio.Event()
+
+    async def complete(self, request: Request) -> list[StepOutput]:
+        return [output async for output in self.stream(request)]
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        self.num_asked += 1
+        if self.num_held == SIZE:
+            raise QueueFull("full")
+        self.num_held += 1
+        try:
+            await self.go_on.wait()
+            async for output in super().stream(request):
+                yield output
+        finally:
+            self.num_held -= 1
+
+
+@pytest.fixture
+async def backend(mars, make_loop) -> HeldBackend:
+    return HeldBackend(make_loop(mars))
+
+
+def client_over(mars, backend: HeldBackend, **settings: Any) -> Client:
+    model = served("mars", mars, backend)
+    engine = ENGINE.model_copy(update={"max_requests": SIZE})
+    sized = replace(model, settings=model.settings.model_copy(update={"engine": engine}))
+    return client_of(app_of(sized, **settings))
+
+
+async def post(client: Client, key: str | None = None, **fields: Any) -> httpx2.Response:
+    return await client.post(COMPLETIONS, json={**BODY, **fields}, headers=bearer(key))
+
+
+async def flood(
+    client: Client, key: str | None, num_stay: int, **fields: Any
+) -> list[asyncio.Task[httpx2.Response]]:
+    """Send more requests than the queue holds, and wait until only some are left to wait."""
+    sent = [asyncio.create_task(post(client, key, **fields)) for _ in range(3 * SIZE)]
+
+    async def are_refused() -> bool:
+        return sum(task.done() for task in sent) == len(sent) - num_stay
+
+    await until(are_refused, "the others are refused")
+    return sent
+
+
+def refusals_of(tasks: list[asyncio.Task[httpx2.Response]]) -> Counter[tuple[int, str]]:
+    found = [task.result() for task in tasks if task.done()]
+    return Counter((each.status_code, each.json()["error"]["code"]) for each in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_flood_of_one_key_leaves_room_for_another(mars, backend, stream):
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    async with client_over(mars, backend, keys=keys) as client:
+        hog = await flood(client, "hog", SIZE // 2, stream=stream)
+        assert refusals_of(hog) == {(429, "rate_limit_exceeded"): 3 * SIZE - SIZE // 2}
+        other = asyncio.create_task(post(client, "other"))
+        backend.go_on.set()
+        assert (await other).status_code == 200
+        assert Counter(each.status_code for each in await asyncio.gather(*hog))[200] == SIZE // 2
+        refused = next(each for each in hog if each.result().status_code == 429).result()
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert "choices_per_key" in client.error_of(refused, 429, None)
+        assert (await post(client, "hog")).status_code == 200, "the places are free again"
+
+
+async def test_each_output_of_a_flood_counts(mars, backend):
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    async with client_over(mars, backend, keys=keys) as client:
+        hog = await flood(client, "hog", 1, prompt=["a", "b"], n=2)
+        assert backend.num_held == 4
+        assert refusals_of(hog) == {(429, "rate_limit_exceeded"): 3 * SIZE - 1}
+        backend.go_on.set()
+        await asyncio.gather(*hog)
+
+
+@pytest.mark.parametrize("key", [None, "only"])
+async def test_a_single_key_fills_the_queue_and_a_full_engine_is_not_asked_again(
+    mars, backend, key
+):
+    keys = {"entries": [key_entry("only")]} if key else {}
+    async with client_over(mars, backend, keys=keys) as client:
+        sent = await flood(client, key, SIZE)
+        assert backend.num_held == SIZE
+        assert refusals_of(sent) == {(503, "queue_full"): 2 * SIZE}
+        asked = backend.num_asked
+        refused = await post(client, key)
+        assert (refused.status_code, backend.num_asked) == (503, asked)
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        backend.go_on.set()
+        assert Counter(each.status_code for each in await asyncio.gather(*sent))[200] == SIZE
+        assert (await post(client, key)).status_code == 200
+
+
+async def test_a_limit_of_outputs_per_key_is_a_setting(mars, backend):
+    async with client_over(mars, backend, limits={"choices_per_key": 3}) as client:
+        sent = await flood(client, None, 3)
+        assert refusals_of(sent) == {(429, "rate_limit_exceeded"): 3 * SIZE - 3}
+        message = await client.refusal(COMPLETIONS, {**BODY, "n": 4}, 400, "n")
+        assert "4 outputs exceed the 3 that one key may have at once" in message
+        backend.go_on.set()
+        await asyncio.gather(*sent)
