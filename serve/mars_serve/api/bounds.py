@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 _OPENING, _CLOSING = b"[{", b"]}"
 _SEPARATORS = b",:"
@@ -79,6 +79,17 @@ def _outside_strings(text: bytes, in_string: bool) -> tuple[NDArray[np.uint8], b
     is_inside = np.logical_xor.accumulate(is_quote) ^ in_string
     ends_inside = bool(is_inside[-1]) if len(codes) else in_string
     return codes[~(is_inside | is_quote)], ends_inside
+
+
+def json_length(value: Any) -> int:
+    """Return about the length of a value as JSON, several times as fast as `json` would write it.
+
+    Values that cannot be written count nothing; `json` says more about them.
+    """
+    try:
+        return len(to_json(value))
+    except ValueError:  # half a surrogate pair
+        return 0
 
 
 def at_most(num_members: int) -> BeforeValidator:

@@ -172,6 +172,9 @@ class LimitSettings(Settings):
 
     body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Largest request body, in bytes."""
+    body_values: int = Field(default=150_000, ge=1000)
+    """Largest number of names and values in the JSON of a large request body; of a prompt's token
+    ids each counts as one."""
     body_wait_s: float = Field(default=60, gt=0, allow_inf_nan=False)
     """Seconds within which a request's body must have arrived."""
     prompt_tokens: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ from random import Random
 from fastapi import FastAPI
 
 from mars_platform import __version__
+from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.admin import admin_router
@@ -56,7 +57,7 @@ def create_app(
     app.include_router(information_router(models))
     app.include_router(admin_router(models))
     app.include_router(metrics_router(models, telemetry))
-    num_ingresses = settings.proxy.num_replicas
-    app.include_router(generation_router(models, settings.limits, num_ingresses))
-    app.include_router(tokens_router(models))
+    threads, num_ingresses = TextThreads(), settings.proxy.num_replicas
+    app.include_router(generation_router(models, settings.limits, threads, num_ingresses))
+    app.include_router(tokens_router(models, settings.limits, threads))
     return app

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from mars_platform.data.client_text import strings_in
-from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
+from mars_platform.data.prompt_encoding import Encoded
 from mars_platform.errors import UserError
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value
+from mars_serve.api.incoming.sizes import (
+    check_copies,
+    check_length,
+    check_num_ids,
+    num_bytes,
+    too_long,
+)
+from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.keys import Caller
 from mars_serve.api.messages import ChatMessage, messages_for_template
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest
@@ -19,9 +26,8 @@ from mars_serve.api.tools import RequestTools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 
-_Found = TypeVar("_Found")
-_LONG_PROMPT = 4096
-"""Prompts with more characters are tokenized in a thread, so that other requests go on."""
+_BYTES_OF_ID = 8
+"""Bytes of text that take as long as checking and decoding a token id."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +43,61 @@ class Prompt:
 
 
 async def completion_prompts(
-    body: CompletionRequest, model: ServedModel, limits: LimitSettings, caller: Caller
+    body: CompletionRequest,
+    model: ServedModel,
+    limits: LimitSettings,
+    caller: Caller,
+    threads: TextThreads,
 ) -> list[Prompt]:
     """Tokenize the prompts of a completion.
 
     Raises:
-        ApiError: status 400: too many outputs are requested, or a token id may not stand in a
-            prompt; 403: the caller may not send control tokens.
+        ApiError: status 400: too many outputs are requested, a prompt cannot fit, or a token id may
+            not stand in a prompt; 403: the caller may not send control tokens; 503: many long
+            prompts wait already.
     """
     given = body.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
     several: list[str | list[int]] = [given] if is_one else given  # type: ignore[list-item,assignment]
-    check_num_choices(body, len(several), limits)
-    parses = bool(body.parse_special_tokens)
-    prompts = []
+    num_choices = check_num_choices(body, len(several), limits)
+    prompts, num_tokens = list[Prompt](), 0
     for index, each in enumerate(several):
         where = "prompt" if is_one else f"prompt[{index}]"
         if isinstance(each, str):
-            found = await encode_text(model, each, caller, parses_special=parses, where=where)
-            tokens, echo = found.ids, echo_text(each, found.spans) if body.echo else None
+            check_length(where, num_bytes(each), model, limits)
+            prompts.append(await _prompt_of_text(body, each, where, model, caller, threads))
         else:
-            check_prompt_ids(where, each, model, caller)
-            echo = echo_tokens(model.checkpoint.tokenizer, each) if body.echo else None
-            tokens = each
-        prompts.append(Prompt(tokens, where, echo))
+            check_num_ids(where, len(each), model, limits)
+            work = partial(_prompt_of_ids, body, each, where, model, caller)
+            prompts.append(await threads.run(len(each) * _BYTES_OF_ID, work))
+        num_tokens += len(prompts[-1].tokens) * (body.n or 1)
+        check_copies(where, num_tokens, num_choices)
     return prompts
+
+
+async def _prompt_of_text(
+    body: CompletionRequest,
+    text: str,
+    where: str,
+    model: ServedModel,
+    caller: Caller,
+    threads: TextThreads,
+) -> Prompt:
+    parses, echoes = bool(body.parse_special_tokens), bool(body.echo)
+    found = await encode_text(
+        model, text, caller, threads, parses_special=parses, with_spans=echoes, where=where
+    )
+    if not echoes:
+        return Prompt(found.ids, where)
+    echo = await threads.run(len(text), lambda: echo_text(text, found.spans))
+    return Prompt(found.ids, where, echo)
+
+
+def _prompt_of_ids(
+    body: CompletionRequest, ids: list[int], where: str, model: ServedModel, caller: Caller
+) -> Prompt:
+    check_prompt_ids(where, ids, model, caller)
+    return Prompt(ids, where, echo_tokens(model.checkpoint.tokenizer, ids) if body.echo else None)
 
 
 def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller: Caller) -> None:
@@ -96,8 +132,8 @@ def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller:
         raise invalid_value(where, reason)
 
 
-def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSettings) -> None:
-    """Refuse a request for more outputs than the server's limits allow.
+def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSettings) -> int:
+    """Return the number of outputs; refuse more than the server's limits allow.
 
     Raises:
         ApiError: status 400.
@@ -107,6 +143,7 @@ def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSe
         field = "n" if (body.n or 1) > 1 else "prompt"
         reason = f"{wanted} outputs exceed the limit of {limits.choices} per request"
         raise invalid_value(field, f"{reason}; lower n or send several requests")
+    return wanted
 
 
 async def encode_chat(
@@ -114,28 +151,40 @@ async def encode_chat(
     messages: Sequence[ChatMessage],
     tools: RequestTools | None,
     template_kwargs: Mapping[str, Any] | None,
+    threads: TextThreads,
     *,
+    size: int,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
 ) -> list[int]:
     """Return the token ids of a conversation in the model's chat template.
 
-    Raises:
-        ApiError: status 400: the template refuses the messages, tools or variables.
-    """
-    turns, known = messages_for_template(messages), tools.template_tools if tools else None
+    Args:
+        model: The model.
+        messages: The conversation.
+        tools: The tools that it offers.
+        template_kwargs: Further variables of the template.
+        threads: Threads for long conversations.
+        size: Bytes of all texts.
+        add_generation_prompt: Whether the prompt ends with the header of an assistant turn.
+        add_special_tokens: Whether the tokenizer adds its special tokens.
 
-    def encode(encoder: PromptEncoder) -> list[int]:
-        return encoder.chat(
-            turns,
-            known,
+    Raises:
+        ApiError: status 400: the template refuses the messages, tools or variables; 503: many long
+            prompts wait already.
+    """
+
+    def encode() -> list[int]:
+        return model.prompts.chat(
+            messages_for_template(messages),
+            tools.template_tools if tools else None,
             template_kwargs=template_kwargs,
             add_generation_prompt=add_generation_prompt,
             add_special_tokens=add_special_tokens,
         )
 
     try:
-        return await _beside(model, encode, [turns, known, template_kwargs])
+        return await threads.run(size, encode)
     except UserError as error:  # its message begins with the field's name
         param, _, reason = str(error).partition(": ")
         raise invalid_value(param, reason) from error
@@ -145,9 +194,11 @@ async def encode_text(
     model: ServedModel,
     text: str,
     caller: Caller,
+    threads: TextThreads,
     *,
     add_special_tokens: bool = True,
     parses_special: bool = False,
+    with_spans: bool = False,
     where: str = "prompt",
 ) -> Encoded:
     """Return the token ids of a prompt given as text.
@@ -156,19 +207,21 @@ async def encode_text(
         model: the model.
         text: the prompt.
         caller: the sender of the request.
+        threads: threads for long texts.
         add_special_tokens: whether the tokenizer adds its special tokens.
         parses_special: whether control tokens in the text act, which the caller must be allowed.
+        with_spans: whether the characters of each token are wanted, too, which takes more memory.
         where: the body's field that holds the prompt.
 
     Raises:
         ApiError: status 400: the text spells the mask and that is to act, or it cannot be told from
-            a control token; 403: the caller may not send control tokens.
+            a control token; 403: the caller may not send control tokens; 503: many long prompts
+            wait already.
     """
+    options = {"add_special_tokens": add_special_tokens, "with_spans": with_spans}
     if not parses_special:
         try:
-            return await _beside(
-                model, lambda each: each.text(text, add_special_tokens=add_special_tokens), text
-            )
+            return await threads.run(len(text), lambda: model.prompts.text(text, **options))
         except UserError as error:
             raise invalid_value(where, str(error)) from error
     if not caller.may_control:
@@ -179,23 +232,9 @@ async def encode_text(
             param="parse_special_tokens",
             code="not_allowed",
         )
-    found = await _beside(
-        model, lambda each: each.plain(text, add_special_tokens=add_special_tokens), text
-    )
+    found = await threads.run(len(text), lambda: model.prompts.plain(text, **options))
     check_prompt_ids(where, found.ids, model, caller)
     return found
-
-
-async def _beside(
-    model: ServedModel, encode: Callable[[PromptEncoder], _Found], values: object
-) -> _Found:
-    """Encode a prompt, if it is long in a thread."""
-    num_characters = 0
-    for text in strings_in(values):
-        num_characters += len(text) + 1
-        if num_characters > _LONG_PROMPT:
-            return await asyncio.to_thread(encode, model.prompts)
-    return encode(model.prompts)
 
 
 def checked_max_tokens(
@@ -222,7 +261,7 @@ def checked_max_tokens(
     if not num_prompt:
         raise invalid_value(where.partition("[")[0], f"{where} has no tokens; give at least one")
     if limits.prompt_tokens is not None and num_prompt > limits.prompt_tokens:
-        raise _too_long(
+        raise too_long(
             where, f"{num_prompt} tokens exceed this server's limit of {limits.prompt_tokens}"
         )
     max_tokens = min(default, limits.output_tokens or default) if given is None else given
@@ -231,14 +270,10 @@ def checked_max_tokens(
         raise invalid_value(field, reason)
     if num_prompt + max_tokens > model.max_length:
         place = f" of {where}" if where.endswith("]") else ""
-        raise _too_long(
+        raise too_long(
             field,
             f"{num_prompt} prompt tokens{place} and {max_tokens} output tokens make "
             f"{num_prompt + max_tokens}, more than this model's limit of {model.max_length}; "
             f"shorten the prompt or lower {field}",
         )
     return max_tokens
-
-
-def _too_long(where: str, reason: str) -> ApiError:
-    return invalid_value(where, reason, code="context_length_exceeded")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.protocol import (
     MAX_GRAMMAR_LENGTH,
@@ -63,15 +64,14 @@ def json_schema_grammar(field: str, schema: dict[str, Any] | str) -> GrammarSpec
     """
     if isinstance(schema, str):
         return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
+    _check_length(field, "schema has", json_length(schema))
     try:
         text = json.dumps(schema, allow_nan=False)
     except ValueError as error:  # NaN and infinity, which Python's parser accepts
         raise invalid_value(field, "the schema has a number that is not finite") from error
     except RecursionError as error:
         raise invalid_value(field, "the schema is nested too deeply; make it flatter") from error
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        reason = f"the schema has {len(text)} characters; shorten it to {MAX_GRAMMAR_LENGTH}"
-        raise invalid_value(field, reason)
+    _check_length(field, "schema has", len(text))
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
@@ -87,11 +87,17 @@ def _structured_grammar(wanted: StructuredOutputs) -> GrammarSpec:
 
 
 def _choice_grammar(field: str, alternatives: list[str]) -> GrammarSpec:
+    _check_length(field, "choices have", sum(map(len, alternatives)))
     text = "|".join(_REGEX_META.sub(r"\\\1", each) for each in alternatives)
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        reason = f"the choices have {len(text)} characters; shorten them to {MAX_GRAMMAR_LENGTH}"
-        raise invalid_value(field, reason)
+    _check_length(field, "choices have", len(text))
     return GrammarSpec(GrammarKind.REGEX, text)
+
+
+def _check_length(field: str, subject: str, length: int) -> None:
+    if length > MAX_GRAMMAR_LENGTH:
+        them = "them" if subject.startswith("choices") else "it"
+        reason = f"the {subject} {length} characters; shorten {them} to {MAX_GRAMMAR_LENGTH}"
+        raise invalid_value(field, reason)
 
 
 _MAKERS: dict[str, Callable[[str, Any], GrammarSpec]] = {

@@ -17,6 +17,7 @@ from mars_serve.engine.request import Request
 
 TOOL_CALLS = "tool_calls"
 """Finish reason of a choice that calls tools."""
+_OUTPUTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,18 @@ class Choice:
         """Run the engine request to its end."""
         if self.may_stop:
             return [delta async for delta in self.stream(backend)]
-        taken = [self._take(output) for output in await backend.complete(self.request)]
-        return [delta for delta in taken if delta is not None]
+        outputs = await backend.complete(self.request)
+        outputs.reverse()
+        joined, taken = list[Delta](), list[Delta]()
+        while outputs:
+            delta = self._take(outputs.pop())
+            if delta is not None:
+                taken.append(delta)
+            if len(taken) == _OUTPUTS_AT_ONCE:
+                joined.append(_joined(taken))
+                taken = []
+                await asyncio.sleep(0)  # all of a long output at once would hold up other requests
+        return [*joined, *taken]
 
     def _take(self, output: StepOutput) -> Delta | None:
         """Return the part that a forward pass adds, or None if it only processed prompt tokens."""
@@ -174,6 +185,20 @@ class Choice:
         shown = slice(part.num_tokens)
         rows = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
         return [ReportedToken(token, start + offset, value) for token, offset, value in rows]
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """Return the part of a choice that several consecutive parts make together."""
+    last = deltas[-1]
+    return Delta(
+        choice=last.choice,
+        text="".join(delta.text for delta in deltas),
+        num_tokens=sum(delta.num_tokens for delta in deltas),
+        reported=[each for delta in deltas for each in delta.reported],
+        finish_reason=last.finish_reason,
+        is_first=deltas[0].is_first,
+        calls=[call for delta in deltas for call in delta.calls],
+    )
 
 
 def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:

@@ -12,6 +12,8 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from pydantic_core import to_json
+
 from mars_platform import __version__
 from mars_serve.api.outgoing.choices import CallPart, Choice, Delta, Passes, ReportedToken
 from mars_serve.api.outgoing.logprobs import chat_logprobs, completion_logprobs
@@ -19,6 +21,11 @@ from mars_serve.api.protocol import ServiceTier, StreamOptions
 from mars_serve.api.text import TokenBytes
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.decoding_options import DecodingOptions
+
+_LISTS_OF_TOKENS = 4
+"""Depth of the lists in a response that grow with its tokens: in its choices' log-probabilities."""
+_STEP = 256
+"""Entries of such a list that are written at once."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,24 @@ class ResponseBuilder:
     """Field of the request that gave a grammar, for error messages."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Return the whole response; ``deltas`` holds the parts of each choice."""
+    def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
+        """Return the body of the whole response; ``deltas`` holds the parts of each choice.
+
+        In a thread it never holds up other threads, however many tokens it reports.
+        """
+        response = self._response(deltas)
+        if self.options.num_logprobs is None:
+            return to_json(response)
+        return _json_in_steps(response, _LISTS_OF_TOKENS)
+
+    def size_of(self, deltas: Sequence[Sequence[Delta]]) -> int:
+        """Return about how many bytes of text take as long as writing the whole response."""
+        num_characters = sum(len(delta.text) for each in deltas for delta in each)
+        num_reported = sum(len(delta.reported) for each in deltas for delta in each)
+        num_likely = max(self.options.num_logprobs or 0, self.options.num_prompt_logprobs or 0)
+        return num_characters // 16 + 16 * num_reported * (num_likely + 1)
+
+    def _response(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
             "choices": [self._choice(each) for each in deltas],
@@ -137,6 +160,19 @@ class ResponseBuilder:
             "forward_passes": passes.num_passes,
             "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
         }
+
+
+def _json_in_steps(value: Any, depth: int) -> bytes:
+    """Return a value as JSON, written in small steps as deep as lists of tokens lie."""
+    if depth and isinstance(value, dict):
+        members = (to_json(k) + b":" + _json_in_steps(v, depth - 1) for k, v in value.items())
+        return b"{" + b",".join(members) + b"}"
+    if depth and isinstance(value, list):
+        return b"[" + b",".join(_json_in_steps(each, depth - 1) for each in value) + b"]"
+    if isinstance(value, list):
+        pieces = (value[start : start + _STEP] for start in range(0, len(value), _STEP))
+        return b"[" + b",".join(to_json(piece)[1:-1] for piece in pieces) + b"]"
+    return to_json(value)
 
 
 def _chat_delta(delta: Delta) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value, shown
 from mars_serve.api.messages import NO_PARAMETERS, FunctionDefinition
 from mars_serve.api.tools.formats import (
@@ -25,6 +26,8 @@ from mars_serve.api.tools.formats import (
     Family,
 )
 
+MAX_SCHEMAS_LENGTH = 2**18
+"""Most characters of all schemas that the calls of one request must satisfy."""
 _TRIGGERS = {
     Family.HERMES: HERMES_BEGIN,
     Family.MISTRAL_LIST: MISTRAL_TAG,
@@ -55,8 +58,13 @@ class CallGrammar:
         """Return the grammar. If calls are optional, only strict functions' schemas are enforced.
 
         Raises:
-            ApiError: status 400: a schema does not describe an object, or is not valid JSON.
+            ApiError: status 400: a schema does not describe an object, or is not valid JSON, or
+                the schemas are too long together.
         """
+        schemas = [each.parameters for each in functions if self.is_forced or each.strict]
+        if (length := json_length(schemas)) > MAX_SCHEMAS_LENGTH:
+            reason = f"the schemas that calls must satisfy have {length} characters together"
+            raise invalid_value("tools", f"{reason}; shorten them to {MAX_SCHEMAS_LENGTH}")
         names = [f"call_{index}" for index in range(len(functions))]
         lines = [f"start: {self._start()}", f"call: {' | '.join(names)}", *self._text_rules()]
         for index, function in enumerate(functions):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.incoming.options import decoding_options, stop_rules, tier_of, with_seed_of
@@ -21,7 +20,15 @@ from mars_serve.api.incoming.prompts import (
     completion_prompts,
     encode_chat,
 )
+from mars_serve.api.incoming.sizes import (
+    check_copies,
+    check_length,
+    check_reported,
+    most_reported,
+    num_bytes_of_chat,
+)
 from mars_serve.api.incoming.structure import Structure, structure_of
+from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.keys import Caller
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
 from mars_serve.api.outgoing.responses import ResponseBuilder
@@ -49,13 +56,17 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 def generation_router(
-    models: Mapping[str, ServedModel], limits: LimitSettings, num_ingresses: int
+    models: Mapping[str, ServedModel],
+    limits: LimitSettings,
+    threads: TextThreads,
+    num_ingresses: int,
 ) -> APIRouter:
     """Return the router of the endpoints that generate text.
 
     Args:
         models: Models by name.
         limits: Limits on requests.
+        threads: Threads for what is too long for the event loop.
         num_ingresses: Number of processes with this router, which share each queue.
     """
     router = APIRouter()
@@ -70,8 +81,9 @@ def generation_router(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
         call = _begin(models, body, request, limits, places)
-        prompts = await completion_prompts(body, call.model, limits, call.caller)
-        return await _respond(call, call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS))
+        prompts = await completion_prompts(body, call.model, limits, call.caller, threads)
+        response = call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS)
+        return await _respond(call, response, threads)
 
     @router.post(
         "/v1/chat/completions",
@@ -81,12 +93,20 @@ def generation_router(
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         call = _begin(models, body, request, limits, places)
-        check_num_choices(body, 1, limits)
+        num_choices = check_num_choices(body, 1, limits)
+        size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
+        check_length("messages", size, call.model, limits)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
-        tokens = await encode_chat(call.model, body.messages, tools, body.chat_template_kwargs)
+        tokens = await encode_chat(
+            call.model, body.messages, tools, body.chat_template_kwargs, threads, size=size
+        )
+        check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(call.model.max_length - len(tokens), 1)
-        return await _respond(call, call.prepare([Prompt(tokens, "messages")], room, tools))
+        if not body.stream and body.num_logprobs is not None:
+            room = min(room, most_reported(num_choices, body.num_logprobs))
+        response = call.prepare([Prompt(tokens, "messages")], room, tools)
+        return await _respond(call, response, threads)
 
     return router
 
@@ -166,6 +186,7 @@ class _Call:
                 max_tokens=max_tokens,
                 grammar=structure.grammar if structure else None,
             )
+            self._check_reported(prompt, options, len(prompts))
             choices += self._choices(request_id, prompt, options, tools, len(choices))
         self.record.mode = choices[0].request.options.mode
         self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
@@ -180,6 +201,15 @@ class _Call:
             stream_options=self.body.stream_options or StreamOptions(),
             grammar_field=structure.field if structure else None,
         )
+
+    def _check_reported(self, prompt: Prompt, options: DecodingOptions, num_prompts: int) -> None:
+        """Refuse a response that would hold too many log-probabilities at once."""
+        held = len(prompt.tokens) if options.num_prompt_logprobs is not None else 0
+        if not self.body.stream and options.num_logprobs is not None:
+            held += options.max_tokens
+        num_likely = max(options.num_logprobs or 0, options.num_prompt_logprobs or 0)
+        num_outputs = num_prompts * (self.body.n or 1)
+        check_reported(self.body.limit[0], num_outputs, held, num_likely)
 
     def _choices(
         self,
@@ -249,7 +279,7 @@ def _structure(body: GenerationRequest, tools: RequestTools | None) -> Structure
     return Structure("tools", tools.grammar)
 
 
-async def _respond(call: _Call, response: ResponseBuilder) -> Response:
+async def _respond(call: _Call, response: ResponseBuilder, threads: TextThreads) -> Response:
     """Generate the text and return it whole or as a stream."""
     if call.body.stream:
         events = _events(call, response)
@@ -263,7 +293,8 @@ async def _respond(call: _Call, response: ResponseBuilder) -> Response:
     finally:
         call.record_end(response)
     call.record.finish_reason = deltas[-1][-1].finish_reason
-    return Response(to_json(response.response(deltas)), media_type="application/json")
+    body = await threads.write(response.size_of(deltas), lambda: response.whole(deltas))
+    return Response(body, media_type="application/json")
 
 
 async def _events(call: _Call, response: ResponseBuilder) -> AsyncGenerator[bytes]:

@@ -7,23 +7,31 @@ Source: vLLM's OpenAI-compatible server, which has the same endpoints.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
+from pydantic_core import to_json
 
 from mars_serve.api.errors import check_token_ids, invalid_value
 from mars_serve.api.incoming.prompts import encode_chat, encode_text
+from mars_serve.api.incoming.sizes import (
+    check_length,
+    check_num_ids,
+    num_bytes,
+    num_bytes_of_chat,
+)
+from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.keys import Caller
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, Tools
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.text import decode
 from mars_serve.api.tools import prepare_tools
 from mars_serve.config.served import ServedModel
+from mars_serve.config.settings import LimitSettings
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.middleware.records import RequestRecord
 
@@ -129,33 +137,45 @@ class TokenizerInfo(Shape):
     chat_template: str | None
 
 
-def tokens_router(models: Mapping[str, ServedModel]) -> APIRouter:
+def tokens_router(
+    models: Mapping[str, ServedModel], limits: LimitSettings, threads: TextThreads
+) -> APIRouter:
     """Return the router of the endpoints that convert between text and token ids."""
     router = APIRouter(responses=errors_described())
 
     @router.post("/tokenize", responses={200: {"model": TokenizeResponse}})
-    async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
-        tokenizer = model.checkpoint.tokenizer
-        tokens = await _encode(body, model, request.state.caller)
-        names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return JSONResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": model.max_length,
-                "tokens": tokens,
-                "token_strs": names,
-            }
-        )
+        tokens = await _encode(body, model, limits, request.state.caller, threads)
+        _charge(request, len(tokens))
+
+        def answer() -> bytes:
+            tokenizer = model.checkpoint.tokenizer
+            names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            return to_json(
+                {
+                    "count": len(tokens),
+                    "max_model_len": model.max_length,
+                    "tokens": tokens,
+                    "token_strs": names,
+                }
+            )
+
+        return _json(await threads.run(len(tokens), answer))
 
     @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
-    async def detokenize(body: DetokenizeRequest, request: Request) -> JSONResponse:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
-        tokenizer = _model_of(models, body.model, request).checkpoint.tokenizer
-        check_token_ids("tokens", body.tokens, len(tokenizer))
-        text = await asyncio.to_thread(decode, tokenizer, body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        model = _model_of(models, body.model, request)
+        tokenizer, ids = model.checkpoint.tokenizer, body.tokens
+        check_num_ids("tokens", len(ids), model, limits)
+        check_token_ids("tokens", ids, len(tokenizer))
+        _charge(request, len(ids))
+        text = await threads.run(
+            len(ids), lambda: decode(tokenizer, ids, skip_special_tokens=False)
+        )
+        return _json(to_json({"prompt": text}))
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
@@ -187,28 +207,50 @@ def _model_of(models: Mapping[str, ServedModel], name: str | None, request: Requ
     return find_model(models, name)
 
 
-async def _encode(body: TokenizeRequest, model: ServedModel, caller: Caller) -> list[int]:
+def _charge(request: Request, num_tokens: int) -> None:
+    """Count tokens against the key's limit, as those of a prompt."""
+    record: RequestRecord = request.state.record
+    record.prompt_tokens = num_tokens
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def _encode(
+    body: TokenizeRequest,
+    model: ServedModel,
+    limits: LimitSettings,
+    caller: Caller,
+    threads: TextThreads,
+) -> list[int]:
     """Return the token ids of a body's prompt or conversation."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(
                 "tools", "a prompt has none; give messages instead, or leave it out"
             )
+        check_length("prompt", num_bytes(body.prompt), model, limits)
         found = await encode_text(
             model,
             body.prompt,
             caller,
+            threads,
             add_special_tokens=body.add_special_tokens is not False,
             parses_special=bool(body.parse_special_tokens),
         )
         return found.ids
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
+    size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
+    check_length("messages", size, model, limits)
     return await encode_chat(
         model,
         body.messages,
         prepare_tools(body.tools, None, None, model.checkpoint),
         body.chat_template_kwargs,
+        threads,
+        size=size,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
     )

@@ -7,36 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 
-import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mars_serve.api.bounds import most_depth, structure_of
 from mars_serve.api.errors import ApiError
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
 """Largest nesting depth of JSON. Templates and grammars recurse into values, and a Python or native
 stack that overflows may end the process."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_DEPTH_OF = np.zeros(256, np.int8)
-_DEPTH_OF[[ord("["), ord("{")]] = 1
-_DEPTH_OF[[ord("]"), ord("}")]] = -1
+_SMALL = 2**18
+"""Bodies with this many bytes are read so fast that their values need no counting."""
+_MAX_HELD = 16
+"""Bodies of the largest size whose bytes may be held at once while the rest of them arrives."""
 
 
 class BodyMiddleware:
     """Passes on requests whose body is JSON within the limits.
 
-    Raises `ApiError`: 408 for a body that takes too long, 413 for too many bytes, 415 for an
-    unsupported encoding or type, 422 for JSON that is nested too deeply or not UTF-8.
+    Raises `ApiError`: 408 for a body that takes too long, 413 for too many bytes or values, 415 for
+    an unsupported encoding or type, 422 for JSON that is nested too deeply or not UTF-8, 503 if
+    other bodies take all room.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, wait_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_values: int, wait_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_values = max_values
         self._wait_s = wait_s
+        self._num_held = 0
+        """Bytes of the bodies that are being read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request with its body read and checked."""
@@ -55,7 +58,9 @@ class BodyMiddleware:
             raise ApiError(408, f"body: {reason}", code="request_timeout") from error
         if body:
             _check_type(headers)
-            _check_json(body)
+            _check_unicode(body)
+            if most_depth(body) > _MAX_DEPTH or len(body) > _SMALL:
+                await self._check_structure(body)
         await self._app(scope, _replayed(body, receive), send)
 
     def _check_encoding(self, headers: Headers) -> None:
@@ -73,16 +78,45 @@ class BodyMiddleware:
         if length.isdecimal() and int(length) > self._max_bytes:
             raise self._too_large()
         parts, num_bytes, is_more = [], 0, True
-        while is_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
-            is_more = message.get("more_body", False)
+        try:
+            while is_more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                self._num_held += len(parts[-1])
+                self._check_size(num_bytes)
+                is_more = message.get("more_body", False)
+        finally:
+            self._num_held -= num_bytes
         return b"".join(parts)
+
+    def _check_size(self, num_bytes: int) -> None:
+        """Refuse a body of which so many bytes have arrived."""
+        if num_bytes > self._max_bytes:
+            raise self._too_large()
+        if num_bytes > _SMALL and self._num_held > _MAX_HELD * self._max_bytes:
+            reason = "too many large ones arrive at once; try again shortly"
+            raise ApiError(503, f"body: {reason}", code="busy", retry_after_s=1)
+
+    async def _check_structure(self, body: bytes) -> None:
+        """Refuse JSON that would take long to read, or to recurse into."""
+        if len(body) <= _SMALL:
+            found = structure_of(body)
+        else:
+            found = await asyncio.to_thread(structure_of, body, self._max_values)
+        if found.depth > _MAX_DEPTH:
+            reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
+            raise ApiError(422, f"body: {reason}", code="unparsable")
+        if len(body) <= _SMALL:
+            return
+        if found.num_values > self._max_values:
+            reason = f"more than the {self._max_values} names and values that this server takes"
+            remedy = "send less, and long prompts as text instead of token ids"
+            raise ApiError(413, f"body: {reason}; {remedy}", code="body_too_large")
+        if found.has_long_number:
+            raise ApiError(422, "body: a number has too many digits; shorten it", code="unparsable")
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -103,23 +137,9 @@ def _check_type(headers: Headers) -> None:
         )
 
 
-def _check_json(body: bytes) -> None:
+def _check_unicode(body: bytes) -> None:
     if not json.detect_encoding(body).startswith("utf-8"):
         raise ApiError(422, "body: it is not UTF-8, as JSON must be", code="unparsable")
-    if _depth(body) > _MAX_DEPTH:
-        raise ApiError(
-            422,
-            f"body: nested more than {_MAX_DEPTH} levels deep; send a flatter one",
-            code="unparsable",
-        )
-
-
-def _depth(body: bytes) -> int:
-    """Return the nesting depth; it is exact for valid JSON."""
-    if body.count(b"[") + body.count(b"{") <= _MAX_DEPTH:
-        return 0  # few brackets cannot nest deeply, and hardly any request has more
-    steps = _DEPTH_OF[np.frombuffer(_STRING.sub(b"", body), np.uint8)]
-    return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

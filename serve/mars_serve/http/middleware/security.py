@@ -31,8 +31,12 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
         )
     limits = KeyLimits(num_shares=settings.proxy.num_replicas)
     # the middleware added last runs first
+    bodies = settings.limits
     app.add_middleware(
-        BodyMiddleware, max_bytes=settings.limits.body_bytes, wait_s=settings.limits.body_wait_s
+        BodyMiddleware,
+        max_bytes=bodies.body_bytes,
+        max_values=bodies.body_values,
+        wait_s=bodies.body_wait_s,
     )
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)

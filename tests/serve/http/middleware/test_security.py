@@ -15,7 +15,6 @@ from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS
-from mars_serve.http.middleware.bodies import _MAX_DEPTH, _depth
 from mars_serve.http.middleware.security import add_security
 from rest import asgi, rest_requests
 from rest.api_keys import bearer, key_entry
@@ -336,21 +335,3 @@ async def test_no_bytes_break_the_server(app, body):
     json_type = [(b"content-type", b"application/json")]
     status, _, _ = await call(app, COMPLETIONS, "POST", headers=json_type, chunks=(body,))
     assert status in (400, 422)
-
-
-def levels(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list):
-        return 0
-    return 1 + max((levels(each) for each in inner), default=0)
-
-
-@settings(max_examples=50, deadline=None)
-@given(value=NESTED, num_more=st.integers(0, 3), wide=st.booleans())
-def test_the_nesting_depth_of_json_is_exact_if_there_are_many_brackets(value, num_more, wide):
-    for _ in range(num_more):
-        value = [value]
-    if wide:
-        value = [value, *[[]] * _MAX_DEPTH]
-    depth = _depth(json.dumps(value).encode())
-    assert depth == levels(value) if wide else depth <= _MAX_DEPTH
