@@ -161,7 +161,7 @@ def amended(config: str, directory: Path, limits: ConnectionLimits, before: str 
     kept = _ROUTES.sub("", kept)
     answer = (
         f"    http-request return status 503 content-type application/json "
-        f"hdr Retry-After 1 string '{_NOT_READY}'"
+        f"hdr Retry-After %[rand(3),add(1)] string '{_NOT_READY}'"
     )
     return _NOT_FOUND.sub(lambda _: answer, kept)
 

@@ -75,6 +75,7 @@ def test_errors_of_haproxy_are_json(config):
     assert "return status 404" in config
     assert "return status 404" not in text
     assert '\'{"error": {"message": "no replica is ready' in text
+    assert "hdr Retry-After %[rand(3),add(1)]" in text  # clients do not come back together
 
 
 def test_clients_cannot_hold_connections_without_finishing_requests(config):
