@@ -298,7 +298,7 @@ def test_the_limits_of_a_key_are_reported(
     mars: Checkpoint, loop: LocalLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.sha256(KEY.encode()).hexdigest()
-    entry = {"name": "one", "sha256": digest, "tiers": ["default"], "requests_per_minute": 3}
+    entry = {"name": "one", "sha256": digest, "tiers": ["default"], "requests_per_minute": 9}
     trace = trace_file(tmp_path)
     with serving(mars, LoopBackend(loop), keys={"entries": [entry]}) as url:
         with pytest.raises(UserError, match=r"--key-env: GET .* gives 401"):
@@ -309,7 +309,7 @@ def test_the_limits_of_a_key_are_reported(
     assert of_tier.figures.all.errors == {"403 tier_not_allowed": 1}
     assert (of_tier.figures.all.rejected, of_tier.figures.all.failed) == (0, 1)
     found = test.figures.all
-    assert 0 < found.num_served <= 3
+    assert 0 < found.num_served < 9  # measuring the prompts' length takes some requests, too
     assert found.rejected_429 == found.rejected / 20
     assert found.errors == {"429 rate_limit_exceeded": 20 - found.num_served}
     assert test.replayed.live_refusal == 403
