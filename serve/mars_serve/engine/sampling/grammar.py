@@ -134,6 +134,8 @@ class GrammarCompiler:
                 f"use at most {self._limits.max_length}"
             )
         with self._lock:
+            for name in [name for name, kept in self._cache.items() if kept.is_spent]:
+                del self._cache[name]
             compiled = self._find(spec)
             if compiled is not None:
                 return compiled
@@ -148,7 +150,7 @@ class GrammarCompiler:
             self._refused.move_to_end(spec)
             raise UserError(self._refused[spec])
         compiled = self._cache.get(spec)
-        if compiled is None or compiled.is_spent:
+        if compiled is None:
             return None
         self._cache.move_to_end(spec)
         return compiled

@@ -48,8 +48,8 @@ class GrammarLimits:
 
     max_length: int = 65_536
     """Characters of the grammar's text."""
-    num_cached: int = 64
-    """Compiled grammars in the cache, and as many refused ones."""
+    num_cached: int = 32
+    """Compiled grammars in the cache, up to 34 MB each, and as many refused ones."""
     step_s: float = 0.25
     """CPU seconds in one step."""
     compile_s: float = 2.0
@@ -64,8 +64,9 @@ class GrammarLimits:
     """Parser items for one set of allowed tokens: up to 70 ms for the most ambiguous grammars."""
     row_items: int = 1_000
     """Parser items behind one byte. The time of an ambiguous grammar grows with their cube."""
-    num_states: int = 50_000
-    """Lexer states of 1 to 2 kB each, which all requests with the grammar share."""
+    num_states: int = 20_000
+    """Lexer states of up to 2 kB each, which all requests with the grammar share; usual ones have
+    fewer than 1 000, loose regular expressions up to 10 000."""
     num_symbols: int = 500_000
     """Symbols of the grammar's rules, once repetitions are expanded."""
 
