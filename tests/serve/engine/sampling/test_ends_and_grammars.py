@@ -174,7 +174,9 @@ def test_a_grammar_that_allows_nothing_fails_its_own_request_alone(
     engine: Engine, prompts: list[list[int]], kind: DecodingOptions
 ) -> None:
     """After the digit only the mask fits, which is never emitted."""
-    grammar = GrammarSpec(GrammarKind.LARK, 'start: "4" <|mask|>')
+    assert engine.checkpoint.metadata is not None
+    mask = engine.checkpoint.metadata.mask_token_id
+    grammar = GrammarSpec(GrammarKind.LARK, f'start: "4" <[{mask}]>', frozenset({mask}))
     victim = Request("victim", list(prompts[0]), replace(kind, grammar=grammar))
     kinds = [AR, *EXACT, replace(EXACT[0], grammar=GRAMMARS["regex"])]
     together, alone = (
