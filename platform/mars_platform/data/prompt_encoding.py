@@ -27,6 +27,10 @@ from mars_platform.errors import UserError
 _BARRED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 _TAG = re.compile(r"[<\[{(].*\S.*[>\])}]", re.DOTALL)
 _NAME_BYTES = 12
+_PIECE = 2**16
+"""Characters of a long text whose tokens are counted at once."""
+_MOST_FOR_CUT = 16
+"""Tokens that cutting a text makes at most, with a wide margin."""
 # Rare ideographs stand for replaced characters: they have no case, are no white space, and neither
 # JSON nor Python's repr escapes them.
 _STAND_INS = range(0x30000, 0x3134B)
@@ -59,6 +63,10 @@ def control_tokens(
         return with_tags and bool(_TAG.fullmatch(token.content)) and token.content in template
 
     return {token_id: token for token_id, token in known.items() if is_control(token_id, token)}
+
+
+class TooManyTokens(UserError):
+    """Raised for a text with more tokens than are wanted."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Render a conversation with the model's chat template and return its token ids.
 
@@ -139,9 +148,11 @@ class PromptEncoder:
             add_generation_prompt: whether the prompt ends with the header of an assistant turn.
             add_special_tokens: whether the tokenizer adds its special tokens; a template usually
                 writes them itself.
+            max_tokens: number of tokens beyond which a long prompt is given up.
 
         Raises:
             UserError: see `render_prompt`; or the tokenizer takes a text for a control token.
+            TooManyTokens: the prompt has more than ``max_tokens``.
         """
         shield = self.shield_for(messages, tools, template_kwargs)
         text = render_prompt(
@@ -153,8 +164,18 @@ class PromptEncoder:
             shield=shield,
         )
         if shield is None:
+            self.check_length(text, max_tokens)
             return self.plain(text, add_special_tokens=add_special_tokens, with_spans=False).ids
+        _check_length(self._guarded, text, max_tokens)
         return self._framed(self.sealed(text, with_spans=False), add_special_tokens).ids
+
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Give up a long text with too many tokens, without holding all of them at once.
+
+        Raises:
+            TooManyTokens: the text has more than ``max_tokens``.
+        """
+        _check_length(self.tokenizer.backend_tokenizer, text, max_tokens)
 
     def text(
         self, text: str, *, add_special_tokens: bool = True, with_spans: bool = True
@@ -224,6 +245,19 @@ class PromptEncoder:
             return encoded
         ids = [*self.prefix, *encoded.ids, *self.suffix]
         return Encoded(ids, encoded.encoding, len(self.prefix))
+
+
+def _check_length(backend: Tokenizer, text: str, max_tokens: int | None) -> None:
+    """Count the tokens of a long text piece by piece; a piece may have some more for being cut."""
+    if max_tokens is None or len(text) <= _PIECE:
+        return
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE):
+        piece = text[start : start + _PIECE]
+        num_tokens += len(_encoding(backend, piece, False, False).ids) - _MOST_FOR_CUT
+        if num_tokens > max_tokens:
+            reason = f"{len(text)} characters are more than the limit of {max_tokens} tokens"
+            raise TooManyTokens(f"{reason}; shorten the text")
 
 
 def _encoding(

@@ -11,13 +11,16 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic_core import PydanticCustomError
 
 from mars_serve.api.bounds import at_most
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 """Largest number of content parts in a message."""
+MAX_PIECES = 4096
+"""Largest number of content parts and tool calls in all messages together."""
 MAX_TEXT_LENGTH = 4 * 2**20
 """Longest text of a message or content part, in characters."""
 MAX_TOOLS = 128
@@ -130,8 +133,26 @@ ChatMessage = Annotated[
     Field(discriminator="role"),
 ]
 """A message of a conversation, told apart by its role."""
+
+
+def _check_num_pieces(value: Any) -> Any:
+    """Refuse conversations of too many pieces before a model is made of each."""
+    messages = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    pieces = [each.get(key) for each in messages for key in ("content", "tool_calls")]
+    given = sum(len(each) for each in pieces if isinstance(each, list))
+    if given > MAX_PIECES:
+        raise PydanticCustomError(
+            "too_many_pieces",
+            "Messages should have at most {most} parts and tool calls together, not {given}",
+            {"most": MAX_PIECES, "given": given},
+        )
+    return value
+
+
 Messages = Annotated[
-    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_check_num_pieces),
 ]
 
 

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_families import ORDINARY, TEMPLATES, control_texts, tokenizer_of
+from mars_platform.data import prompt_encoding
 from mars_platform.data.conversations import render_prompt
-from mars_platform.data.prompt_encoding import PromptEncoder
+from mars_platform.data.prompt_encoding import PromptEncoder, TooManyTokens
 from mars_platform.errors import UserError
 
 FAMILIES = list(TEMPLATES)
@@ -223,3 +224,38 @@ def test_single_words_are_control_tokens_only_between_spaces():
     messages = [{"role": "user", "content": "<a>"}]
     expected = tokenizer("a<a>a <a> ", add_special_tokens=False)["input_ids"]
     assert PromptEncoder(tokenizer).chat(messages) == [*expected, 2, 0, 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=20, deadline=None)
+@given(text=st.text(st.sampled_from("ab  \n<|>.1日é"), max_size=200), piece=st.integers(5, 60))
+def test_only_texts_with_too_many_tokens_are_given_up(family, text, piece):
+    encoder = encoder_of(family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_encoding, "_PIECE", piece)
+        num_tokens = len(encoder.plain(text, add_special_tokens=False).ids)
+        encoder.check_length(text, num_tokens)
+        encoder.check_length(text, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_text_is_given_up_before_it_is_tokenized_as_a_whole(family):
+    encoder, text = encoder_of(family), "plus 12 " * 100_000
+    with pytest.raises(TooManyTokens, match="800000 characters are more than the limit of 1000"):
+        encoder.check_length(text, 1000)
+    messages = [{"role": "user", "content": text + control_texts(family)[0]}]
+    for turns in ([{"role": "user", "content": text}], messages):
+        with pytest.raises(TooManyTokens):
+            encoder.chat(turns, max_tokens=1000)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_do_not_depend_on_whether_spans_are_wanted(family):
+    encoder = encoder_of(family)
+    for text in ("What is 1 plus 2? Größe 日本", control_texts(family)[0] + " x"):
+        for adds in (True, False):
+            with_spans, without = (
+                encoder.text(text, add_special_tokens=adds, with_spans=wanted).ids
+                for wanted in (True, False)
+            )
+            assert with_spans == without

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mars_platform.data.prompt_encoding import Encoded
+from mars_platform.data.prompt_encoding import Encoded, TooManyTokens
 from mars_platform.errors import UserError
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value
 from mars_serve.api.incoming.sizes import (
     check_copies,
     check_length,
     check_num_ids,
+    most_tokens,
     num_bytes,
     too_long,
 )
@@ -64,8 +65,8 @@ async def completion_prompts(
     for index, each in enumerate(several):
         where = "prompt" if is_one else f"prompt[{index}]"
         if isinstance(each, str):
-            check_length(where, num_bytes(each), model, limits)
-            prompts.append(await _prompt_of_text(body, each, where, model, caller, threads))
+            found = _prompt_of_text(body, each, where, model, limits, caller, threads)
+            prompts.append(await found)
         else:
             check_num_ids(where, len(each), model, limits)
             work = partial(_prompt_of_ids, body, each, where, model, caller)
@@ -80,12 +81,13 @@ async def _prompt_of_text(
     text: str,
     where: str,
     model: ServedModel,
+    limits: LimitSettings,
     caller: Caller,
     threads: TextThreads,
 ) -> Prompt:
     parses, echoes = bool(body.parse_special_tokens), bool(body.echo)
     found = await encode_text(
-        model, text, caller, threads, parses_special=parses, with_spans=echoes, where=where
+        model, text, caller, limits, threads, parses_special=parses, with_spans=echoes, where=where
     )
     if not echoes:
         return Prompt(found.ids, where)
@@ -151,6 +153,7 @@ async def encode_chat(
     messages: Sequence[ChatMessage],
     tools: RequestTools | None,
     template_kwargs: Mapping[str, Any] | None,
+    limits: LimitSettings,
     threads: TextThreads,
     *,
     size: int,
@@ -164,15 +167,17 @@ async def encode_chat(
         messages: The conversation.
         tools: The tools that it offers.
         template_kwargs: Further variables of the template.
+        limits: The server's limits.
         threads: Threads for long conversations.
         size: Bytes of all texts.
         add_generation_prompt: Whether the prompt ends with the header of an assistant turn.
         add_special_tokens: Whether the tokenizer adds its special tokens.
 
     Raises:
-        ApiError: status 400: the template refuses the messages, tools or variables; 503: many long
-            prompts wait already.
+        ApiError: status 400: the conversation cannot fit, or the template refuses the messages,
+            tools or variables; 503: many long prompts wait already.
     """
+    most = most_tokens(model, limits)
 
     def encode() -> list[int]:
         return model.prompts.chat(
@@ -181,10 +186,13 @@ async def encode_chat(
             template_kwargs=template_kwargs,
             add_generation_prompt=add_generation_prompt,
             add_special_tokens=add_special_tokens,
+            max_tokens=most,
         )
 
     try:
         return await threads.run(size, encode)
+    except TooManyTokens as error:
+        raise too_long("messages", str(error)) from error
     except UserError as error:  # its message begins with the field's name
         param, _, reason = str(error).partition(": ")
         raise invalid_value(param, reason) from error
@@ -194,6 +202,7 @@ async def encode_text(
     model: ServedModel,
     text: str,
     caller: Caller,
+    limits: LimitSettings,
     threads: TextThreads,
     *,
     add_special_tokens: bool = True,
@@ -207,6 +216,7 @@ async def encode_text(
         model: the model.
         text: the prompt.
         caller: the sender of the request.
+        limits: the server's limits.
         threads: threads for long texts.
         add_special_tokens: whether the tokenizer adds its special tokens.
         parses_special: whether control tokens in the text act, which the caller must be allowed.
@@ -214,16 +224,37 @@ async def encode_text(
         where: the body's field that holds the prompt.
 
     Raises:
-        ApiError: status 400: the text spells the mask and that is to act, or it cannot be told from
-            a control token; 403: the caller may not send control tokens; 503: many long prompts
-            wait already.
+        ApiError: status 400: the text cannot fit, it spells the mask and that is to act, or it
+            cannot be told from a control token; 403: the caller may not send control tokens; 503:
+            many long prompts wait already.
     """
-    options = {"add_special_tokens": add_special_tokens, "with_spans": with_spans}
-    if not parses_special:
-        try:
-            return await threads.run(len(text), lambda: model.prompts.text(text, **options))
-        except UserError as error:
-            raise invalid_value(where, str(error)) from error
+    size, most, encoder = num_bytes(text), most_tokens(model, limits), model.prompts
+    check_length(where, size, model, limits)
+    if parses_special:
+        _check_may_control(caller)
+
+    def encode() -> Encoded:
+        encoder.check_length(text, most)
+        encode_all = encoder.plain if parses_special else encoder.text
+        return encode_all(text, add_special_tokens=add_special_tokens, with_spans=with_spans)
+
+    try:
+        found = await threads.run(size, encode)
+    except TooManyTokens as error:
+        raise too_long(where, str(error)) from error
+    except UserError as error:
+        raise invalid_value(where, str(error)) from error
+    if parses_special:
+        check_prompt_ids(where, found.ids, model, caller)
+    return found
+
+
+def _check_may_control(caller: Caller) -> None:
+    """Refuse control tokens in a text from a caller who may not send them.
+
+    Raises:
+        ApiError: status 403.
+    """
     if not caller.may_control:
         reason = "this caller may not send control tokens; leave it out, or use a key with "
         raise ApiError(
@@ -232,9 +263,6 @@ async def encode_text(
             param="parse_special_tokens",
             code="not_allowed",
         )
-    found = await threads.run(len(text), lambda: model.prompts.plain(text, **options))
-    check_prompt_ids(where, found.ids, model, caller)
-    return found
 
 
 def checked_max_tokens(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mars_platform.data.client_text import strings_in
+from mars_serve.api.bounds import structure_of
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.messages import ChatMessage, PastAssistantMessage, RefusalPart, Tool
 from mars_serve.config.served import ServedModel
@@ -17,8 +18,15 @@ one character have more."""
 MAX_COPIED_TOKENS = 2**20
 """Most prompt tokens of a request, counted once for each output: each goes to the model."""
 
+MAX_VALUES_OF_ARGUMENTS = 2**15
+"""Most names and values in the arguments of all tool calls of a conversation."""
 MAX_REPORTED = 2**17
 """Most log-probabilities that a response holds at once. Each takes half a kilobyte of memory."""
+
+
+def most_tokens(model: ServedModel, limits: LimitSettings) -> int:
+    """Return the most tokens that a prompt may have."""
+    return min(model.max_length, limits.prompt_tokens or model.max_length)
 
 
 def check_length(where: str, num_bytes: int, model: ServedModel, limits: LimitSettings) -> None:
@@ -27,7 +35,7 @@ def check_length(where: str, num_bytes: int, model: ServedModel, limits: LimitSe
     Raises:
         ApiError: status 400.
     """
-    most = _most_tokens(model, limits)
+    most = most_tokens(model, limits)
     if num_bytes > most * BYTES_PER_TOKEN:
         reason = f"{num_bytes} bytes of text cannot fit into the limit of {most} tokens"
         raise too_long(where, f"{reason}; shorten it")
@@ -39,7 +47,7 @@ def check_num_ids(where: str, num_ids: int, model: ServedModel, limits: LimitSet
     Raises:
         ApiError: status 400.
     """
-    most = _most_tokens(model, limits)
+    most = most_tokens(model, limits)
     if num_ids > most:
         raise too_long(where, f"{num_ids} tokens exceed the limit of {most}; send fewer")
 
@@ -87,6 +95,23 @@ def too_long(where: str, reason: str) -> ApiError:
     return invalid_value(where, reason, code="context_length_exceeded")
 
 
+def check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Refuse tool calls whose arguments, JSON as text, would take long to read.
+
+    Raises:
+        ApiError: status 400.
+    """
+    texts = [text for message in messages for text in _arguments_of(message)]
+    if sum(map(len, texts)) <= MAX_VALUES_OF_ARGUMENTS:
+        return
+    left = MAX_VALUES_OF_ARGUMENTS
+    for text in texts:
+        left -= structure_of(text.encode("utf-8", "replace"), left).num_values
+        if left < 0:
+            reason = f"the arguments of tool calls have over {MAX_VALUES_OF_ARGUMENTS} names and"
+            raise invalid_value("messages", f"{reason} values; shorten them")
+
+
 def num_bytes(text: str) -> int:
     """Return the length of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
@@ -116,9 +141,10 @@ def _texts_of(message: ChatMessage) -> Iterator[str]:
         yield part.refusal if isinstance(part, RefusalPart) else part.text
     if isinstance(message, PastAssistantMessage):
         yield message.refusal or ""
-        for call in message.tool_calls or ():
-            yield call.function.arguments
+        yield from _arguments_of(message)
 
 
-def _most_tokens(model: ServedModel, limits: LimitSettings) -> int:
-    return min(model.max_length, limits.prompt_tokens or model.max_length)
+def _arguments_of(message: ChatMessage) -> Iterator[str]:
+    calls = message.tool_calls if isinstance(message, PastAssistantMessage) else None
+    for call in calls or ():
+        yield call.function.arguments

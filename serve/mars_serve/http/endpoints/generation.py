@@ -21,6 +21,7 @@ from mars_serve.api.incoming.prompts import (
     encode_chat,
 )
 from mars_serve.api.incoming.sizes import (
+    check_arguments,
     check_copies,
     check_length,
     check_reported,
@@ -96,10 +97,11 @@ def generation_router(
         num_choices = check_num_choices(body, 1, limits)
         size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
         check_length("messages", size, call.model, limits)
+        check_arguments(body.messages)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
         tokens = await encode_chat(
-            call.model, body.messages, tools, body.chat_template_kwargs, threads, size=size
+            call.model, body.messages, tools, body.chat_template_kwargs, limits, threads, size=size
         )
         check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(call.model.max_length - len(tokens), 1)

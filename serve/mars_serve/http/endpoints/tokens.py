@@ -19,9 +19,9 @@ from pydantic_core import to_json
 from mars_serve.api.errors import check_token_ids, invalid_value
 from mars_serve.api.incoming.prompts import encode_chat, encode_text
 from mars_serve.api.incoming.sizes import (
+    check_arguments,
     check_length,
     check_num_ids,
-    num_bytes,
     num_bytes_of_chat,
 )
 from mars_serve.api.incoming.threads import TextThreads
@@ -230,11 +230,11 @@ async def _encode(
             raise invalid_value(
                 "tools", "a prompt has none; give messages instead, or leave it out"
             )
-        check_length("prompt", num_bytes(body.prompt), model, limits)
         found = await encode_text(
             model,
             body.prompt,
             caller,
+            limits,
             threads,
             add_special_tokens=body.add_special_tokens is not False,
             parses_special=bool(body.parse_special_tokens),
@@ -244,11 +244,13 @@ async def _encode(
         raise invalid_value("prompt", "give either prompt or messages, and not both")
     size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
     check_length("messages", size, model, limits)
+    check_arguments(body.messages)
     return await encode_chat(
         model,
         body.messages,
         prepare_tools(body.tools, None, None, model.checkpoint),
         body.chat_template_kwargs,
+        limits,
         threads,
         size=size,
         add_generation_prompt=body.add_generation_prompt,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -38,6 +39,8 @@ class BodyMiddleware:
         self._max_bytes = max_bytes
         self._max_values = max_values
         self._wait_s = wait_s
+        # One thread lets large bodies reach the endpoints one after the other.
+        self._thread = ThreadPoolExecutor(1, "large-bodies")
         self._num_held = 0
         """Bytes of the bodies that are being read."""
 
@@ -105,7 +108,8 @@ class BodyMiddleware:
         if len(body) <= _SMALL:
             found = structure_of(body)
         else:
-            found = await asyncio.to_thread(structure_of, body, self._max_values)
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._thread, structure_of, body, self._max_values)
         if found.depth > _MAX_DEPTH:
             reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
             raise ApiError(422, f"body: {reason}", code="unparsable")

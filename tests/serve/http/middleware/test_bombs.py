@@ -31,6 +31,8 @@ LARGE = 2**18
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 PART = {"type": "text", "text": ""}
 SCHEMA = {"type": "function", "function": {"name": "f"}}
+TEXT = "plus " * 1000
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": TEXT}}
 
 
 class Encoders:
@@ -107,14 +109,30 @@ async def test_a_number_of_thousands_of_digits_is_an_invalid_value(client, field
     client.error_of(response, 400, field)
 
 
+@pytest.mark.parametrize("key", ["content", "tool_calls"])
+async def test_pieces_of_a_conversation_are_counted_before_they_are_read(client, key):
+    messages = [{"role": "assistant", key: [{}] * 1000}] * 5
+    message = await client.refusal(CHAT, {**CONVERSATION, "messages": messages}, 400, "messages")
+    assert "at most 4096 parts and tool calls together, not 5000" in message
+
+
+async def test_arguments_of_many_values_are_refused_unread(client, monkeypatch, encoders):
+    monkeypatch.setattr(sizes, "MAX_VALUES_OF_ARGUMENTS", 10)
+    few, many = '{"text": "[,,,,,,,,,,,,]"}', '{"a": [[], [], [], []]}'
+    calls = [{**CALL, "function": {"name": "f", "arguments": each}} for each in (few, many)]
+    for chosen, status in ((calls[:1], 200), (calls, 400), ([calls[1]] * 2, 400)):
+        messages = [*CONVERSATION["messages"], {"role": "assistant", "tool_calls": chosen}]
+        response = await client.post(CHAT, json={**CONVERSATION, "messages": messages})
+        assert response.status_code == status, response.text
+    assert encoders.num_calls == 1
+
+
 @pytest.mark.parametrize("penalty", [1e-46, 0.001, 101])
 async def test_a_factor_that_leaves_the_range_of_scores_is_refused(client, penalty):
     await client.refusal(COMPLETIONS, {**COMPLETION, "repetition_penalty": penalty}, 400,
                          "repetition_penalty")  # fmt: skip
 
 
-TEXT = "plus " * 1000
-CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": TEXT}}
 TOO_LONG = {
     "prompt": (COMPLETIONS, {"prompt": TEXT}, "prompt"),
     "second prompt": (COMPLETIONS, {"prompt": [TEXT, "a"]}, "prompt"),
@@ -122,7 +140,7 @@ TOO_LONG = {
     "echo": (COMPLETIONS, {"prompt": TEXT, "echo": True}, "prompt"),
     "ids": (COMPLETIONS, {"prompt": [5] * 257}, "prompt"),
     "content": (CHAT, {"messages": [{"role": "user", "content": TEXT}]}, "messages"),
-    "parts": (CHAT, {"messages": [{"role": "user", "content": [PART] * 1000}] * 5}, "messages"),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [PART] * 1022}] * 4}, "messages"),
     "messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 257}, "messages"),
     "arguments": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
     "refusal": (CHAT, {"messages": [{"role": "assistant", "refusal": TEXT}]}, "messages"),
