@@ -98,6 +98,14 @@ PANELS = (
         (("{{status}} {{code}}", _sum_rate("marsray_rejections_total", "status", "code")),),
     ),
     Panel(
+        "Engines that do not answer, and outputs moved a second",
+        "none",
+        (
+            ("{{pod}} overdue", f"ray_marsray_engine_overdue{_MODEL} > 0"),
+            ("{{model}} moved", _sum_rate("marsray_moves_total", "model")),
+        ),
+    ),
+    Panel(
         "Tokens a second",
         "none",
         (

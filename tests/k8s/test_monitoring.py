@@ -72,6 +72,7 @@ def test_every_alert_names_a_remedy_in_the_readme(rules, readme):
     assert set(alerts) == {
         "MarsrayTtftBudgetBurnsFast",
         "MarsrayTtftBudgetBurns",
+        "MarsrayEnginesFail",
         "MarsrayThresholdAtFloor",
         "MarsrayNoReplica",
         "MarsrayFrontierRefused",

@@ -202,7 +202,7 @@ def _prepare_move(request: Request, error: Exception, waited_s: float) -> None:
         request.failed_on += (death.replica or "",)
     _log.warning("request %s goes to another replica: %s", request.id, death)
     # The same replica may be alive and get the request again; engines need distinct ids.
-    request.id = f"{request.id}/{request.num_silent + len(request.failed_on)}"
+    request.id = f"{request.id}/{request.num_moves}"
 
 
 def _death_of(error: Exception) -> EngineDied | None:

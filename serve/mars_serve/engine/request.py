@@ -102,6 +102,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_moves(self) -> int:
+        """Number of times that the request was sent to another replica."""
+        return self.num_silent + len(self.failed_on)
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether no other request may share a step with this one."""
         return self.num_output < self.quarantine_tokens

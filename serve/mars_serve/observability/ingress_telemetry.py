@@ -1,4 +1,4 @@
-"""Counts how the requests at an ingress ended.
+"""Counts how the requests at an ingress ended, and how often they were moved.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -22,10 +22,14 @@ _REQUESTS = MetricDefinition(
 _REJECTIONS = MetricDefinition(
     "marsray_rejections_total", "Requests to generate that were refused, by status and error code."
 )
+_MOVES = MetricDefinition(
+    "marsray_moves_total",
+    "Times that an output was sent to another replica, because one died or did not answer.",
+)
 
 
 class IngressTelemetry(Collector):
-    """Metrics of one ingress replica: how requests ended.
+    """Metrics of one ingress replica: how requests ended, and how often they were moved.
 
     Args:
         models: names that may become label values; requests for any other count as model "".
@@ -37,6 +41,7 @@ class IngressTelemetry(Collector):
         self._replica = replica
         self._requests = Counter[tuple[str, str]]()
         self._rejections = Counter[tuple[str, str, str]]()
+        self._moves = Counter[str]()
 
     def count(self, model: str | None, outcome: str) -> None:
         """Count a request that has ended."""
@@ -45,6 +50,10 @@ class IngressTelemetry(Collector):
     def count_rejection(self, model: str | None, status: int, code: str | None) -> None:
         """Count a request that was refused with an HTTP status and one of the server's codes."""
         self._rejections[self._known(model), str(status), code or ""] += 1
+
+    def count_moves(self, model: str | None, num: int) -> None:
+        """Count how often the outputs of a request were sent to another replica."""
+        self._moves[self._known(model)] += num
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -62,6 +71,10 @@ class IngressTelemetry(Collector):
         for (model, status, code), count in list(self._rejections.items()):
             rejections.add_metric((model, self._replica, status, code), count)
         yield rejections
+        moves = CounterMetricFamily(_MOVES.name, _MOVES.help, labels=LABELS)
+        for model, count in list(self._moves.items()):
+            moves.add_metric((model, self._replica), count)
+        yield moves
 
     def _known(self, model: str | None) -> str:
         return model if model in self.models else ""

@@ -241,6 +241,9 @@ def test_requests_for_models_that_are_not_served_share_a_label():
     assert values(text, model="", replica="i1", status="404", code="model_not_found") == {
         "marsray_rejections_total": 1
     }
+    ingress.count_moves("mars", 2)
+    ingress.count_moves("mars", 1)
+    assert values(ingress.exposition(), model="mars", replica="i1") == {"marsray_moves_total": 3}
 
 
 class FakeInstrument:

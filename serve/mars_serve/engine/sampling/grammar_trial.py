@@ -29,8 +29,12 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_WAIT_S = 120.0
-"""Most seconds to wait for a trial, which may get little of a busy machine."""
+_WAIT_S = 60.0
+"""Most seconds to wait for a trial, which may get little of a busy machine; the process hangs if it
+takes longer."""
+_MAX_ATTEMPTS = 2
+_END_S = 0.2
+"""Seconds from the close of a process's sockets to its end."""
 _NICENESS = 5
 """Trials take no time from the steps of running requests."""
 _LENGTH = struct.Struct("!Q")
@@ -117,57 +121,106 @@ class GrammarTrial:
     def __init__(self) -> None:
         """Start nothing yet."""
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._process: _Process | None = None
 
     def run(self, source: str, tokenizer: SerializedTokenizer, limits: GrammarLimits) -> None:
         """Try a grammar, given in llguidance's form; several threads may do so at once.
 
         Raises:
             TrialFailed: it has an error, needs too much time or memory, or makes llguidance crash.
+            RuntimeError: the process does not answer, and neither does a new one.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs, self._lock:
-                socket.send_fds(self._running(tokenizer, limits), [b"."], [theirs.fileno()])
-            ours.settimeout(_WAIT_S)
-            with suppress(OSError):  # a trial that is ended while it reads or works
-                ours.sendall(source.encode())
-                ours.shutdown(socket.SHUT_WR)
-                answer = _read_all(ours)
-                if answer == _FITS:
-                    return
-                if answer:
-                    raise TrialFailed(answer.decode())
-        raise TrialFailed(
-            f"compiling it takes more than {limits.compile_s:g} s or "
-            f"{limits.compile_bytes // 2**20} MiB, or fails altogether"
-        )
+        for _ in range(_MAX_ATTEMPTS):
+            with self._lock:
+                process = self._process = self._running(tokenizer, limits)
+            try:
+                answer = process.try_out(source)
+            except OSError:  # the process hangs or has ended, for which no grammar is to blame
+                process.end()
+                continue
+            if answer == _FITS:
+                return
+            raise TrialFailed(answer.decode() or _too_heavy(limits))
+        raise RuntimeError("the process in which grammars are tried does not answer")
 
     def close(self) -> None:
         """End the process, if it has been started; trials that still run end on their own."""
         with self._lock:
-            if self._process is not None and self._socket is not None:
-                self._socket.close()
-                self._process.kill()
-                self._process.wait()
-                self._process = self._socket = None
+            if self._process is not None:
+                self._process.end()
+                self._process = None
 
-    def _running(self, tokenizer: SerializedTokenizer, limits: GrammarLimits) -> socket.socket:
-        """Return the socket to the process, which is started if it does not run."""
-        if self._process is None or self._socket is None or self._process.poll() is not None:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(  # noqa: S603 -- this module
-                    [sys.executable, "-m", __name__, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                )
-            start = json.dumps([asdict(tokenizer), asdict(limits)]).encode()
-            self._socket.sendall(_LENGTH.pack(len(start)) + start)
-        return self._socket
+    def _running(self, tokenizer: SerializedTokenizer, limits: GrammarLimits) -> _Process:
+        """Return the process, which is started if it does not run."""
+        if self._process is not None and self._process.is_alive:
+            return self._process
+        if self._process is not None:
+            self._process.end()
+        return _Process(tokenizer, limits)
+
+
+class _Process:
+    """A process that tries grammars, as seen by the one that started it."""
+
+    def __init__(self, tokenizer: SerializedTokenizer, limits: GrammarLimits) -> None:
+        self._lock = threading.Lock()
+        self._orders, theirs = socket.socketpair()
+        self._orders.settimeout(_WAIT_S)
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 -- this module
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        start = json.dumps([asdict(tokenizer), asdict(limits)]).encode()
+        self._start = _LENGTH.pack(len(start)) + start
+        """Bytes that are still to be sent before the first grammar."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs, though it may hang."""
+        return self._process.poll() is None
+
+    def try_out(self, source: str) -> bytes:
+        """Return a trial's answer, which is empty if the trial was ended.
+
+        Raises:
+            OSError: the process does not answer.
+        """
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_WAIT_S)
+        with ours:
+            with theirs, self._lock:
+                self._orders.sendall(self._start)
+                self._start = b""
+                socket.send_fds(self._orders, [b"."], [theirs.fileno()])
+            answer = b""
+            with suppress(ConnectionError):  # a trial that is ended while it reads or works
+                ours.sendall(source.encode())
+                ours.shutdown(socket.SHUT_WR)
+                answer = _read_all(ours)
+        if not answer and self._is_ending():
+            raise ConnectionError
+        return answer
+
+    def _is_ending(self) -> bool:
+        """Return whether the process has closed its sockets because it ends."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        return not self.is_alive
+
+    def end(self) -> None:
+        """End the process; trials that still run end on their own."""
+        self._process.kill()
+        self._process.wait()
+        self._orders.close()
+
+
+def _too_heavy(limits: GrammarLimits) -> str:
+    return (
+        f"compiling it takes more than {limits.compile_s:g} s or "
+        f"{limits.compile_bytes // 2**20} MiB, or fails altogether"
+    )
 
 
 # The functions below run in the process.

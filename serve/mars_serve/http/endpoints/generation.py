@@ -265,6 +265,7 @@ class _Call:
         record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         record.forward_passes = passes.num_passes
         record.queue_s = passes.queue_s
+        record.moves = sum(choice.request.num_moves for choice in response.choices) or None
         if passes.num_passes:
             record.threshold_mean = passes.mean_threshold
             record.threshold_min = passes.min_threshold

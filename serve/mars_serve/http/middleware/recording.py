@@ -107,6 +107,8 @@ class RecordMiddleware:
             self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:
                 self._telemetry.count_rejection(record.model, exchange.status, record.error_code)
+            if record.moves:
+                self._telemetry.count_moves(record.model, record.moves)
         if self._logs and not (exchange.path in _PROBES and exchange.status == 200):
             level = logging.ERROR if outcome == "error" else logging.INFO
             fields = _log_fields(record, exchange, outcome, level)

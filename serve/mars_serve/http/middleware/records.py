@@ -40,6 +40,8 @@ class RequestRecord:
     """Seconds before the first forward pass."""
     ttft_s: float | None = None
     """Seconds from arrival at the ingress to the first tokens."""
+    moves: int | None = None
+    """Times that an output was sent to another replica, because one died or did not answer."""
     finish_reason: str | None = None
     error_code: str | None = None
     """Code of the reported error, also if a stream had begun before it."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.grammar_specs import VOCABULARY, lark, regex, schema
 from mars_platform.errors import UserError
+from mars_serve.engine.sampling import grammar_trial
 from mars_serve.engine.sampling.grammar import GrammarCompiler, GrammarLimits
 
 LIMITS = GrammarLimits(compile_s=0.4, compile_bytes=2**28)
@@ -89,6 +90,39 @@ def test_the_process_is_started_again(isolated: GrammarCompiler) -> None:
     process.wait(10)
     assert isolated.compile(regex("d")).matcher().allowed().any()
     assert trial_process().pid != process.pid
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_process_that_hangs_or_dies_in_a_trial_is_replaced(
+    isolated: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    isolated.compile(regex("e"))
+    process = trial_process()
+    process.suspend()
+    if not is_killed:
+        monkeypatch.setattr(grammar_trial, "_WAIT_S", 1)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(isolated.compile, regex(f"{is_killed}{i}")) for i in range(2)]
+        with pytest.raises(TimeoutError):
+            waiting[0].result(timeout=0.3)
+        monkeypatch.undo()  # the next process may take its time
+        if is_killed:
+            process.kill()
+        assert all(future.result().matcher().allowed().any() for future in waiting)
+    assert trial_process().pid != process.pid
+
+
+def test_a_grammar_is_not_blamed_for_a_process_that_cannot_run(
+    tokenizer: PreTrainedTokenizerBase, ends: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, ends, LIMITS)
+    compiler.isolate()
+    with monkeypatch.context() as broken:
+        broken.setattr(grammar_trial.sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="does not answer"):
+            compiler.compile(regex("a"))
+    assert compiler.compile(regex("a")).matcher().allowed().any()
+    compiler.close()
 
 
 def test_closing_ends_the_process(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:

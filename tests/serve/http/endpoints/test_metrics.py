@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator
 
@@ -15,7 +16,7 @@ from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from rest.rest_server import LoopBackend, app_of, served
+from rest.rest_server import LoopBackend, app_of, client_of, served
 
 NAME = re.compile(r"marsray_[a-z0-9_]+")
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}
@@ -112,7 +113,7 @@ async def test_the_response_is_valid_for_prometheus(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
-    assert len(families) == 6 + 6 + 6 + 2
+    assert len(families) == 6 + 6 + 6 + 3
     check(families)
     for line in ("HELP", "TYPE"):
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1
@@ -123,3 +124,18 @@ async def test_openmetrics_is_returned_on_request(client):
     response = await client.get("/metrics", headers=headers)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     check(list(openmetrics.text_string_to_metric_families(response.text)))
+
+
+async def test_requests_that_were_moved_are_counted_and_logged(mars, loops, caplog):
+    class MovingBackend(LoopBackend):  # type: ignore[valid-type, misc]
+        async def complete(self, request: Request) -> list[StepOutput]:
+            request.failed_on, request.num_silent = ("one", "two"), 1
+            return await super().complete(request)
+
+    caplog.set_level("INFO", "marsray.requests")
+    async with client_of(app_of(served("mars", mars, MovingBackend(loops["mars"])))) as client:
+        assert (await client.post("/v1/completions", json={**BODY, "n": 2})).status_code == 200
+        text = (await client.get("/metrics")).text
+    of = (("model", "mars"), ("replica", "ingress"))
+    assert samples(text)["marsray_moves_total", of] == 6
+    assert json.loads(caplog.messages[0])["moves"] == 6
