@@ -47,8 +47,9 @@ def structure_of(text: bytes, max_values: int | None = None) -> Structure:
     found, level, in_string, start = Structure(), 0, False, 0
     while start < len(text) and (max_values is None or found.num_values <= max_values):
         end = start + _STEP
-        while text[end - 1 : end] == b"\\":
-            end += 1  # what an escape stands for must not be cut off
+        piece = text[start:end]
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        end += num_backslashes % 2  # an escape sequence must not be cut in two
         codes, in_string = _outside_strings(text[start:end], in_string)
         steps = _DEPTH_OF[codes]
         levels = level + steps[steps != 0].cumsum(dtype=np.int64)

@@ -20,7 +20,7 @@ MAX_COPIED_TOKENS = 2**20
 
 MAX_VALUES_OF_ARGUMENTS = 2**15
 """Most names and values in the arguments of all tool calls of a conversation."""
-MAX_REPORTED = 2**17
+MAX_REPORTED = 2**16
 """Most log-probabilities that a response holds at once. Each takes half a kilobyte of memory."""
 
 
