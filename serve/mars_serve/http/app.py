@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from mars_platform import __version__
 from mars_serve.api.incoming.threads import TextThreads
+from mars_serve.api.places import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.admin import admin_router
@@ -40,7 +41,8 @@ def create_app(
     # A redirect would contain the host name that the request sent.
     app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
     add_error_handlers(app, Random().random)
-    add_security(app, settings)
+    places = _places(models, settings)
+    add_security(app, settings, places)
     tracer = None
     if settings.telemetry.tracing:
         from mars_serve.http.middleware.tracing import tracer_from_environment
@@ -57,7 +59,20 @@ def create_app(
     app.include_router(information_router(models))
     app.include_router(admin_router(models))
     app.include_router(metrics_router(models, telemetry))
-    threads, num_ingresses = TextThreads(), settings.proxy.num_replicas
-    app.include_router(generation_router(models, settings.limits, threads, num_ingresses))
+    threads = TextThreads()
+    app.include_router(generation_router(models, settings.limits, threads, places))
     app.include_router(tokens_router(models, settings.limits, threads))
     return app
+
+
+def _places(models: Mapping[str, ServedModel], settings: ServeSettings) -> dict[str, Places]:
+    """Return the places in each model's queue that this one of several ingress replicas gives."""
+    return {
+        name: Places(
+            model.settings.engine.max_requests
+            * model.settings.most_replicas
+            // settings.proxy.num_replicas,
+            settings.limits.choices_per_key,
+        )
+        for name, model in models.items()
+    }

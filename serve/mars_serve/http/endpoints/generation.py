@@ -60,7 +60,7 @@ def generation_router(
     models: Mapping[str, ServedModel],
     limits: LimitSettings,
     threads: TextThreads,
-    num_ingresses: int,
+    places: Mapping[str, Places],
 ) -> APIRouter:
     """Return the router of the endpoints that generate text.
 
@@ -68,13 +68,9 @@ def generation_router(
         models: Models by name.
         limits: Limits on requests.
         threads: Threads for what is too long for the event loop.
-        num_ingresses: Number of processes with this router, which share each queue.
+        places: Places in the queue of each model.
     """
     router = APIRouter()
-    places = {
-        name: Places(_num_places(model, num_ingresses), limits.choices_per_key)
-        for name, model in models.items()
-    }
 
     @router.post(
         "/v1/completions", response_model=None, responses=generation_described(CompletionResponse)
@@ -111,11 +107,6 @@ def generation_router(
         return await _respond(call, response, threads)
 
     return router
-
-
-def _num_places(model: ServedModel, num_ingresses: int) -> int:
-    settings = model.settings
-    return settings.engine.max_requests * settings.most_replicas // num_ingresses
 
 
 def _begin(

@@ -1,16 +1,21 @@
-"""Applies the rate limits of keys to requests that generate or convert text."""
+"""Refuses requests beyond a key's rate limits, or for which a queue has no place, unread."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
 from mars_serve.api.limits import KeyLimits
+from mars_serve.api.places import Places
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import RequestRecord
 
-_LIMITED = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
+_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_LIMITED = _GENERATING | {"/tokenize", "/detokenize"}
 
 
 class AdmissionMiddleware:
@@ -47,7 +52,43 @@ class AdmissionMiddleware:
 
 def _is_limited(scope: Scope) -> bool:
     """Return whether a request generates or converts text for a key with limits."""
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    caller: Caller = scope["state"]["caller"]
-    return path_within(scope) in _LIMITED and caller.is_limited
+    return (
+        _is_post(scope)
+        and path_within(scope) in _LIMITED
+        and bool(scope["state"]["caller"].is_limited)
+    )
+
+
+def _is_post(scope: Scope) -> bool:
+    return bool(scope["type"] == "http" and scope["method"] == "POST")
+
+
+class QueueMiddleware:
+    """Refuses requests to generate for which no model has a place, so that a flood costs little.
+
+    Where another model has one, the endpoint refuses them once it has read their model. Raises the
+    `ApiError` of `Places.check`.
+    """
+
+    def __init__(self, app: ASGIApp, places: Mapping[str, Places]) -> None:
+        self._app = app
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request if it may find a place."""
+        if _is_post(scope) and path_within(scope) in _GENERATING:
+            self._check(scope["state"]["caller"], scope["state"]["record"])
+        await self._app(scope, receive, send)
+
+    def _check(self, caller: Caller, record: RequestRecord) -> None:
+        refusal: ApiError | None = None
+        for name, places in self._places.items():
+            try:
+                places.check(caller, 1)
+            except ApiError as error:
+                record.model, refusal = name, error
+            else:
+                record.model = None
+                return
+        if refusal is not None:
+            raise refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,16 +10,24 @@ from fastapi import FastAPI
 from mars_platform.errors import UserError
 from mars_serve.api.keys import KeyRing
 from mars_serve.api.limits import KeyLimits
+from mars_serve.api.places import Places
 from mars_serve.config.settings import ServeSettings
-from mars_serve.http.middleware.admission import AdmissionMiddleware
+from mars_serve.http.middleware.admission import AdmissionMiddleware, QueueMiddleware
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS, KeyMiddleware
 from mars_serve.http.middleware.bodies import BodyMiddleware
 from mars_serve.http.middleware.errors import ErrorMiddleware
 from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddleware
 
 
-def add_security(app: FastAPI, settings: ServeSettings) -> None:
+def add_security(
+    app: FastAPI, settings: ServeSettings, places: Mapping[str, Places] | None = None
+) -> None:
     """Guard an application's endpoints with keys and limits, and report errors of both.
+
+    Args:
+        app: The application.
+        settings: Settings of the server.
+        places: Places in the queue of each model.
 
     Raises:
         UserError: the keys cannot be read, or are required and missing.
@@ -38,6 +47,7 @@ def add_security(app: FastAPI, settings: ServeSettings) -> None:
         max_values=bodies.body_values,
         wait_s=bodies.body_wait_s,
     )
+    app.add_middleware(QueueMiddleware, places=places or {})
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
     if keys.is_open and settings.is_local:

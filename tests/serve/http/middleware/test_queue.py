@@ -21,6 +21,7 @@ from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, ser
 from waiting import until
 
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
 SIZE = 8
 
 
@@ -130,7 +131,35 @@ async def test_a_limit_of_outputs_per_key_is_a_setting(mars, backend):
     async with client_over(mars, backend, limits={"choices_per_key": 3}) as client:
         sent = await flood(client, None, 3)
         assert refusals_of(sent) == {(429, "rate_limit_exceeded"): 3 * SIZE - 3}
+        backend.go_on.set()
+        await asyncio.gather(*sent)
         message = await client.refusal(COMPLETIONS, {**BODY, "n": 4}, 400, "n")
         assert "4 outputs exceed the 3 that one key may have at once" in message
+
+
+async def test_a_body_is_not_read_where_the_queue_has_no_place(mars, backend, monkeypatch):
+    async with client_over(mars, backend) as client:
+        sent = await flood(client, None, SIZE)
+        monkeypatch.setattr("json.loads", None)
+        refused = await client.post(COMPLETIONS, content="{}", headers=JSON)
+        monkeypatch.undo()
+        assert refused.status_code == 503
+        assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        backend.go_on.set()
+        await asyncio.gather(*sent)
+        assert 'model="mars",outcome="rejected_503"' in (await client.get("/metrics")).text
+
+
+async def test_a_full_queue_of_one_model_is_not_in_the_way_of_another(mars, backend, make_loop):
+    engine = ENGINE.model_copy(update={"max_requests": SIZE})
+    models = []
+    for name, each in (("mars", backend), ("other", LoopBackend(make_loop(mars)))):
+        model = served(name, mars, each)
+        sized = model.settings.model_copy(update={"engine": engine})
+        models.append(replace(model, settings=sized))
+    async with client_of(app_of(*models)) as client:
+        sent = await flood(client, None, SIZE)
+        assert (await post(client)).status_code == 503
+        assert (await post(client, model="other")).status_code == 200
         backend.go_on.set()
         await asyncio.gather(*sent)
