@@ -25,6 +25,7 @@ _JOB_CLIENT_LOGGERS = (
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 )
+_CENTRAL_PROCESSES = ("gcs_server", "raylet")
 _SERVER_ERROR = re.compile(r"Request failed with status code 5\d\d\b")
 
 
@@ -74,6 +75,17 @@ def clusters_on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def local_cluster_has_failed() -> bool:
+    """Return whether this process started a cluster whose central processes have ended since.
+
+    Relies on ``Node.dead_processes``. Without its raylet, Ray neither ends nor returns from a call.
+    """
+    from ray._private import worker
+
+    node = worker._global_node
+    return node is not None and any(name in _CENTRAL_PROCESSES for name, _ in node.dead_processes())
 
 
 def worker_start_variables(num_at_once: int) -> dict[str, str]:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cluster.attempts import attempt
+from mars_platform.cluster.ray_private import local_cluster_has_failed
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import UserError, one_line
 from mars_serve.config.settings import ServeSettings
@@ -27,17 +28,25 @@ _APPLICATION = "marsray"
 _PROXY_S = 60.0
 """Longest wait in seconds for a proxy of Ray Serve, in each of several attempts."""
 _POLL_S = 0.2
+_WATCH_S = 1.0
+"""Seconds between two looks at the processes of a cluster that was started here."""
 
 
 def run_server(settings: ServeSettings, console: Console) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        UserError: a model cannot be read, the port is taken, or the models do not start.
+        UserError: a model cannot be read, the port is taken, the models do not start, or the
+            cluster that was started for them fails.
     """
     stop = threading.Event()
     with _ending_on_signal(stop), serving(settings, console):
-        stop.wait()
+        while not stop.wait(_WATCH_S):
+            if local_cluster_has_failed():
+                raise UserError(
+                    "cluster: Ray's own processes have ended; /tmp/ray/session_latest/logs may say "
+                    "why; start the server again"
+                )
         console.print("shutting down", highlight=False)
 
 
@@ -62,8 +71,9 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
             _deploy(settings, console)
             yield
         finally:
-            serve.delete(_APPLICATION)  # other applications on a shared cluster keep running
-            end_governor(_APPLICATION)
+            if not local_cluster_has_failed():  # it would not answer
+                serve.delete(_APPLICATION)  # other applications on a shared cluster keep running
+                end_governor(_APPLICATION)
 
 
 def _deploy(settings: ServeSettings, console: Console) -> None:

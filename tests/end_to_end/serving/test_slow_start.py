@@ -1,4 +1,4 @@
-"""A server starts, or says why it cannot, where Ray's processes take longer than Ray waits."""
+"""A server starts on a slow machine, or says why not; it ends once its cluster has failed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from mars_platform.cluster.processes import free_port, wait_until_ready
@@ -64,3 +66,18 @@ def test_a_cluster_that_never_starts_ends_in_one_clear_error(trained, tmp_path):
     assert lines[2].startswith("error: a local Ray cluster did not start in 3 attempts (")
     assert "end other programs on this machine" in " ".join(lines[2:])
     assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_the_command_ends_with_an_error_once_its_cluster_has_failed(trained, tmp_path, part):
+    log = tmp_path / "log"
+    with _starting(trained.model, log) as (process, address):
+        wait_until_ready(process, f"{address}/ready", name="marsray serve", timeout_s=_LIMIT_S)
+        (central,) = [
+            each for each in psutil.Process(process.pid).children() if each.name() == part
+        ]
+        central.kill()
+        assert process.wait(_LIMIT_S) == 2
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{address}/health")
+    assert log.read_text().count("error: cluster: Ray's own processes have ended;") == 1

@@ -7,7 +7,7 @@ label; Ray's exporter has those of all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -41,13 +41,21 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
         """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
         asked = (of_model(_MAX_AGE_S) for of_model in recent)
         texts = [text for found in await asyncio.gather(*asked) for text in found]
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = _encoder(request.headers.get("accept", ""))
         texts.append(telemetry.exposition())
         # parsing takes 5 ms per replica, too long to block streams
         content = await asyncio.to_thread(lambda: encode(_Merged(texts)))
         return Response(content, headers={"Content-Type": content_type})
 
     return router
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """Return the encoder for a client and its content type, the plain one if no other is meant."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # the library does not expect a version that is no number
+        return choose_encoder("")
 
 
 def _recent_metrics(model: ServedModel) -> Recent[list[str]]:

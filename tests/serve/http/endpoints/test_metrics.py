@@ -126,6 +126,13 @@ async def test_openmetrics_is_returned_on_request(client):
     check(list(openmetrics.text_string_to_metric_families(response.text)))
 
 
+@pytest.mark.parametrize("accept", ["application/openmetrics-text; version=a", ",;q", "*/*" * 1000])
+async def test_an_odd_accept_header_gets_the_plain_format(client, accept):
+    response = await client.get("/metrics", headers={"Accept": accept})
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+
+
 async def test_requests_that_were_moved_are_counted_and_logged(mars, loops, caplog):
     class MovingBackend(LoopBackend):  # type: ignore[valid-type, misc]
         async def complete(self, request: Request) -> list[StepOutput]:
