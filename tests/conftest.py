@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import settings
 from rich.console import Console
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -32,6 +33,8 @@ _WITH_RAY = (
     "tests/train/data/test_pipeline.py",
 )
 """Tests that start Ray, in the order in which they run; all other tests follow."""
+settings.register_profile("marsray", deadline=None)  # no test depends on how busy the machine is
+settings.load_profile("marsray")
 collect_ignore = ["clients"]  # need an environment of their own: `make test-clients`
 
 

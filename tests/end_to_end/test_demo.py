@@ -18,12 +18,11 @@ def demo(tmp_path_factory):
     scratch.mkdir()
     command = [sys.executable, "-m", "mars_platform", "demo", "--items", "500"]
     command += ["--keep", str(work / "kept"), "--json", str(work / "figures.json")]
-    subprocess.run(command, check=True, timeout=900, env={"TMPDIR": str(scratch), "PATH": "/bin"})
+    subprocess.run(command, check=True, timeout=1700, env={"TMPDIR": str(scratch), "PATH": "/bin"})
     return work
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1000)
 def test_the_table_shows_the_trade_off_of_speed_and_accuracy(demo):
     figures = json.loads((demo / "figures.json").read_text())
     rows = {(row["mode"], row["threshold"]): row for row in figures["rows"]}

@@ -3,7 +3,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_platform.statistics import paired_difference, proportion, ratio_of_totals
@@ -29,7 +29,6 @@ def test_the_interval_of_equal_results_covers_zero(outcome):
 
 
 @given(OUTCOMES)
-@settings(deadline=None)
 def test_swapping_the_sides_mirrors_the_interval(outcomes):
     ours, theirs = zip(*outcomes, strict=True)
     estimate, low, high = paired_difference(ours, theirs)
@@ -37,7 +36,6 @@ def test_swapping_the_sides_mirrors_the_interval(outcomes):
 
 
 @given(OUTCOMES)
-@settings(deadline=None)
 def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
     ours, theirs = zip(*outcomes, strict=True)
     estimate, low, high = paired_difference(ours, theirs)
@@ -47,7 +45,6 @@ def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
 
 
 @given(OUTCOMES, st.randoms())
-@settings(deadline=None)
 def test_a_difference_does_not_depend_on_the_order_of_items(outcomes, random):
     shuffled = random.sample(outcomes, len(outcomes))
     first, second = (paired_difference(*zip(*o, strict=True)) for o in (outcomes, shuffled))
@@ -78,7 +75,6 @@ def test_proportions_equal_published_values(num_successes, num_trials, low, high
 
 
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-@settings(deadline=None)
 def test_a_proportion_lies_in_its_interval_and_mirrors(counts):
     num_successes, num_trials = counts
     rate, low, high = proportion(num_successes, num_trials)

@@ -20,7 +20,7 @@ def wait_until(holds: Callable[[], object], timeout_s: float, describe: Callable
         time.sleep(0.1)
 
 
-async def until(find: Callable[[], Awaitable[T]], what: str, timeout_s: float = 180) -> T:
+async def until(find: Callable[[], Awaitable[T]], what: str, timeout_s: float = 600) -> T:
     """Await ``find()`` again and again, and return its first result that is true.
 
     Args:

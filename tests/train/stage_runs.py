@@ -24,7 +24,7 @@ from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers, whole_parameters
 from mars_train.stage.trainer import StageTrainer
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 MAX_LENGTH = 48
 PROBE = torch.arange(3, 40)[None]  # token ids [1, 37]
 

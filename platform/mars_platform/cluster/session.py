@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 
 from mars_platform.cluster.attempts import attempt
-from mars_platform.cluster.ray_private import clusters_on_loopback, patient_node_variables
+from mars_platform.cluster.ray_private import busy_node_variables, clusters_on_loopback
 from mars_platform.cluster.settings import ClusterSettings
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def ray_session(
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
-        variables = {**patient_node_variables(), **(environment or {})}
+        variables = {**busy_node_variables(), **(environment or {})}
         with _added_to_environment(variables), clusters_on_loopback():
             attempt(
                 lambda: _start_local(settings, min_cpus),

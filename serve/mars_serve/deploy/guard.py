@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import resource
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
 import ray.util
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -31,11 +31,15 @@ _ROUTES = "/-/routes"  # Serve tells anybody the names of all applications there
 _CONTROLS = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
 """Headers that would let a client change Serve's time limits, or go on generating for nobody."""
 _MAX_HEADER_BYTES = 2**16
+_AWAITED_BYTES = 2**14
+"""Bytes of a body that are awaited before the request is run, as HAProxy does by default."""
 
 
 def guard() -> list[Middleware]:
     """Guard a server that clients connect to, and return its middleware."""
-    return _guarded(ConnectionLimits.of_environment(), is_local=False)
+    limits = ConnectionLimits.of_environment()
+    arrival = Middleware(ArrivalMiddleware, wait_s=limits.request_wait_s)
+    return [arrival, *_guarded(limits, is_local=False)]
 
 
 def guard_behind_haproxy() -> list[Middleware]:
@@ -74,6 +78,39 @@ class EntranceMiddleware:
                 raise ApiError(404, f"{_ROUTES}: not found", code="not_found")
             scope["headers"] = [each for each in scope["headers"] if each[0] not in _CONTROLS]
         await self._app(scope, receive, send)
+
+
+class ArrivalMiddleware:
+    """Runs a request once its body, or much of it, has arrived.
+
+    Serve's proxy would call a replica for each request that never arrives. HAProxy waits itself.
+    Raises `ApiError` 408 for a body that takes too long.
+    """
+
+    def __init__(self, app: ASGIApp, wait_s: float) -> None:
+        self._app = app
+        self._wait_s = wait_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request with what has arrived, and with the rest as it arrives."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        messages, num_bytes, is_more = deque[Message](), 0, True
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while is_more and num_bytes < _AWAITED_BYTES:
+                    messages.append(await receive())
+                    num_bytes += len(messages[-1].get("body", b""))
+                    is_more = messages[-1].get("more_body", False)
+        except TimeoutError as error:
+            reason = f"it did not arrive within {self._wait_s:g} s; send it faster"
+            raise ApiError(408, f"body: {reason}", code="request_timeout") from error
+
+        async def arrived() -> Message:
+            return messages.popleft() if messages else await receive()
+
+        await self._app(scope, arrived, send)
 
 
 class Connections:

@@ -134,7 +134,7 @@ def _shared():
 # The file
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(data=st.data())
 def test_any_frontier_is_read_as_it_was_written(shared, data):
     frontier = data.draw(drawn_frontiers(weights_fingerprint(shared)))
@@ -142,7 +142,7 @@ def test_any_frontier_is_read_as_it_was_written(shared, data):
     assert read_frontier(shared) == frontier
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(derandomize=True, max_examples=500)
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_changes_nothing(shared, place, byte):
     frontier = frontier_of(weights=weights_fingerprint(shared))
@@ -344,7 +344,7 @@ def test_falling_figures_are_averaged():
     assert [rung.positions for rung in rungs] == [1.0, 4.0, 5.0, 6.0, 7.0]
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(points=noisy_points())
 def test_rungs_are_monotone(points):
     rungs = frontier_of(*points).rungs()

@@ -30,7 +30,7 @@ ARRIVALS = st.none() | st.builds(Arrivals, ANY, ANY, ANY)
 SNAPSHOTS = st.builds(
     Snapshot, ANY, st.lists(LOADS, max_size=20), st.integers(0, 50), ARRIVALS, ANY
 )
-MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")), deadline=None)
+MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
 """Set ``MARSRAY_EXAMPLES=2000`` after a change of the decisions."""
 
 

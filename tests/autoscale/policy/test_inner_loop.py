@@ -13,7 +13,7 @@ from mars_autoscale.policy.inner_loop import InnerLoop, Look
 from mars_autoscale.policy.settings import InnerSettings
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
-MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")), deadline=None)
+MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
 """Set ``MARSRAY_EXAMPLES=2000`` after a change of the inner loop."""
 
 

@@ -426,7 +426,7 @@ ODD_REPORTS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(ODD_REPORTS, min_size=1, max_size=12))
 def test_any_reports_give_bounded_decisions_and_do_no_lasting_harm(reports):
     loop = OuterLoop()

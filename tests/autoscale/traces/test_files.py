@@ -73,7 +73,7 @@ requests = st.builds(
 )
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.lists(requests, min_size=1, max_size=20), st.sampled_from(["t.csv", "t.csv.gz"]))
 def test_a_written_trace_is_read_back(tmp_path_factory, trace, name):
     path = tmp_path_factory.mktemp("trace", numbered=True) / name

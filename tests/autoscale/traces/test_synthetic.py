@@ -174,7 +174,7 @@ def test_the_rates_follow_ramps_and_spikes():
         near(count(trace, begin_s, end_s), expected, math.sqrt(expected))
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50), st.floats(0, 9)), max_size=4),
     st.lists(st.floats(0, 5), max_size=3),

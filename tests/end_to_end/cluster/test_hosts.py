@@ -22,7 +22,7 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_train.stage.history import read_history
 from waiting import wait_until
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 
 K8S = Path(__file__).parents[3] / "k8s"
 NUM_STEPS, EVERY_STEPS = 240, 20

@@ -29,7 +29,7 @@ from mars_platform.cluster.processes import free_port
 from mars_train.data.demo import write_demo_data
 from waiting import wait_until
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 OVERLAYS = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
 OPEN = ["/", "/favicon.ico", "/api/authentication_mode", "/api/gcs_healthz"]
 CLOSED = ["/api/version", "/api/ray/version", "/api/jobs/", "/api/serve/applications/",

@@ -19,7 +19,6 @@ from clusters.ray_heads import BIN, SHELL, new_token, ray_head
 from mars_platform.checkpoint.directory import read_checkpoint
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)  # an idle machine needs a tenth of it
 WITH_TOKEN = {**SHELL, **new_token()}
 TOKEN = WITH_TOKEN["RAY_AUTH_TOKEN"]
 _WAIT_S = 240

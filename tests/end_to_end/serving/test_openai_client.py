@@ -43,8 +43,6 @@ OTHER = {
 
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
-pytestmark = pytest.mark.timeout(900)  # a busy machine starts the server slowly
-
 
 def ask(client, **options):
     body = {"model": "mars", "messages": QUESTION, "max_tokens": 24, **options}

@@ -17,8 +17,6 @@ from waiting import until
 
 PROMPT = [{"role": "user", "content": "Start at 48. Steps: -4 +5 +2 +1"}]
 
-pytestmark = pytest.mark.timeout(900)  # a busy machine starts the server slowly
-
 
 def ask_sampled(client, mode, **options):
     return client.chat.completions.create(
@@ -208,7 +206,7 @@ def test_a_taken_port_is_one_clear_line(server, trained):
         [*command, "--model", str(trained.model)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**os.environ, "COLUMNS": "80"},
     )
     assert result.returncode == 2

@@ -28,7 +28,7 @@ from mars_serve.deploy.proxies import proxy_environment
 from rest.rest_requests import CHAT, COMPLETIONS, text_of
 from waiting import wait_until
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 NUM_PROMPTS, NUM_TOKENS, NUM_LONG = 4, 24, 500
 NUM_EARLY = 12
 """Number of characters within which the versions' answers differ."""

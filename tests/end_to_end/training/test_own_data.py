@@ -15,8 +15,6 @@ from mars_train.data.token_store import TokenStore
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 
-pytestmark = pytest.mark.timeout(900)  # a busy machine trains slowly
-
 
 def test_an_existing_model_becomes_a_mars_model(uninterrupted):
     assert read_checkpoint(uninterrupted / "model").metadata.block_size == 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -66,7 +66,6 @@ def test_curves_are_log_probabilities_at_the_grid():
     spread=st.sampled_from([0.3, 1.0, 3.0, 10.0]),
     vocabulary=st.sampled_from([2, 20, 300]),
 )
-@settings(deadline=None)
 def test_probabilities_between_grid_temperatures_are_close(temperature, spread, vocabulary):
     logits = some_logits(50, spread=spread, vocabulary=vocabulary)
     tokens = logits.argmax(-1)

@@ -93,7 +93,7 @@ def hostile_text(family: str) -> st.SearchStrategy[str]:
 def test_client_text_adds_no_control_token_and_loses_nothing(family):
     harmless = control_in(family, encoded(family, ["x"] * NUM_STRINGS))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.lists(hostile_text(family), min_size=NUM_STRINGS, max_size=NUM_STRINGS))
     def check(strings):
         ids = encoded(family, strings)
@@ -140,7 +140,7 @@ def test_ordinary_text_keeps_its_ids(family):
         ["a < b", "x > 1", "[1, 2]", " <b>\n\n", "<table>\n\n\n", "user", "\u2581a", "1|2", "𰀀"]
     )
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.lists(ordinary, min_size=NUM_STRINGS, max_size=NUM_STRINGS))
     def check(strings):
         text = rendered(family, strings)
@@ -229,7 +229,7 @@ def test_single_words_are_control_tokens_only_between_spaces():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=st.text(st.sampled_from("ab  \n<|>.1日é"), max_size=200), piece=st.integers(5, 60))
 def test_only_texts_with_too_many_tokens_are_given_up(family, text, piece):
     encoder = encoder_of(family)

@@ -52,7 +52,7 @@ def acceptance_cases(draw):
 
 
 @given(acceptance_cases())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_the_count_equals_that_of_a_plain_loop(case):
     confidences, thresholds, proposed = case
     counts = num_accepted(
@@ -82,7 +82,7 @@ def plain_confidence(logits, token, measure):
     hnp.arrays(np.float32, (3, 2, 7), elements=st.floats(-30, 30, width=32)),
     hnp.arrays(np.int64, (3, 2), elements=st.integers(0, 6)),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_measures_equal_their_definitions(measure, logits, tokens):
     found = confidence(torch.from_numpy(logits), torch.from_numpy(tokens), measure)
     rows = zip(logits.reshape(6, 7), tokens.reshape(6), strict=True)
@@ -168,7 +168,7 @@ def sees(query, key):
 
 
 @given(rows_of_slots())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_visibility_equals_the_rule_for_each_pair_of_slots(columns):
     slots = list(zip(*(column[0].tolist() for column in columns), strict=True))
     expected = [[sees(query, key) for key in slots] for query in slots]

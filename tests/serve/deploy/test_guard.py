@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from ipaddress import ip_network
@@ -27,7 +28,7 @@ from mars_serve.deploy.haproxy import ConnectionLimits
 from mars_serve.deploy.proxies import proxy_environment
 
 HANG_S = 30.0  # far above what anything here takes
-WAIT_S = 0.2
+WAIT_S = 0.5
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 Start = Callable[..., Awaitable[int]]
 
@@ -210,6 +211,29 @@ async def test_requests_that_do_not_arrive_in_time_are_given_up(start):
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert error["code"] == "request_timeout"
     assert (await answer_on(port)).status_code == 200
+
+
+async def test_the_application_runs_once_a_small_body_has_arrived(start, monkeypatch):
+    ran, original = list[float](), application
+
+    async def counting(scope, receive, send):
+        if scope["method"] == "POST":  # HAProxy asks for the replica's health
+            ran.append(time.monotonic())
+        await original(scope, receive, send)
+
+    monkeypatch.setitem(globals(), "application", counting)
+    port = await start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in (HEAD + b"Content-Length: 6\r\n\r\n", b"ab", b"cd"):
+        writer.write(part)
+        await asyncio.sleep(WAIT_S)
+        assert not ran
+    sent_s = time.monotonic()
+    writer.write(b"ef")
+    async with asyncio.timeout(HANG_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert [each >= sent_s for each in ran] == [True]
+    writer.transport.abort()
 
 
 async def test_an_answer_and_the_pause_before_the_next_request_may_take_longer(start):

@@ -65,7 +65,7 @@ _SIZES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(_SIZES, st.integers(1, 12), st.randoms(use_true_random=False))
 def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Random) -> None:
     """Random arrivals, cancels, priorities, shared prefixes and failed steps on a small pool."""

@@ -147,5 +147,5 @@ def test_the_engine_ends_with_its_parent(mars_dir):
         assert parent.stdout.readline() == b"ready\n"
         (child,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs([child], timeout=5)
+    _, alive = psutil.wait_procs([child], timeout=60)
     assert not alive

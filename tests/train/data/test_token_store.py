@@ -67,7 +67,7 @@ def test_changing_a_row_does_not_change_the_store(store):
     assert store[0][0].tolist() == [5, 6, 7]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(order=st.permutations(list(ROWS)), cut=st.integers(1, 3))
 def test_order_of_arrival_does_not_matter(tmp_path_factory, order, cut):
     path = tmp_path_factory.mktemp("stores")

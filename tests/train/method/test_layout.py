@@ -292,7 +292,7 @@ def test_noisy_logits_and_depths_equal_those_of_decoding(model, block_size, offs
     row_slots=st.integers(1, 90),
     block_size=st.sampled_from([None, 1, 2, 4, 16]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_pack_keeps_every_layout_and_the_limit_of_a_row(lengths, row_slots, block_size):
     layouts = [sequence(a, b, block_size).layout() for a, b in lengths]
     rows = pack(layouts, row_slots)

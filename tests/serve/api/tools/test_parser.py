@@ -155,7 +155,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_the_result_does_not_depend_on_how_the_text_is_divided(data):
     family = data.draw(st.sampled_from(list(PARSERS)))

@@ -83,7 +83,7 @@ def by_the_rule(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([0.1, 2.0, 6.0]),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_equals_the_rule_row_by_row(seed, num_rows, measures, dtype, scale):
     source = random.Random(seed)
     reads = random_reads(source, num_rows, measures)
@@ -278,7 +278,7 @@ def test_a_banned_draft_is_never_right():
 
 
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_rows_in_mode_exact_and_in_mode_threshold_share_a_step(seed, num_rows):
     """Each row follows its own rule; proposals of groups keep the order of their reads."""
     source = random.Random(seed)

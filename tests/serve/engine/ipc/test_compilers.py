@@ -28,7 +28,7 @@ class Work:
 
     def wait_for(self, number: int) -> None:
         with self.ended:
-            assert self.ended.wait_for(lambda: self.num_ended == number, timeout=10)
+            assert self.ended.wait_for(lambda: self.num_ended == number, timeout=60)
 
 
 def test_one_tenants_grammars_do_not_keep_anothers_waiting() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +36,6 @@ def penalised(logits: list[float], sampling: Sampling, prompt: list[int], output
     return max(range(len(scores)), key=lambda token: scores[token])
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([0.5, 1.0, 1.5]),

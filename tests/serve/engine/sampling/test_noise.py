@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,7 +27,6 @@ def mixed(state: int) -> int:
     return state ^ (state >> 31)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 300))
 def test_noise_equals_its_definition(seed: int, position: int, token: int) -> None:
     golden = 0x9E3779B97F4A7C15

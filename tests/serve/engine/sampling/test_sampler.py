@@ -237,7 +237,7 @@ def is_clear_cut(logits: Tensor, sampling: Sampling, *context: object) -> bool:
     return bool((edges.abs() > 1e-4).all()) and not is_tie
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     samplings(),
     st.integers(0, 2**31),
@@ -310,7 +310,7 @@ def test_a_large_vocabulary_equals_transformers(sampling: Sampling, scale: float
     assert_best(repeated_choices(logits, sampling, 50), scores, sampling)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(samplings(), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 2.0]), st.booleans())
 def test_few_candidates_choose_as_the_whole_vocabulary_does(
     sampling: Sampling, seed: int, scale: float, coarse: bool
@@ -441,7 +441,6 @@ def test_no_rows_give_no_choices() -> None:
 # --- log-probabilities --------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, VOCABULARY), st.sampled_from([0.0, 0.5, 4.0]))
 def test_log_probs_are_ordered_by_number_then_id(seed: int, num_top: int, scale: float) -> None:
     logits = random_logits(seed, 3, VOCABULARY, scale=scale).round()

@@ -56,9 +56,7 @@ async def test_token_names_are_returned_only_on_request(client):
     assert response.json() == {"prompt": ""}
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40).map(lambda text: unicodedata.normalize("NFC", text)))
 async def test_any_text_survives_the_round_trip(client, text):
     body = {"model": "mars", "tokens": await ids_of(client, prompt=text)}

@@ -226,7 +226,7 @@ async def test_a_key_in_any_other_header_or_parameter_does_not_count(keyed):
     assert (await call(keyed, "/v1/models", query_string=f"api_key={PLAIN}".encode()))[0] == 401
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(value=st.binary(max_size=80), scheme=st.sampled_from([b"", b"Bearer ", b"Basic "]))
 async def test_no_header_value_breaks_authentication(keyed, value, scheme):
     headers = [(b"authorization", scheme + value)]
@@ -317,7 +317,7 @@ FIELDS = ["prompt", "messages", "stop", "n", "logit_bias", "tools", "tool_choice
 FIELDS += ["response_format", "guided_json", "stream_options", "metadata", "chat_template_kwargs"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT]),
     fields=st.dictionaries(st.sampled_from(FIELDS), NESTED, max_size=2),
@@ -329,7 +329,7 @@ async def test_no_body_breaks_the_server(app, path, fields):
     assert status in (200, 400, 422), content
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(body=st.binary(max_size=60) | st.text('[]{}":,\\0a', max_size=60).map(str.encode))
 async def test_no_bytes_break_the_server(app, body):
     json_type = [(b"content-type", b"application/json")]
