@@ -190,3 +190,11 @@ def test_only_the_gateway_that_ends_tls_gets_a_load_balancer(with_tls, readme):
     assert parts["podDisruptionBudget"] == {"minAvailable": 1}
     assert "gatewayClasses.istio.service.spec.type=ClusterIP" in readme
     assert gateway["spec"]["gatewayClassName"] == "istio"
+
+
+@pytest.mark.parametrize("overlay", WITH_TLS)
+def test_the_gateways_address_may_have_every_connection(overlay):
+    variable = {"name": "MARSRAY_PROXY_CONNECTIONS_PER_ADDRESS", "value": "0"}
+    ray = [each for _, each in rendered(overlay).containers() if each["name"].startswith("ray-")]
+    assert len(ray) == 2
+    assert all(variable in each["env"] for each in ray)

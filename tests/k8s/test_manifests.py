@@ -119,6 +119,12 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests):
         assert mounted - volumes <= {"state"}, pod.where
 
 
+def test_no_variable_is_set_twice(manifests):
+    for where, container in manifests.containers():
+        names = [variable["name"] for variable in container.get("env", [])]
+        assert len(set(names)) == len(names), where
+
+
 def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests):
     for pod in manifests.pods():
         assert pod.spec["automountServiceAccountToken"] is False, pod.where
