@@ -23,7 +23,7 @@ from mars_serve.engine.request import Request
 from mars_serve.http.middleware.errors import cause_of
 
 _MAX_MOVES = 2
-"""Times that a request is sent elsewhere which still waited when its engine died."""
+"""Times that a request is sent elsewhere whose engine died or whose replica fell silent."""
 _SILENT_S = 15.0
 """Seconds without any message after which the replica of a request counts as lost. If its host
 loses power, no connection is closed, and Ray takes a minute to notice."""
@@ -190,12 +190,12 @@ def _prepare_move(request: Request, error: Exception, waited_s: float) -> None:
     """
     death, limit_s = _death_of(error), request.options.max_queue_s
     was_suspect = request.quarantine_tokens > 0
+    if death is None or request.num_moves >= _MAX_MOVES or (death.had_begun and was_suspect):
+        raise error
     if isinstance(death, _Silent):
         if limit_s is not None and waited_s >= limit_s:
             raise QueueTimeout(f"no replica began the request within {limit_s} s") from error
         request.num_silent += 1
-    elif death is None or len(request.failed_on) >= _MAX_MOVES or (death.had_begun and was_suspect):
-        raise error
     else:
         if death.had_begun:
             request.quarantine_tokens = death.num_tokens + 1

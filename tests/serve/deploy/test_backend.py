@@ -138,6 +138,13 @@ async def test_a_request_is_given_up_after_its_longest_queue_time():
     assert handle.num_silent == [0, 1]
 
 
+async def test_a_request_is_given_up_after_three_silent_replicas():
+    backend, handle = backend_of(*[Response([], 0, ends=False) for _ in range(9)])
+    with pytest.raises(EngineDied, match="silent"):
+        await backend.complete(request())
+    assert handle.num_silent == [0, 1, 2]
+
+
 def death(replica: str, *, had_begun: bool = False, num_tokens: int = 0) -> Exception:
     """Return a dead engine's error as Ray passes it on."""
     died = EngineDied("the engine has stopped")
