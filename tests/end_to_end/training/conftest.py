@@ -14,6 +14,7 @@ import ray
 import yaml
 from rich.console import Console
 
+from mars_platform.cluster.ray_private import busy_node_variables
 from mars_platform.config import load_settings
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
@@ -34,6 +35,8 @@ def address() -> Iterator[str]:
     ):
         # Ray Train takes the workers' reports at this interval; they save faster than its default.
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        for name, value in busy_node_variables().items():
+            patch.setenv(name, value)
         context = ray.init(
             address="local",
             num_cpus=3,  # two workers, and one for Ray Data

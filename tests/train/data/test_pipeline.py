@@ -9,6 +9,7 @@ import ray
 from transformers import AutoTokenizer
 
 from chats import GOOD, LONG, chat, write_lines
+from mars_platform.cluster.ray_private import busy_node_variables
 from mars_platform.errors import UserError
 from mars_train.data import pipeline
 from mars_train.data.pipeline import check_vocabulary, encode_rows, encoded_tables, prepare
@@ -19,9 +20,12 @@ from mars_train.run.scratch import CHAT_TEMPLATE
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(
-        num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in busy_node_variables().items():
+            patch.setenv(name, value)
+        ray.init(
+            num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False
+        )
     yield
     ray.shutdown()
 
