@@ -29,7 +29,7 @@ _QUOTE = ord('"')
 
 
 @dataclass
-class Structure:
+class JsonSize:
     """The size of a JSON text beside its strings; it is exact for valid JSON."""
 
     depth: int = 0
@@ -39,12 +39,12 @@ class Structure:
     """Whether a number has so many digits that reading it takes long."""
 
 
-def structure_of(text: bytes, max_values: int | None = None) -> Structure:
+def json_size_of(text: bytes, max_values: int | None = None) -> JsonSize:
     """Measure a JSON text in UTF-8, up to where it has more than ``max_values``.
 
     It goes in small steps, so that in a thread it never holds up other threads.
     """
-    found, level, in_string, start = Structure(), 0, False, 0
+    found, level, in_string, start = JsonSize(), 0, False, 0
     while start < len(text) and (max_values is None or found.num_values <= max_values):
         end = start + _STEP
         piece = text[start:end]
@@ -63,7 +63,7 @@ def structure_of(text: bytes, max_values: int | None = None) -> Structure:
 
 
 def most_depth(text: bytes) -> int:
-    """Return an upper bound of `Structure.depth` that takes next to no time."""
+    """Return an upper bound of `JsonSize.depth` that takes next to no time."""
     return sum(text.count(code) for code in _OPENING)
 
 

@@ -65,8 +65,8 @@ class Ingress:
         write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry).start()
-        # What is loaded now stays. Looking through it for garbage, again and again, takes a fifth
-        # of a second each time.
+        # The garbage collector would look through all that is loaded by now, and stays, again and
+        # again; that stops the event loop for a fifth of a second each time.
         gc.collect()
         gc.freeze()
         return app

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mars_serve.api import bounds
-from mars_serve.api.bounds import most_depth, structure_of
+from mars_serve.api.bounds import json_size_of, most_depth
 from mars_serve.api.errors import ApiError, shown
 from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest
 from mars_serve.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
@@ -28,7 +28,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES, step=st.integers(1, 9), is_escaped=st.booleans())
-def test_the_structure_of_json_is_exact_however_it_is_divided(value, step, is_escaped):
+def test_the_size_of_json_is_exact_however_it_is_divided(value, step, is_escaped):
     text = json.dumps(value, ensure_ascii=is_escaped).encode()
     outside, level, depth = STRING.sub(b"", text), 0, 0
     for code in outside:
@@ -36,21 +36,21 @@ def test_the_structure_of_json_is_exact_however_it_is_divided(value, step, is_es
         depth = max(depth, level)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "_STEP", step)
-        found = structure_of(text)
+        found = json_size_of(text)
     assert found.depth == depth <= most_depth(text)
     assert found.num_values == sum(outside.count(code) for code in b",:[{")
 
 
 def test_numbers_with_too_many_digits_are_found_outside_strings_only():
     long = "9" * 400
-    assert structure_of(f"[{long}]".encode()).has_long_number
-    assert structure_of(f"[0.{long}]".encode()).has_long_number
-    assert not structure_of(f'["{long}", 1{"0" * 308}]'.encode()).has_long_number
+    assert json_size_of(f"[{long}]".encode()).has_long_number
+    assert json_size_of(f"[0.{long}]".encode()).has_long_number
+    assert not json_size_of(f'["{long}", 1{"0" * 308}]'.encode()).has_long_number
 
 
 def test_counting_stops_where_there_are_too_many_values():
     text = b"[" + b"0," * 10**6 + b"0]"
-    assert 1000 < structure_of(text, max_values=1000).num_values < 10**6
+    assert 1000 < json_size_of(text, max_values=1000).num_values < 10**6
 
 
 PART = {"type": "text"}

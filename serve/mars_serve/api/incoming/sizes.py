@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mars_platform.data.client_text import strings_in
-from mars_serve.api.bounds import structure_of
+from mars_serve.api.bounds import json_size_of
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.messages import ChatMessage, PastAssistantMessage, RefusalPart, Tool
 from mars_serve.config.served import ServedModel
@@ -106,7 +106,7 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
         return
     left = MAX_VALUES_OF_ARGUMENTS
     for text in texts:
-        left -= structure_of(text.encode("utf-8", "replace"), left).num_values
+        left -= json_size_of(text.encode("utf-8", "replace"), left).num_values
         if left < 0:
             reason = f"the arguments of tool calls have over {MAX_VALUES_OF_ARGUMENTS} names and"
             raise invalid_value("messages", f"{reason} values; shorten them")

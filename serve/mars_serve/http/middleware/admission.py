@@ -81,14 +81,15 @@ class QueueMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, caller: Caller, record: RequestRecord) -> None:
-        refusal: ApiError | None = None
-        for name, places in self._places.items():
+        refusals = list[ApiError]()
+        for places in self._places.values():
             try:
                 places.check(caller, 1)
             except ApiError as error:
-                record.model, refusal = name, error
+                refusals.append(error)
             else:
-                record.model = None
                 return
-        if refusal is not None:
-            raise refusal
+        if len(refusals) == 1:  # with several models, only the body would tell which is meant
+            (record.model,) = self._places
+        if refusals:
+            raise refusals[-1]

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mars_serve.api.bounds import most_depth, structure_of
+from mars_serve.api.bounds import json_size_of, most_depth
 from mars_serve.api.errors import ApiError
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
@@ -106,10 +106,10 @@ class BodyMiddleware:
     async def _check_structure(self, body: bytes) -> None:
         """Refuse JSON that would take long to read, or to recurse into."""
         if len(body) <= _SMALL:
-            found = structure_of(body)
+            found = json_size_of(body)
         else:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._thread, structure_of, body, self._max_values)
+            found = await loop.run_in_executor(self._thread, json_size_of, body, self._max_values)
         if found.depth > _MAX_DEPTH:
             reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
             raise ApiError(422, f"body: {reason}", code="unparsable")

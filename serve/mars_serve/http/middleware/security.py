@@ -19,9 +19,7 @@ from mars_serve.http.middleware.errors import ErrorMiddleware
 from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddleware
 
 
-def add_security(
-    app: FastAPI, settings: ServeSettings, places: Mapping[str, Places] | None = None
-) -> None:
+def add_security(app: FastAPI, settings: ServeSettings, places: Mapping[str, Places]) -> None:
     """Guard an application's endpoints with keys and limits, and report errors of both.
 
     Args:
@@ -47,7 +45,7 @@ def add_security(
         max_values=bodies.body_values,
         wait_s=bodies.body_wait_s,
     )
-    app.add_middleware(QueueMiddleware, places=places or {})
+    app.add_middleware(QueueMiddleware, places=places)
     app.add_middleware(AdmissionMiddleware, limits=limits)
     app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
     if keys.is_open and settings.is_local:

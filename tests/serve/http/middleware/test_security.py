@@ -166,7 +166,7 @@ async def test_websockets_are_refused():
 
     app = FastAPI()
     app.websocket("/v1/live")(lambda socket: socket.accept())
-    add_security(app, ServeSettings(models=[{"name": "a", "path": "a"}]))
+    add_security(app, ServeSettings(models=[{"name": "a", "path": "a"}]), {})
     await app({"type": "websocket", "path": "/v1/live", "headers": []}, None, send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
@@ -279,11 +279,11 @@ def test_a_process_without_its_drivers_keys_does_not_open_the_server(models, mon
     monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [key_entry(PLAIN)]}))
     made = ServeSettings(models=[models[0].settings], host="192.0.2.1")
     captured = made.model_copy(update={"keys": made.keys.captured()})
-    add_security(FastAPI(), made)
+    add_security(FastAPI(), made, {})
     monkeypatch.delenv("MARSRAY_API_KEYS")
     with pytest.raises(UserError, match=r"^keys: "):
-        add_security(FastAPI(), made)
-    add_security(FastAPI(), captured)
+        add_security(FastAPI(), made, {})
+    add_security(FastAPI(), captured, {})
 
 
 # Bodies
