@@ -95,6 +95,24 @@ def too_long(where: str, reason: str) -> ApiError:
     return invalid_value(where, reason, code="context_length_exceeded")
 
 
+def checked_size_of_chat(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    model: ServedModel,
+    limits: LimitSettings,
+) -> int:
+    """Return the bytes of a conversation's texts; refuse one that cannot fit or be read quickly.
+
+    Raises:
+        ApiError: status 400.
+    """
+    size = num_bytes_of_chat(messages, tools, template_kwargs)
+    check_length("messages", size, model, limits)
+    check_arguments(messages)
+    return size
+
+
 def check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Refuse tool calls whose arguments, JSON as text, would take long to read.
 

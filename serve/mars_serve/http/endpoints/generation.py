@@ -21,12 +21,10 @@ from mars_serve.api.incoming.prompts import (
     encode_chat,
 )
 from mars_serve.api.incoming.sizes import (
-    check_arguments,
     check_copies,
-    check_length,
     check_reported,
+    checked_size_of_chat,
     most_reported,
-    num_bytes_of_chat,
 )
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.incoming.threads import TextThreads
@@ -91,9 +89,9 @@ def generation_router(
         """Answer a conversation."""
         call = _begin(models, body, request, limits, places)
         num_choices = check_num_choices(body, 1, limits)
-        size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
-        check_length("messages", size, call.model, limits)
-        check_arguments(body.messages)
+        size = checked_size_of_chat(
+            body.messages, body.tools, body.chat_template_kwargs, call.model, limits
+        )
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
         tokens = await encode_chat(

@@ -19,10 +19,8 @@ from pydantic_core import to_json
 from mars_serve.api.errors import check_token_ids, invalid_value
 from mars_serve.api.incoming.prompts import encode_chat, encode_text
 from mars_serve.api.incoming.sizes import (
-    check_arguments,
-    check_length,
     check_num_ids,
-    num_bytes_of_chat,
+    checked_size_of_chat,
 )
 from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.keys import Caller
@@ -242,9 +240,7 @@ async def _encode(
         return found.ids
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
-    size = num_bytes_of_chat(body.messages, body.tools, body.chat_template_kwargs)
-    check_length("messages", size, model, limits)
-    check_arguments(body.messages)
+    size = checked_size_of_chat(body.messages, body.tools, body.chat_template_kwargs, model, limits)
     return await encode_chat(
         model,
         body.messages,
