@@ -34,12 +34,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_platform.checkpoint.directory import (
-    MarsMetadata,
     add_mask_token,
     load_model,
     read_checkpoint,
     save_checkpoint,
 )
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.cluster.processes import free_port
 from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.models import PRESETS

@@ -93,9 +93,11 @@ def data(work: Path, model: Path) -> Path:
 def served(
     model: Path, data: Path, python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A running ``marsray serve`` with one admin key."""
+    """A running ``marsray serve`` with one admin key, whose prompts may hold control tokens."""
     folder, port = tmp_path_factory.mktemp("server"), _free_port()
-    key = {"name": "clients", "sha256": hashlib.sha256(_KEY.encode()).hexdigest(), "admin": True}
+    digest = hashlib.sha256(_KEY.encode()).hexdigest()
+    # lm-eval renders chats itself and sends them to /v1/completions
+    key = {"name": "clients", "sha256": digest, "admin": True, "control_tokens": True}
     (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": [key]}))
     settings = {
         "port": port,

@@ -9,7 +9,7 @@ import pytest
 
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_serve.config.settings import AutoscalingSettings
-from mars_serve.observability import ingress_telemetry, replica_telemetry
+from mars_serve.observability import ingress_telemetry, replica_telemetry, request_telemetry
 from mars_serve.observability.metric_families import HistogramDefinition, MetricDefinition
 
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")
@@ -34,7 +34,7 @@ def metric_names() -> set[str]:
     """Every metric of the code, by the name of Ray's exporter without its prefix."""
     definitions = [
         each
-        for module in (ingress_telemetry, replica_telemetry)
+        for module in (ingress_telemetry, replica_telemetry, request_telemetry)
         for each in vars(module).values()
         if isinstance(each, MetricDefinition)
     ]
@@ -89,7 +89,7 @@ def test_the_alerts_objective_is_that_of_the_service(rules):
     bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
     assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}
     # a query matches nothing at a bound that the histogram does not have
-    assert set(bounds) <= set(replica_telemetry._TIME_TO_FIRST_TOKEN.buckets)
+    assert set(bounds) <= set(request_telemetry._TIME_TO_FIRST_TOKEN.buckets)
 
 
 def test_series_are_grouped_by_labels_that_the_metrics_have(rules):

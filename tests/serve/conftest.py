@@ -15,13 +15,13 @@ from transformers import DynamicCache, PreTrainedModel
 from decoding.tiny_models import SIZES, build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
-    MarsMetadata,
     SpecialTokens,
     add_mask_token,
     load_model,
     read_checkpoint,
     save_checkpoint,
 )
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel

@@ -34,3 +34,11 @@ async def until(find: Callable[[], Awaitable[T]], what: str, timeout_s: float = 
             return found
         await asyncio.sleep(0.1)
     return pytest.fail(f"{what} did not happen in time")
+
+
+async def soon(holds: Callable[[], object]) -> None:
+    """Wait until a condition holds that threads of this process bring about within moments."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "waited for 20 s"
+        await asyncio.sleep(0.005)

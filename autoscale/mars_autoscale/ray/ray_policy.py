@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingContext
+
+if TYPE_CHECKING:  # Ray Serve takes a second to import, and the governor needs two names from here
+    from ray.serve.config import AutoscalingContext
 
 NAMESPACE = "serve"
 """Ray namespace of Serve's actors, to which all of an application's processes belong."""

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    StrictDataclassError,
-)
-from pydantic import Field
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -29,32 +22,16 @@ from transformers import (
 )
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
-from mars_platform.checkpoint.references import refuse_foreign_files
-from mars_platform.config import Settings, build_settings, read_json
+from mars_platform.checkpoint.metadata import METADATA_FILE, MarsMetadata, read_metadata_of
+from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
-METADATA_FILE = "mars.json"
 MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-
-class MarsMetadata(Settings):
-    """Content of ``mars.json``: data that decoding needs beyond the Hugging Face files."""
-
-    format_version: Literal[1] = 1
-    """Version of this file's layout."""
-    block_size: int = Field(ge=1)
-    """Block size B of the training, in tokens; also the most masks that a step may feed."""
-    mask_token_id: int = Field(ge=0)
-    """Id of the ``<|mask|>`` token."""
-    provenance: dict[str, Any] = Field(default_factory=dict)
-    """How the checkpoint was made: base model, recipe, versions."""
 
 
 @dataclass(frozen=True)
@@ -94,31 +71,6 @@ class Checkpoint:
         return replace(self, metadata=metadata, special=special, calibration=None)
 
 
-def locate_model(model: str) -> Path:
-    """Return the directory of a model, downloading a Hugging Face hub model that is not cached.
-
-    Args:
-        model: directory or hub id.
-
-    Raises:
-        UserError: there is no such model, or the hub cannot be reached and the model is not cached.
-    """
-    path = Path(model)
-    if (path / "config.json").is_file():
-        return path
-    if path.exists():
-        raise UserError(f"model: {model} holds no config.json, so it is not a model directory")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(f"model: there is no directory {model}; give an existing one or a hub id")
-    try:
-        return Path(snapshot_download(model, allow_patterns=_DOWNLOADED))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model: {model} is no local directory and cannot be had from the Hugging Face hub "
-            f"({type(error).__name__}); check the name, or the network"
-        ) from error
-
-
 def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Checkpoint:
     """Read a checkpoint without its weights.
 
@@ -131,17 +83,13 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
         UserError: a file is missing, malformed or does not fit the others, or is none of the
             checkpoint's own.
     """
-    path = locate_model(str(model))
-    refuse_foreign_files(path)
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise UserError(f"model: {path} has no tokenizer; add its tokenizer.json")
+    path, metadata = read_metadata_of(model)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
     refuse_unsupported(config, path)
-    metadata = read_metadata(path)
     if metadata is not None and metadata.mask_token_id != _token_id(tokenizer, MASK_TOKEN):
         raise UserError(
             f"{path / METADATA_FILE}: mask_token_id is {metadata.mask_token_id}, but the tokenizer "
@@ -165,18 +113,6 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         path, trust_remote_code=False
     )
     return tokenizer
-
-
-def read_metadata(path: Path) -> MarsMetadata | None:
-    """Read ``mars.json`` of a checkpoint directory; None if there is none.
-
-    Raises:
-        UserError: the file is invalid.
-    """
-    file = path / METADATA_FILE
-    if not file.is_file():
-        return None
-    return build_settings(read_json(file, _REMEDY), MarsMetadata, source=str(file))
 
 
 def load_model(

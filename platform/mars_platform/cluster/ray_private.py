@@ -8,6 +8,7 @@ the manifests in ``k8s`` set the variables of `haproxy_variables` in YAML.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingConfig
+    from ray.serve.handle import DeploymentHandle
 
 _JOB_CLIENT_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
@@ -75,6 +77,34 @@ def clusters_on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def clusters_without_monitors() -> Iterator[None]:
+    """Start clusters within the block without two of their processes, each half a CPU second.
+
+    One would add nodes, which a cluster of one machine never does; the other would send the
+    workers' logs to this process, which does not ask for them. Relies on the methods of ``Node``
+    that start them: ``ray.init`` has no option for either.
+    """
+    from ray._private.node import Node
+
+    before = Node.start_monitor, Node.start_log_monitor
+    Node.start_monitor = Node.start_log_monitor = lambda _node: None
+    try:
+        yield
+    finally:
+        Node.start_monitor, Node.start_log_monitor = before
+
+
+def poll_serve_often(period_s: float) -> None:
+    """Make ``serve.run`` in this process look for a running application at this period.
+
+    Relies on a constant of Serve's client, 1 s otherwise.
+    """
+    from ray.serve._private import client
+
+    client.CLIENT_POLLING_INTERVAL_S = period_s
 
 
 def local_cluster_has_failed() -> bool:
@@ -195,6 +225,40 @@ def haproxy_variables(
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(min_draining_s),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
     }
+
+
+def names_of_replicas(handle: DeploymentHandle) -> frozenset[str]:
+    """Return the names of the replicas that a handle knows to run; none before its first use.
+
+    Relies on the handle's router. The public API calls replicas but does not name them, and calling
+    all of them several times a second takes far more time.
+    """
+    router: Any = handle._router
+    chooser = router._asyncio_router.request_router if router is not None else None
+    replicas = chooser.curr_replicas if chooser is not None else ()
+    return frozenset(each.unique_id for each in replicas)
+
+
+async def answers_of_replicas(handle: DeploymentHandle, method: str, timeout_s: float) -> list[Any]:
+    """Call a method of every replica, and return the answers that come in time and are no errors.
+
+    Relies on ``DeploymentBroadcastResponse._fetch_replica_results_async``: the public
+    ``results_async`` returns nothing if one replica is silent.
+    """
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    try:
+        asked = await handle.broadcast(method)._fetch_replica_results_async()
+    except DeploymentUnavailableError:
+        return []
+    answers = [asyncio.ensure_future(each.get_async()) for each in asked]
+    if not answers:
+        return []
+    await asyncio.wait(answers, timeout=timeout_s)
+    for late in answers:
+        late.cancel()
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def autoscaled(

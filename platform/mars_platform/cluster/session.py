@@ -10,7 +10,11 @@ from contextlib import contextmanager
 import ray
 
 from mars_platform.cluster.attempts import attempt
-from mars_platform.cluster.ray_private import busy_node_variables, clusters_on_loopback
+from mars_platform.cluster.ray_private import (
+    busy_node_variables,
+    clusters_on_loopback,
+    clusters_without_monitors,
+)
 from mars_platform.cluster.settings import ClusterSettings
 
 _log = logging.getLogger(__name__)
@@ -38,13 +42,17 @@ def ray_session(
     if ray.is_initialized():
         yield
         return
-    _quieten_ray()
+    quieten_ray()
     address = settings.address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.ERROR)
     else:
         variables = {**busy_node_variables(), **(environment or {})}
-        with _added_to_environment(variables), clusters_on_loopback():
+        with (
+            _added_to_environment(variables),
+            clusters_on_loopback(),
+            clusters_without_monitors(),
+        ):
             attempt(
                 lambda: _start_local(settings, min_cpus),
                 name="a local Ray cluster",
@@ -80,10 +88,11 @@ def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _quieten_ray() -> None:
+def quieten_ray() -> None:
     """Keep Ray's libraries, which log every plan they run, from writing over marsray's progress.
 
-    Only their console handlers change; the log files in Ray's session directory stay complete.
+    A library has no handlers before it is imported. Only those of the console change; the log files
+    in Ray's session directory stay complete.
     """
     for name in ("ray.data", "ray.serve"):
         for handler in logging.getLogger(name).handlers:

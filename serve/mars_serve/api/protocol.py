@@ -149,7 +149,10 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None
     user: str | None = None
-    """Accepted and ignored, like `store`, `metadata` and similar fields."""
+    """Name of the end user or conversation, whose requests prefer the replica of the last one."""
+    deadline_ms: Annotated[float, Field(gt=0, le=86_400_000, strict=True)] | None = None
+    """Milliseconds from arrival within which the output should begin. Among the requests of a key
+    those with the earliest deadline are served first; one that surely comes too late is refused."""
 
     mode: Mode | None = None
     """Decoding mode; by default the model's setting."""

@@ -119,6 +119,9 @@ class OutputText:
         self._num_tokens += 1
         is_hidden = token in self._rules.tokens and not self._rules.in_output
         new = self._stream.push([] if is_hidden else [token], last=last)
+        if not self._rules.strings:  # nothing is ever held
+            self._length += len(new)
+            return new, False
         text = self._held + new
         if self._num_tokens > self._rules.min_tokens:
             end = _stop_end(text, len(self._held), self._rules)

@@ -89,8 +89,11 @@ def decode(
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")] = "cpu",
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Type of the weights; by default float32 on the CPU, bfloat16 on CUDA."),
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(
+            help="Type of the weights; by default the one that the model is stored in, and for "
+            "untrained weights float32 on the CPU, bfloat16 on CUDA."
+        ),
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the engine's model (engine.compile).")
@@ -114,7 +117,7 @@ def decode(
     from rich.console import Console
 
     from mars_platform.cli.report import check_output_files, output_console
-    from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions
+    from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions, default_dtype
     from mars_serve.bench.decode.report import plot_comparison, print_comparison
     from mars_serve.bench.decode.run import compare
     from mars_serve.bench.decode.workload import RaggedShape
@@ -137,7 +140,7 @@ def decode(
         agreement=agreement,
         seed=seed,
         device=device,
-        dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+        dtype=dtype or default_dtype(model, device),
         compiled=compiled,
     )
     comparison = compare(options, Console(stderr=True))

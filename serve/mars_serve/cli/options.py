@@ -30,8 +30,8 @@ Device = Annotated[
     typer.Option(help="Device to run on; auto is cuda if available."),
 ]
 Dtype = Annotated[
-    Literal["float32", "bf16"] | None,
-    typer.Option(help="Type of the weights; by default float32 on the CPU, bf16 on CUDA."),
+    Literal["float32", "bf16", "float16"] | None,
+    typer.Option(help="Type of the weights; by default the one that the model is stored in."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

@@ -100,9 +100,11 @@ class ModelSettings(Settings):
     num_gpus: float = Field(default=0, ge=0, le=1)
     """GPUs of a replica; 0 runs it on the CPU."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Number of CPU threads of a replica; by default an equal share of the machine's cores."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number type of weights, keys and values."""
+    """Number of CPU threads of a replica; by default an equal share of the machine's cores. HTTP
+    keeps one core unless steps are a fifth faster with it, which is measured at load."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
+    in."""
     engine: EngineSettings = EngineSettings()
     draft: DraftSettings | None = None
     """Draft model for requests in modes exact and threshold."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util import metrics
 
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
@@ -31,13 +32,25 @@ class GovernorActor(Governor):
     def __init__(self) -> None:
         super().__init__()
         logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)  # Ray sets none
-        RayMirror(AutoscalerMetrics(self._loops)).start()
+        RayMirror(AutoscalerMetrics(self._loops), metrics).start()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def _end_when_idle(self) -> None:
         while time.monotonic() - self.last_wait < IDLE_S:
             time.sleep(IDLE_S / 4)
         ray.kill(ray.get_runtime_context().current_actor)
+
+
+def find_or_start_governor(application: str) -> Any:
+    """Return an application's governor; one that does not run yet answers once it has started."""
+    actor = ray.remote(GovernorActor).options(
+        name=governor_name(application),
+        namespace=NAMESPACE,
+        lifetime="detached",  # otherwise it would end with the process that started it
+        get_if_exists=True,
+        num_cpus=0,
+    )
+    return actor.remote()
 
 
 def end_governor(application: str) -> None:
@@ -50,7 +63,7 @@ class GovernorClient:
     """Calls an application's governor from one of its processes, and starts it if needed."""
 
     def __init__(self, application: str) -> None:
-        self._name = governor_name(application)
+        self._application = application
         self._actor: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -67,15 +80,5 @@ class GovernorClient:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self._actor is None:
-            self._actor = await asyncio.to_thread(self._find_or_start)
+            self._actor = await asyncio.to_thread(find_or_start_governor, self._application)
         return await getattr(self._actor, method).remote(*arguments)
-
-    def _find_or_start(self) -> Any:
-        actor = ray.remote(GovernorActor).options(
-            name=self._name,
-            namespace=NAMESPACE,
-            lifetime="detached",  # otherwise it would end with the process that started it
-            get_if_exists=True,
-            num_cpus=0,
-        )
-        return actor.remote()

@@ -14,24 +14,24 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve import Application, metrics
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
+from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
-from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.config import build_settings
+from mars_serve.config.number_type import with_dtype
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings, ServeSettings
-from mars_serve.deploy.backend import HandleBackend
-from mars_serve.http.app import create_app
-from mars_serve.http.middleware.recording import write_records_to_stderr
+from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.observability.ray_metrics import RayMirror
+from mars_serve.replica.engine_process import Threads
 from mars_serve.replica.replica import ModelReplica
 
 _MAX_ONGOING = 100_000
-"""Concurrency limit of a replica in Ray Serve, never reached: requests queue in the engine, which
-alone knows its load."""
+"""Concurrency limit of a replica in Ray Serve, never reached: requests wait in ingress replicas for
+the credits of engines, which alone know their load."""
 _UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - assumed only; nothing is bound to it
 _DRAIN_POLL_S = 0.2
 """Seconds between two checks whether a replica that shuts down still runs requests."""
@@ -41,8 +41,12 @@ class Ingress:
     """The ingress deployment, which serves the REST application over the models' handles."""
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
+        # Torch comes with it, which the process that deploys does without.
+        from mars_platform.checkpoint.directory import read_checkpoint
+
         created, context = int(time.time()), serve.get_replica_context()
-        self._settings = settings
+        models = [with_dtype(model) for model in settings.models]
+        self._settings = settings = settings.model_copy(update={"models": models})
         self._replica: str = context.replica_id.unique_id
         self._models = {
             model.name: ServedModel(
@@ -50,7 +54,7 @@ class Ingress:
                 read_checkpoint(model.path),
                 # A handle that was passed in takes its transport from the environment of the
                 # process that deployed it, which may differ from the cluster's.
-                HandleBackend(
+                ReplicaBackend(
                     serve.get_deployment_handle(handle.deployment_name, context.app_name),
                     model,
                     context.app_name,
@@ -62,9 +66,12 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Create the application; Ray Serve calls this once the replica is constructed."""
+        from mars_serve.http.app import create_app
+        from mars_serve.http.middleware.recording import write_records_to_stderr
+
         write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
-        RayMirror(app.state.telemetry).start()
+        RayMirror(app.state.telemetry, metrics).start()
         # The garbage collector would look through all that is loaded by now, and stays, again and
         # again; that stops the event loop for a fifth of a second each time.
         gc.collect()
@@ -91,7 +98,7 @@ def build_application(settings: ServeSettings) -> Application:
     settings = settings.model_copy(update={"keys": settings.keys.captured()})
     threads = _default_threads(settings.models)
     handles = [
-        _bind_model(settings, index, model.num_threads or threads)
+        _bind_model(settings, index, _threads(model, threads))
         for index, model in enumerate(settings.models)
     ]
     options = {
@@ -104,13 +111,20 @@ def build_application(settings: ServeSettings) -> Application:
     return ingress.bind(settings, handles)
 
 
-def _default_threads(models: list[ModelSettings]) -> int:
-    """Return a replica's share of the machine's cores, of which the proxy and ingress keep one."""
-    num_replicas = sum(model.most_replicas for model in models)
-    return max(1, ((os.cpu_count() or 1) - 1) // num_replicas)
+def _default_threads(models: list[ModelSettings]) -> Threads:
+    """Return a replica's share of the machine's cores, of which HTTP keeps one if that costs
+    little.
+    """
+    num_replicas, num_cores = sum(model.most_replicas for model in models), os.cpu_count() or 1
+    return Threads(max(1, (num_cores - 1) // num_replicas), max(1, num_cores // num_replicas))
 
 
-def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Application:
+def _threads(model: ModelSettings, default: Threads) -> Threads:
+    num = model.num_threads
+    return default if num is None else Threads(num, num)
+
+
+def _bind_model(settings: ServeSettings, index: int, threads: Threads) -> Application:
     model = settings.models[index]
     options = {
         **_common_options(settings),
@@ -119,9 +133,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 2,
     }
-    if model.most_replicas > 1:
-        options["request_router_config"] = _router_config(model)
-    return serve.deployment(ModelReplica, **options).bind(model, num_threads)
+    return serve.deployment(ModelReplica, **options).bind(model, threads)
 
 
 def _deployment_name(models: list[ModelSettings], index: int) -> str:
@@ -143,8 +155,13 @@ def _replicas(model: ModelSettings) -> dict[str, Any]:
         "max_replicas": autoscaling.max_replicas,
     }
     if autoscaling.policy == "ongoing_requests":
-        limits["target_ongoing_requests"] = autoscaling.target_ongoing_requests
-        return {"autoscaling_config": limits}
+        return {
+            "autoscaling_config": AutoscalingConfig(
+                **limits,
+                target_ongoing_requests=autoscaling.target_ongoing_requests,
+                policy=AutoscalingPolicy(policy_function=ongoing_requests),
+            )
+        }
     policy = AutoscalingPolicy(policy_function=JointPolicy, policy_kwargs={"model": model.name})
     # the policy has already waited before it decides
     no_delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
@@ -158,15 +175,3 @@ def _common_options(settings: ServeSettings) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "max_surge_percent": settings.surge_percent,
     }
-
-
-def _router_config(model: ModelSettings) -> RequestRouterConfig:
-    # A few more requests in a batch cost little, and a cached prefix saves more than that.
-    page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
-    return RequestRouterConfig(
-        request_router_class="mars_serve.deploy.router.PrefixRouter",
-        request_router_kwargs={
-            "page_size": page_size if model.engine.enable_prefix_caching else None,
-            "slack": max(1, model.engine.max_num_seqs // 4),
-        },
-    )

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ray import serve
-from ray.exceptions import RayError
 from rich.console import Console
 
-from mars_platform.checkpoint.directory import read_checkpoint
-from mars_platform.cluster.attempts import attempt
+from mars_platform.checkpoint.metadata import read_metadata_of
 from mars_platform.cluster.ray_private import local_cluster_has_failed
 from mars_platform.cluster.session import ray_session
-from mars_platform.errors import UserError, one_line
+from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
-from mars_serve.control.governor_actor import end_governor
-from mars_serve.deploy.app import build_application
 from mars_serve.deploy.proxies import proxy_environment
+from mars_serve.deploy.stages import Stages
 
-_APPLICATION = "marsray"
-_PROXY_S = 60.0
-"""Longest wait in seconds for a proxy of Ray Serve, in each of several attempts."""
-_POLL_S = 0.2
+_SERVE_PART = "mars_serve.deploy.start"
 _WATCH_S = 1.0
 """Seconds between two looks at the processes of a cluster that was started here."""
 
@@ -53,73 +46,38 @@ def run_server(settings: ServeSettings, console: Console) -> None:
 @contextmanager
 def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
     """Serve within the block."""
-    for model in settings.models:
-        checkpoint = read_checkpoint(model.path)
-        if checkpoint.metadata is None:
-            console.print(
-                f"model {model.name}: {model.path} has no mars.json, so it is served as plain AR; "
-                "threshold mode is refused",
-                highlight=False,
-            )
+    stages = Stages()
+    _look_over_models(settings, console)
     _refuse_taken_port(settings.host, settings.port)
     min_cpus = sum(int(model.num_cpus * model.most_replicas) + 1 for model in settings.models)
+    # Reading Ray Serve's modules takes as long as Ray's processes take to start.
+    threading.Thread(target=importlib.import_module, args=[_SERVE_PART], daemon=True).start()
+    stages.end("command")
     with (
         proxy_environment(settings) as environment,
         ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),
     ):
+        from mars_serve.deploy.start import deploy, end
+
+        stages.end("Ray")
         try:
-            _deploy(settings, console)
+            deploy(settings, console, stages)
             yield
         finally:
             if not local_cluster_has_failed():  # it would not answer
-                serve.delete(_APPLICATION)  # other applications on a shared cluster keep running
-                end_governor(_APPLICATION)
+                end()
 
 
-def _deploy(settings: ServeSettings, console: Console) -> None:
-    _start_proxies(settings, console)
-    with console.status("starting the models"):
-        try:
-            serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
-        except TimeoutError:  # the models run, and the proxies do not know of them yet
-            _start_proxies(settings, console)
-        except (RuntimeError, RayError) as error:
-            raise UserError(f"models: they did not start ({one_line(error)})") from error
-    names = ", ".join(model.name for model in settings.models)
-    console.print(f"serving {names} on http://{settings.host}:{settings.port}", highlight=False)
-
-
-def _start_proxies(settings: ServeSettings, console: Console) -> None:
-    """Start Ray Serve where it does not run, and wait until a proxy takes requests.
-
-    Serve ends a proxy that is not ready in time and starts another; the first call then fails.
-
-    Raises:
-        UserError: no proxy becomes ready.
-    """
-
-    def start() -> None:
-        serve.start(
-            http_options={"host": settings.host, "port": settings.port},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
-        )
-        _await_proxy()  # where Serve runs already, the call above does not wait
-
-    attempt(
-        start,
-        name="Ray Serve's proxy",
-        remedy="end other programs on this machine, or look into the logs of Ray Serve",
-        tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        errors=(RayError, TimeoutError),
-    )
-
-
-def _await_proxy() -> None:
-    end_s = time.monotonic() + _PROXY_S
-    while (proxies := serve.status().proxies) and "HEALTHY" not in proxies.values():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"it was not ready within {_PROXY_S:g} s")
-        time.sleep(_POLL_S)
+def _look_over_models(settings: ServeSettings, console: Console) -> None:
+    """Refuse what the files' names and ``mars.json`` show; replicas read the rest."""
+    for model in settings.models:
+        path, metadata = read_metadata_of(model.path)
+        if metadata is None:
+            console.print(
+                f"model {model.name}: {path} has no mars.json, so it is served as plain AR; "
+                "threshold mode is refused",
+                highlight=False,
+            )
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

@@ -25,7 +25,12 @@ from mars_serve.engine.execution.fault_isolation import Step, launch, proves_fai
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import commit, cut
-from mars_serve.engine.execution.warm_up import REPEATS, measure_prefill, measure_steps
+from mars_serve.engine.execution.warm_up import (
+    REPEATS,
+    StepSizes,
+    measure_prefill,
+    measure_steps,
+)
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
@@ -84,6 +89,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.window = metadata.block_size if metadata else 0
         weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
+        self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
@@ -176,16 +182,21 @@ class Engine:
 
     # Warming up
 
-    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
+    def warm_up(
+        self,
+        on_progress: Callable[[int, int], None] | None = None,
+        known: StepTimes | None = None,
+    ) -> StepTimes:
         """Run steps of the sizes to come, and adapt windows to their times or to the pacer's.
 
         Args:
             on_progress: called with the number of steps that have run and the number of all.
+            known: step times of an earlier start, which shorten the warm-up if they still hold.
 
         Returns:
-            The times to which windows adapt.
+            The times that hold here, to which windows adapt unless there is a pacer.
         """
-        times = self.measure_step_times(on_progress=on_progress)
+        times = self.measure_step_times(known=known, on_progress=on_progress)
         if self._pacer is not None:
             times = self._pacer.times
         self.adapt_windows(times)
@@ -201,6 +212,7 @@ class Engine:
         *,
         widest_row: int | None = None,
         repeats: int = REPEATS,
+        known: StepTimes | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepTimes:
         """Measure the seconds of steps over positions and cached tokens; see `measure_steps`."""
@@ -209,16 +221,11 @@ class Engine:
             self._drafter.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self.capture_graphs(CudaCapture(), on_progress)
+        rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
+        sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row)
+        run, pool = self._runner.run, self._pool
         return measure_steps(
-            self._runner.run,
-            self._pool,
-            max_num_seqs=self.settings.max_num_seqs,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_length=self.max_length,
-            window=self.window,
-            widest_row=widest_row,
-            repeats=repeats,
-            on_progress=on_progress,
+            run, pool, sizes, repeats=repeats, known=known, on_progress=on_progress
         )
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:

@@ -5,7 +5,8 @@ Imports no Ray, torch or HTTP library.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 from mars_serve.engine.decoding_options import FinishReason
 
@@ -48,6 +49,13 @@ class StepOutput:
     """Prompt tokens found in the prefix cache, on the request's first output; 0 on later ones."""
     queue_s: float = field(default=0.0, compare=False)
     """Seconds before the request's first step, on its first output; 0 on later ones."""
+
+    def __reduce__(self) -> tuple[type[StepOutput], tuple[object, ...]]:
+        """Pickle the values without their names, which takes a third of the time."""
+        return StepOutput, _values_of(self)
+
+
+_values_of = attrgetter(*(each.name for each in fields(StepOutput)))
 
 
 @dataclass

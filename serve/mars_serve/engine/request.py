@@ -32,6 +32,18 @@ class Request:
     options: DecodingOptions
     tenant: str = ""
     """Name of the tenant; only requests of the same tenant share cached prefixes."""
+    key: str = ""
+    """Name of the API key, of whose share of the queue the request is served."""
+    session: str | None = None
+    """Name of the conversation or user, whose requests prefer one replica."""
+    deadline_s: float | None = None
+    """Seconds from arrival within which the request is to begin; None for the model's objective."""
+    waited_s: float = 0.0
+    """Seconds that the request waited before it was sent to an engine."""
+    is_announced: bool = False
+    """Whether the engine's side was told of the arrival before the request came."""
+    is_streamed: bool = True
+    """Whether the outputs are wanted as they come; otherwise they are sent together at the end."""
     num_prompt: int = field(init=False)
     num_cached: int = 0
     """Leading tokens whose keys and values are in the KV cache."""
@@ -61,8 +73,6 @@ class Request:
     """Time of arrival by ``time.monotonic``, set by whoever receives the request."""
     queue_s: float | None = None
     """Seconds from arrival to the first step; None before it."""
-    num_silent: int = 0
-    """Number of replicas that received the request earlier and showed no sign of life."""
     failed_on: tuple[str, ...] = ()
     """Names of replicas that died, or did not answer, while they had the request."""
     quarantine_tokens: int = 0
@@ -104,7 +114,7 @@ class Request:
     @property
     def num_moves(self) -> int:
         """Number of times that the request was sent to another replica."""
-        return self.num_silent + len(self.failed_on)
+        return len(self.failed_on)
 
     @property
     def is_quarantined(self) -> bool:

@@ -39,6 +39,9 @@ class EngineSettings(Settings):
     adaptive_windows: bool = True
     """Whether the masks of each row are chosen by their expected gain and the cost of a step here;
     otherwise each row feeds the whole block."""
+    cache_step_times: bool = True
+    """Whether a replica keeps the step times that it measures at start in its user's cache
+    directory, and checks them at its next start instead of measuring all of them again."""
     cuda_graphs: bool = True
     """Whether decoding steps are captured as CUDA graphs at start, on a GPU whose attention reads
     pages in place."""

@@ -11,26 +11,33 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from ray.serve import metrics
 
 PERIOD_S = 1.0
 """Seconds between two copies."""
 _SERVE_LABEL = "replica"
-"""Label that Ray Serve sets, and that no metric may set itself."""
+"""Label that Ray Serve sets in its replicas, and that no metric may set itself."""
 
 _log = logging.getLogger(__name__)
 
 
 class RayMirror:
-    """A collector's metrics as instruments of Ray; create it in an actor or a Serve replica."""
+    """A collector's metrics as instruments of Ray; create it in an actor or a Serve replica.
 
-    def __init__(self, collector: Collector) -> None:
+    Args:
+        collector: source of the metrics.
+        metrics: the module ``ray.serve.metrics`` in a Serve replica, ``ray.util.metrics`` in
+            another actor, which need not load Ray Serve.
+    """
+
+    def __init__(self, collector: Collector, metrics: ModuleType) -> None:
         self._collector = collector
+        self._metrics = metrics
         self._instruments: dict[str, Any] = {}
         """Ray's gauges and counters, by name."""
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
@@ -58,12 +65,13 @@ class RayMirror:
         return ended.set
 
     def _write(self, family: Metric, sample: Sample, labels: dict[str, str]) -> None:
-        kind = metrics.Counter if family.type == "counter" else metrics.Gauge
+        is_counter = family.type == "counter"
+        kind = self._metrics.Counter if is_counter else self._metrics.Gauge
         instrument = self._instruments.get(sample.name)
         if instrument is None:
             instrument = kind(sample.name, family.documentation, tuple(labels))
             self._instruments[sample.name] = instrument
-        if family.type != "counter":
+        if not is_counter:
             instrument.set(sample.value, labels)
             return
         key = (sample.name, tuple(labels.items()))

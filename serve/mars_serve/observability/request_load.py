@@ -29,8 +29,6 @@ class RequestLoad:
         self._arrived = self._prompt_tokens = self._ended = self._output_tokens = 0
         self._live_tiers = Counter[Tier | None]()
         """Present requests by `live_tier`."""
-        self._waiting = Counter[Tier]()
-        """Present requests without an output, by tier."""
 
     @property
     def totals(self) -> Totals:
@@ -42,32 +40,21 @@ class RequestLoad:
         counts = {each: self._live_tiers[each] for each in (None, Tier.DEFAULT, Tier.FLEX)}
         return counts[tier] / max(sum(counts.values()), 1)
 
-    def num_ahead(self, tier: Tier) -> int:
-        """Return the number of waiting requests that are served before a new one of a tier."""
-        waiting = list(self._waiting.items())
-        return sum(count for each, count in waiting if each.rank >= tier.rank)
-
-    def refused(self, request: Request) -> None:
-        """Count a request that has arrived and was refused."""
-        self._arrived += 1
-        self._prompt_tokens += request.num_prompt
+    def announced(self, num_requests: int, prompt_tokens: int) -> None:
+        """Count arrivals of requests that wait elsewhere."""
+        self._arrived += num_requests
+        self._prompt_tokens += prompt_tokens
 
     def come(self, request: Request) -> None:
-        """Count a request that has arrived and stays."""
-        self._arrived += 1
-        self._prompt_tokens += request.num_prompt
+        """Count a request that is in the engine from now on."""
+        if not request.is_announced:
+            self._arrived += 1
+            self._prompt_tokens += request.num_prompt
         self._live_tiers[live_tier(request)] += 1
-        self._waiting[request.options.tier] += 1
 
-    def begun(self, request: Request, num_prefix_hit_tokens: int) -> None:
-        """Count the first output of a request.
-
-        Args:
-            request: the request.
-            num_prefix_hit_tokens: tokens of its prompt that were found in the prefix cache.
-        """
+    def begun(self, num_prefix_hit_tokens: int) -> None:
+        """Count the first output of a request, some of whose prompt tokens were cached."""
         self._prompt_tokens -= num_prefix_hit_tokens
-        self._waiting[request.options.tier] -= 1
 
     def gone(self, request: Request, *, has_begun: bool, num_tokens: int) -> None:
         """Count a request that has finished, failed or was cancelled.
@@ -81,5 +68,3 @@ class RequestLoad:
         if has_begun:
             self._ended += 1
             self._output_tokens += num_tokens
-        else:
-            self._waiting[request.options.tier] -= 1

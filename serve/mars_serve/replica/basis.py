@@ -67,7 +67,10 @@ def autoscaling_basis(
 def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> str | None:
     """Describe how the frontier's hardware and number type differ from the replica's, and warn."""
     measured = (frontier.hardware, _DTYPES.get(frontier.dtype, frontier.dtype))
-    here = (hardware_name("cuda" if settings.num_gpus else "cpu"), settings.dtype)
+    here = (
+        hardware_name("cuda" if settings.num_gpus else "cpu"),
+        str(engine.dtype).removeprefix("torch."),
+    )
     if settings.rehearsal is not None or measured == here:
         return None
     mismatch = f"measured on {' in '.join(measured)}; the replica runs on {' in '.join(here)}"

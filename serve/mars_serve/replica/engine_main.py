@@ -21,15 +21,17 @@ from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.ipc.worker import EngineWorker
+from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import load_engine
+from mars_serve.replica.number_type_advice import advise_bfloat16
+from mars_serve.replica.step_time_cache import warm_up
+from mars_serve.replica.threads import set_threads
 
 _SWITCH_S = 0.0005
 """Seconds after which the stepping thread lets the thread that takes orders run. Python's default
 of 5 ms is as long as several steps of a small model."""
-
-_log = logging.getLogger("mars_serve.engine")
 
 
 def main() -> None:
@@ -40,23 +42,29 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     (start,) = channel.receive()
     assert isinstance(start, EngineStart)
-    torch.set_num_threads(start.num_threads)
+    torch.set_num_threads(start.threads.num)
     try:
         engine = load_engine(start.settings)
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
+    set_threads(engine, start.threads)
+    advise_bfloat16(engine)
     engine.grammars.isolate()  # clients write them
-    times = engine.warm_up(_log_progress)
+    times = warm_up(start.settings, engine)
     basis = autoscaling_basis(start.settings, engine, times)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
     pulse = Pulse(int(sys.argv[2]))
-    EngineWorker(engine, channel, on_closed=leave, basis=basis, times=times, pulse=pulse).run()
-
-
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % 8 == 0:
-        _log.info("warm-up: %d of %d step sizes timed", done, total)
+    EngineWorker(
+        engine,
+        channel,
+        RequestTelemetry(),
+        on_closed=leave,
+        basis=basis,
+        times=times,
+        pulse=pulse,
+        host=start.host,
+    ).run()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,19 @@ from mars_serve.engine.ipc.loop import EngineLoop
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.replica.watchdog import PulseReader, watch
 
+LOOPBACK = "127.0.0.1"
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The CPU threads that an engine may use."""
+
+    num: int
+    """Threads to use."""
+    num_if_faster: int
+    """Threads to use instead if steps are then clearly faster."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,9 @@ class EngineStart:
     """The first message to the engine process."""
 
     settings: ModelSettings
-    num_threads: int
-    """Number of torch's CPU threads."""
+    threads: Threads
+    host: str
+    """Address of the interface on which requests are accepted."""
 
 
 class _Process:
@@ -53,7 +66,7 @@ class _Process:
             self._process.wait()
 
 
-def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
+def start_engine(settings: ModelSettings, threads: Threads, *, host: str = LOOPBACK) -> EngineLoop:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
     From then on a thread watches the engine, and ends it if a step hangs. In a rehearsal, wait
@@ -62,7 +75,8 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
 
     Args:
         settings: the model's settings.
-        num_threads: number of torch's CPU threads.
+        threads: numbers of torch's CPU threads to choose from.
+        host: address of the interface on which requests are accepted from other processes.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -88,7 +102,7 @@ def start_engine(settings: ModelSettings, num_threads: int) -> EngineLoop:
     os.close(memory)
     channel = Channel(ours)
     with suppress(ChannelClosed):  # EngineLoop reports a process that has ended
-        channel.send(EngineStart(settings, num_threads))
+        channel.send(EngineStart(settings, threads, host))
     worker = _Process(process)
     loop = EngineLoop(channel, worker)
     assert loop.step_times is not None

@@ -9,6 +9,7 @@ import torch
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
+from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
@@ -28,6 +29,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         UserError: a checkpoint cannot be read or served, the two do not fit together, or a
             rehearsal has no frontier.
     """
+    settings = with_dtype(settings)
     checkpoint, drafter = read_checkpoint(settings.path), None
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"

@@ -2,88 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import suppress
 from dataclasses import replace
 
+import ray
 from ray import serve
+from ray.serve import metrics
 
+from mars_autoscale.ray.ongoing_policy import NUM_REQUESTS
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import PublishedThreshold, ReplicaReport
 from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.ipc.listener import Address
 from mars_serve.engine.ipc.loop import EngineDied
-from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Request
+from mars_serve.engine.ipc.messages import Condition
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.replica.engine_process import start_engine
+from mars_serve.replica.engine_process import Threads, start_engine
 from mars_serve.replica.follower import Follower
 from mars_serve.replica.steering import Steering
 
-_BEAT_S = 2.0
-"""Seconds without an output after which a sign of life is sent to the request's caller; a few
-of them may be lost before `mars_serve.deploy.backend` takes the replica for dead."""
+_DRAIN_S = 0.5
+"""Least seconds between the announcement that a replica ends and its end, in which requests may
+arrive that were sent before."""
+_DRAIN_POLL_S = 0.1
 
 
 class ModelReplica:
-    """Ray Serve's deployment class; its construction ends when the engine is warmed up."""
+    """Ray Serve's deployment class; its construction ends when the engine is warmed up.
 
-    def __init__(self, settings: ModelSettings, num_threads: int) -> None:
+    Ray Serve starts, watches and ends the replica. Requests do not pass through it: ingress
+    replicas ask for its address and send them to the engine's process.
+    """
+
+    def __init__(self, settings: ModelSettings, threads: Threads) -> None:
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
-        self._loop = start_engine(settings, num_threads)
+        self._loop = start_engine(settings, threads, host=ray.util.get_node_ip_address())
+        self._loop.read_in_thread()
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
-        RayMirror(self._telemetry).start()
+        RayMirror(self._telemetry, metrics).start()
         basis, autoscaling = self._loop.basis, settings.autoscaling
         self._steering: Steering | None = None
         if basis is not None and autoscaling is not None:
-            load = self._telemetry.load
-            self._steering = Steering(self._name, basis, autoscaling, self._loop, load)
+            self._steering = Steering(
+                self._name, basis, autoscaling, self._loop, lambda: self._telemetry.requests.load
+            )
         initial = PublishedThreshold(0, settings.initial_threshold)
         self._apply(initial)
         self._follower = Follower(
             context.app_name, settings.name, initial, self._apply, self._steering
         )
 
-    async def complete(self, request: Request) -> AsyncGenerator[list[StepOutput] | None]:
-        """Run a request to its end and yield all its outputs as one item.
+    async def __del__(self) -> None:
+        """Let the running requests end; Ray Serve awaits this before it ends the replica."""
+        with suppress(EngineDied):
+            self._loop.tell(Condition(is_draining=True))
+            await asyncio.sleep(_DRAIN_S)
+            while self._loop.status().num_requests:
+                await asyncio.sleep(_DRAIN_POLL_S)
 
-        Yields None every few seconds before. A cancelled call cancels the request.
-        """
-        outputs, shown_s = list[StepOutput](), time.monotonic()
-        try:
-            async with aclosing(self.stream(request)) as items:
-                async for item in items:
-                    if item is not None:
-                        outputs.append(item)
-                    if time.monotonic() - shown_s >= _BEAT_S:
-                        shown_s = time.monotonic()
-                        yield None
-        except EngineDied as died:
-            died.num_tokens = sum(len(output.tokens) for output in outputs)
-            raise
-        yield outputs
-
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput | None]:
-        """Run a request and yield one item per forward pass.
-
-        Yields None after seconds without an output. A cancelled call cancels the request.
-
-        Raises:
-            QueueFull: there is no room, or the request would come too late.
-            Exception: see `EngineLoop.stream`.
-        """
-        if self._steering is not None:
-            self._steering.refuse_late(request)
-        outputs = self._loop.stream(request, _BEAT_S)
-        try:
-            async with aclosing(self._telemetry.watch(outputs, request)) as watched:
-                async for output in watched:
-                    yield output
-        except EngineDied as died:
-            died.replica = self._name
-            raise
+    async def address(self) -> tuple[str, Address]:
+        """Return the replica's name, and where its requests are sent to."""
+        assert self._loop.address is not None
+        return self._name, self._loop.address
 
     async def exposition(self) -> str:
         """Return the replica's metrics in Prometheus' text format."""
@@ -99,8 +83,12 @@ class ModelReplica:
         return ReplicaReport(self._name, self._loop.status(), live, self._loop.is_overdue)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for Ray Serve, which passes it to `mars_autoscale.ray.ray_policy`."""
-        return {} if self._steering is None else self._steering.stats(time.time())
+        """Return the load for Ray Serve, which passes it to a policy of `mars_autoscale.ray`."""
+        if self._steering is not None:
+            return self._steering.stats(time.time())
+        with suppress(EngineDied):
+            return {NUM_REQUESTS: float(self._loop.status().num_requests)}
+        return {}
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped; Ray Serve then replaces the replica."""

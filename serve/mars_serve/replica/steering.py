@@ -7,6 +7,7 @@ the governor is silent, it goes on with the last range. Imports no Ray or HTTP l
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,9 +19,9 @@ from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop, QueueFull
+from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
+from mars_serve.engine.ipc.messages import LateRule
 from mars_serve.engine.outputs import EngineStatus
-from mars_serve.engine.request import Request
 from mars_serve.observability.request_load import RequestLoad
 
 _PROMPT_WINDOW_S = 5.0
@@ -38,8 +39,17 @@ class Steering:
         basis: AutoscalingBasis,
         settings: AutoscalingSettings,
         loop: EngineLoop,
-        load: RequestLoad,
+        load: Callable[[], RequestLoad],
     ) -> None:
+        """Apply the target τ.
+
+        Args:
+            replica: name of the replica, unique among all that ever ran.
+            basis: figures by which the model is autoscaled.
+            settings: settings of the model's autoscaling.
+            loop: leads to the engine.
+            load: returns the present load.
+        """
         self.basis = basis
         self._replica = replica
         self._settings = settings
@@ -57,6 +67,8 @@ class Steering:
         self._decision = InnerLoopDecision(LiveDecoding(target, target))
         self._prompts = deque[tuple[float, int]]()
         """(time in s, prompt tokens computed since the start) within the window."""
+        self._late_rule: LateRule | None = None
+        """The rule that the engine has."""
         self._apply()
 
     def take(self, published: PublishedThreshold, now_s: float) -> None:
@@ -94,28 +106,17 @@ class Steering:
             return self._report(self._loop.status()).stats(now_s)
         return {}
 
-    def refuse_late(self, request: Request) -> None:
-        """Refuse a request that would come too late, if nothing is left to give.
-
-        A refused request counts as arrived.
-
-        Raises:
-            QueueFull: the request is refused.
-        """
+    def late_rule(self) -> LateRule | None:
+        """Return the rule by which late requests are refused; None if something is left to give."""
         if not self._range.is_saturated or self._pinned is not None:
-            return
-        totals = self._load.totals
+            return None
+        totals = self._load().totals
         each_s = self.basis.capacity.busy_s(
             totals.output_tokens / max(totals.ended, 1),
             totals.prompt_tokens / max(totals.arrived, 1),
             self._decision.gain,
         )
-        wait_s = self._load.num_ahead(request.options.tier) * each_s
-        objective_s = self._settings.objective_ttft_s
-        if wait_s > objective_s:
-            self._load.refused(request)
-            reason = f"it would wait {wait_s:.1f} s, longer than the {objective_s:g} s"
-            raise QueueFull(reason, wait_s - objective_s)
+        return LateRule(each_s, self._settings.objective_ttft_s)
 
     def _look(self, status: EngineStatus, now_s: float) -> Look:
         if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:
@@ -126,8 +127,8 @@ class Steering:
             load=status.num_requests,
             allowed=self._range,
             prompt_share=self._prompt_share(status, now_s),
-            flex_share=self._load.share(Tier.FLEX),
-            pinned_share=self._load.share(None),
+            flex_share=self._load().share(Tier.FLEX),
+            pinned_share=self._load().share(None),
         )
 
     def _prompt_share(self, status: EngineStatus, now_s: float) -> float:
@@ -145,6 +146,10 @@ class Steering:
         live = self._decision.live if self._pinned is None else LiveDecoding(self._pinned)
         if live != self._loop.live:
             self._loop.set_live(live)
+        rule = self.late_rule()
+        if rule != self._late_rule:
+            self._loop.set_late_rule(rule)
+            self._late_rule = rule
 
     def _report(self, status: EngineStatus) -> LoadReport:
         live, decision = self._loop.live, self._decision
@@ -159,5 +164,5 @@ class Steering:
             gain=1.0 if is_pinned else decision.gain,
             loss=0.0 if is_pinned else decision.loss,
             is_lowest=decision.is_lowest,
-            totals=self._load.totals,
+            totals=self._load().totals,
         )

@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.ipc.pulse import Pulse
 
 _OVERDUE_S = 5.0
@@ -88,9 +89,11 @@ def watch(reader: PulseReader, loop: EngineLoop, end: Callable[[], None]) -> Non
                 _log.error("the engine is ended: no sign of life for %.0f s", reader.silent_s)
                 end()
                 return
-            if reader.is_overdue != loop.is_overdue:
-                loop.is_overdue = not loop.is_overdue
-                change = "overdue and gets no requests" if loop.is_overdue else "back"
+            if reader.is_overdue != loop.condition.is_overdue:
+                condition = replace(loop.condition, is_overdue=reader.is_overdue)
+                with suppress(EngineDied):
+                    loop.tell(condition)
+                change = "overdue and gets no requests" if condition.is_overdue else "back"
                 _log.warning("the engine is %s", change)
             time.sleep(_LOOK_S)
 

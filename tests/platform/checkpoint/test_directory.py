@@ -10,13 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwe
 
 from mars_platform.checkpoint.directory import (
     MASK_TOKEN,
-    MarsMetadata,
     add_mask_token,
     load_model,
-    locate_model,
     read_checkpoint,
     save_checkpoint,
 )
+from mars_platform.checkpoint.metadata import MarsMetadata, locate_model
 from mars_platform.errors import UserError
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import TURN_END, create_model

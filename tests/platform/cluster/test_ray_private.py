@@ -53,3 +53,20 @@ def test_the_search_finds_the_private_names_in_their_file():
 @pytest.mark.parametrize("name", ray_private._JOB_CLIENT_LOGGERS)
 def test_loggers_that_are_quietened_belong_to_modules_of_ray(name):
     assert importlib.util.find_spec(name) is not None
+
+
+def test_the_monitors_of_a_node_are_back_after_the_block():
+    from ray._private.node import Node
+
+    before = (Node.start_monitor, Node.start_log_monitor)
+    with ray_private.clusters_without_monitors():
+        assert Node.start_monitor not in before
+        assert Node.start_log_monitor not in before
+    assert (Node.start_monitor, Node.start_log_monitor) == before
+
+
+def test_the_period_of_serves_client_is_read_by_its_wait():
+    from ray.serve._private import client
+
+    source = Path(client.__file__).read_text(encoding="utf-8")
+    assert "time.sleep(CLIENT_POLLING_INTERVAL_S)" in source

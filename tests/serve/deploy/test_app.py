@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from ray.serve._private.build_app import build_app
 
 from mars_platform.errors import UserError
 from mars_serve.deploy.app import application
+from mars_serve.replica.replica import ModelReplica
 
 ARGS: dict[str, Any] = {"models": [{"name": "some/model", "path": "p"}], "insecure": True}
 
@@ -44,25 +46,15 @@ def test_an_update_starts_replicas_before_it_ends_others(given, percent):
     assert [each._deployment_config.max_surge_percent for each in deployments] == [percent] * 2
 
 
-def test_several_replicas_are_routed_by_prefix():
-    models = [
-        {"name": "one", "path": "p"},
-        {"name": "two", "path": "p", "num_replicas": 2, "engine": {"max_num_seqs": 8}},
-        {
-            "name": "three",
-            "path": "p",
-            "num_replicas": 2,
-            "engine": {"enable_prefix_caching": False},
-        },
-    ]
-    configs = {
-        name: each._deployment_config.request_router_config
-        for name, each in deployments_of({**ARGS, "models": models}).items()
-    }
-    assert "mars_serve" not in configs["model-0-one"].request_router_class
-    assert configs["model-0-two"].request_router_class == "mars_serve.deploy.router.PrefixRouter"
-    assert configs["model-0-two"].request_router_kwargs == {"page_size": 16, "slack": 2}
-    assert configs["model-0-three"].request_router_kwargs["page_size"] is None
+def test_ray_serve_neither_routes_nor_limits_requests_and_gives_replicas_time_to_drain():
+    """They do not pass through it; its own choice of replicas then is as good as any."""
+    models = [{"name": "two", "path": "p", "num_replicas": 2}]
+    deployments = deployments_of({**ARGS, "models": models, "drain_s": 90})
+    config = deployments["model-0-two"]._deployment_config
+    assert "mars_serve" not in config.request_router_config.request_router_class
+    assert config.max_ongoing_requests >= 10_000
+    assert config.graceful_shutdown_timeout_s == 90
+    assert inspect.iscoroutinefunction(ModelReplica.__del__), "Ray Serve awaits it"
 
 
 @pytest.mark.parametrize(

@@ -1,213 +1,356 @@
-"""How the ingress reacts to replicas that fall silent, with a fake of Ray's handle."""
+"""How the ingress runs requests on replicas that are slow, fall silent or die, on real engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
 
+from clusters.local_replicas import LocalReplica, ReplicaHandle, StallingProxy
+from decoding.engine_requests import make_request
+from decoding.failing_engines import ControlledEngine, SlowEngine
+from mars_platform.errors import UserError
 from mars_serve.config.settings import ModelSettings
-from mars_serve.deploy.backend import HandleBackend
-from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout
+from mars_serve.deploy.backend import ReplicaBackend
+from mars_serve.engine.ipc import connections
+from mars_serve.engine.ipc import loop as engine_loop
+from mars_serve.engine.ipc.loop import EngineDied, EngineSilent, QueueFull, QueueTimeout
+from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from waiting import soon
 
-SILENT_S = 0.2
-BEAT = None
-HTTP_REQUEST: ContextVar[str | None] = ContextVar("HTTP_REQUEST", default=None)
+NUM_TOKENS = 6
 
-
-class Response:
-    """A replica's response: items with pauses between them, then silence, an error or its end."""
-
-    def __init__(
-        self, items: list[Any], pause_s: float, *, ends: bool, error: Exception | None = None
-    ) -> None:
-        self._error = error
-        self._items, self._pause_s, self._ends = list(items), pause_s, ends
-        self.is_cancelled = False
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        if not self._items:
-            if self._error is not None:
-                raise self._error
-            await asyncio.sleep(0 if self._ends else 3600)
-            raise StopAsyncIteration
-        await asyncio.sleep(self._pause_s)
-        return self._items.pop(0)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
+Proxies = Callable[[LocalReplica], StallingProxy]
 
 
-class Handle:
-    """A fake of Ray Serve's handle that gives one response after another."""
-
-    def __init__(self, *responses: Response) -> None:
-        self.responses = responses
-        self.num_silent: list[int] = []
-        self.ids: list[str] = []
-        self.http_requests: list[str | None] = []
-        self.sent: list[tuple[tuple[str, ...], int]] = []
-        """Failed replicas and quarantine of each request that was sent."""
-
-    def options(self, **_: Any) -> Handle:
-        return self
-
-    def __getattr__(self, method: str) -> Handle:
-        return self
-
-    def remote(self, request: Request) -> Response:
-        self.num_silent.append(request.num_silent)
-        self.ids.append(request.id)
-        self.sent.append((request.failed_on, request.quarantine_tokens))
-        self.http_requests.append(HTTP_REQUEST.get())
-        return self.responses[len(self.num_silent) - 1]
+@pytest.fixture
+async def backend(handle: ReplicaHandle, start) -> AsyncIterator[ReplicaBackend]:
+    """A backend without replicas; its connections are closed before the engines end."""
+    made = ReplicaBackend(handle, ModelSettings(name="m", path="p"), "app")
+    yield made
+    handle.replicas.clear()
+    links = made._links
+    for link in links._all.values():
+        link.stop()
+    await soon(lambda: not links._all)
 
 
-def backend_of(*responses: Response) -> tuple[HandleBackend, Handle]:
-    handle = Handle(*responses)
-    settings = ModelSettings(name="m", path="p")
-    return HandleBackend(handle, settings, "app", silent_s=SILENT_S), handle
+@pytest.fixture
+def behind_proxy(start) -> Callable[..., StallingProxy]:
+    """Put a proxy before a replica, through which it is reached from now on."""
+    made = list[StallingProxy]()
+
+    def put(replica: LocalReplica) -> StallingProxy:
+        made.append(StallingProxy(replica.reached_at))
+        replica.reached_at = made[-1].address
+        return made[-1]
+
+    yield put
+    for proxy in made:
+        proxy.close()
 
 
-def request(**options: Any) -> Request:
-    return Request("r", [5, 6], DecodingOptions(9, **options))
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the times after which an engine counts as overdue and as lost."""
+    monkeypatch.setattr(connections, "_BEAT_S", 0.05)
+    monkeypatch.setattr(engine_loop, "_OVERDUE_S", 0.6)
+    monkeypatch.setattr(engine_loop, "_SILENT_S", 1.0)
+    monkeypatch.setattr(engine_loop, "_LOOK_S", 0.05)
 
 
-OUTPUTS = [StepOutput("r", [token], None) for token in (7, 8, 9)]
+def request(name: str = "r", max_tokens: int = NUM_TOKENS, **options: Any) -> Request:
+    return make_request(name, 5, max_tokens, **{"threshold": 1.0, **options})
 
 
-async def test_a_replica_that_sends_signs_of_life_may_be_slow():
-    """It takes ten times as long as a silent replica is given."""
-    beats = [BEAT] * 20
-    response = Response([*beats, *OUTPUTS], SILENT_S / 2, ends=True)
-    backend, handle = backend_of(response)
-    assert [output async for output in backend.stream(request())] == OUTPUTS
-    assert handle.num_silent == [0]
+def engine_of(replica: LocalReplica) -> ControlledEngine:
+    engine = replica.loop.engine
+    assert isinstance(engine, ControlledEngine)
+    return engine
 
 
-async def test_calls_of_one_http_request_do_not_share_its_context():
-    """Ray Serve's router takes concurrent calls with the same context for one, and loses some."""
-    HTTP_REQUEST.set("one request for two choices")
-    backend, handle = backend_of(*[Response([OUTPUTS], 0, ends=True) for _ in range(2)])
-    await asyncio.gather(backend.complete(request()), backend.complete(request()))
-    assert handle.http_requests == [None, None]
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
 
 
-async def test_a_request_without_output_moves_to_another_replica():
-    silent = Response([BEAT], 0, ends=False)
-    backend, handle = backend_of(silent, Response(OUTPUTS, 0, ends=True))
-    assert [output async for output in backend.stream(request())] == OUTPUTS
-    assert handle.num_silent == [0, 1]
-    assert len(set(handle.ids)) == 2
-    assert silent.is_cancelled
+async def collect(stream: AsyncIterator[StepOutput]) -> list[StepOutput]:
+    return [output async for output in stream]
 
 
-async def test_a_request_with_output_fails_if_its_replica_falls_silent():
-    silent = Response(OUTPUTS[:1], 0, ends=False)
-    backend, _ = backend_of(silent)
-    stream = backend.stream(request())
-    assert await anext(stream) == OUTPUTS[0]
-    with pytest.raises(EngineDied, match="silent"):
-        await anext(stream)
-    assert silent.is_cancelled
+async def expected(start) -> list[int]:
+    """Return the tokens that `request` gives."""
+    return tokens_of(await collect(start("reference").loop.stream(request())))
 
 
-async def test_an_unfinished_whole_response_is_requested_again():
+def is_free(replica: LocalReplica) -> bool:
+    status = replica.loop.engine.status()
+    return not status.num_requests and status.num_free_pages == status.num_pages
+
+
+async def test_a_request_runs_on_a_replica(backend, handle, start) -> None:
+    handle.replicas.append(start("a"))
+    wanted = await expected(start)
+    assert tokens_of(await backend.complete(request())) == wanted
+    assert tokens_of(await collect(backend.stream(request()))) == wanted
+
+
+async def test_a_request_waits_for_the_first_replica(backend, handle, start) -> None:
+    running = asyncio.create_task(backend.complete(request(max_queue_s=60.0)))
+    await asyncio.sleep(0.1)
+    handle.replicas.append(start("a"))
+    assert len(tokens_of(await running)) == NUM_TOKENS
+
+
+async def test_a_replica_that_sends_signs_of_life_may_be_slow(
+    backend, handle, start, short
+) -> None:
+    """Its step takes more than twice as long as a replica may be silent."""
+    handle.replicas.append(slow := start("slow"))
+    engine_of(slow).may_step.clear()
+    running = asyncio.create_task(collect(backend.stream(request())))
+    await asyncio.wait([running], timeout=2.5)
+    assert not running.done()
+    engine_of(slow).may_step.set()
+    assert len(tokens_of(await running)) == NUM_TOKENS
+    assert engine_of(slow).sent == [((), 0)]
+
+
+async def test_a_request_that_waits_at_a_silent_replica_moves(
+    backend, handle, start, behind_proxy, short
+) -> None:
+    handle.replicas.append(silent := start("silent"))
+    proxy = behind_proxy(silent)
+    await backend.complete(request("first"))
+    proxy.stall()
+    waiting = asyncio.create_task(collect(backend.stream(request())))
+    handle.replicas.append(other := start("other"))
+    assert tokens_of(await waiting) == await expected(start)
+    assert engine_of(other).sent == [(("silent",), 0)]
+    assert engine_of(other).received[0].id == "r/1", "the silent one may still have the request"
+
+
+async def test_a_begun_request_without_output_moves_from_a_silent_replica_unsuspected(
+    backend, handle, start, behind_proxy, short
+) -> None:
+    """No step is to blame if a host loses power."""
+    handle.replicas.append(silent := start("silent"))
+    proxy = behind_proxy(silent)
+    await backend.complete(request("first"))
+    engine_of(silent).may_step.clear()
+    waiting = asyncio.create_task(collect(backend.stream(request())))
+    await soon(lambda: silent.loop.engine.status().num_running)
+    await asyncio.sleep(0.1)  # the announcement of the step passes the proxy
+    proxy.stall()
+    handle.replicas.append(other := start("other"))
+    assert tokens_of(await waiting) == await expected(start)
+    assert engine_of(other).sent == [(("silent",), 0)]
+
+
+async def test_a_request_with_output_fails_if_its_replica_falls_silent(
+    backend, handle, start, behind_proxy, short
+) -> None:
+    handle.replicas.append(silent := start("silent", SlowEngine))
+    proxy = behind_proxy(silent)
+    stream = backend.stream(request(max_tokens=200))
+    assert (await anext(stream)).tokens
+    handle.replicas.append(other := start("other"))
+    proxy.stall()
+    with pytest.raises(EngineSilent, match="silent") as failed:
+        await collect(stream)
+    assert failed.value.had_begun
+    assert engine_of(other).sent == []
+    proxy.resume()
+    await soon(lambda: is_free(silent))
+
+
+async def test_an_unfinished_whole_response_is_requested_again(
+    backend, handle, start, behind_proxy, short
+) -> None:
     """The client has seen none of its outputs."""
-    silent = Response([BEAT, BEAT], 0, ends=False)
-    backend, _ = backend_of(silent, Response([BEAT, OUTPUTS], 0, ends=True))
-    assert await backend.complete(request()) == OUTPUTS
-    assert silent.is_cancelled
+    handle.replicas.append(silent := start("silent", SlowEngine))
+    proxy = behind_proxy(silent)
+    running = asyncio.create_task(backend.complete(request(max_tokens=60)))
+    await soon(lambda: silent.loop.engine.status().num_generated_tokens > 2)
+    proxy.stall()
+    handle.replicas.append(start("other"))
+    outputs = await running
+    assert {output.request_id for output in outputs} == {"r/1"}
+    assert len(tokens_of(outputs)) == 60
 
 
-async def test_a_request_is_given_up_after_its_longest_queue_time():
-    silent = [Response([], 0, ends=False) for _ in range(9)]
-    backend, handle = backend_of(*silent)
+async def test_a_request_is_given_up_after_its_longest_queue_time(
+    backend, handle, start, behind_proxy, short
+) -> None:
+    with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.1 s"):
+        await backend.complete(request(max_queue_s=0.1))
+    handle.replicas.append(silent := start("silent"))
+    proxy = behind_proxy(silent)
+    await backend.complete(request("first"))
+    proxy.stall()
+    handle.replicas.append(other := start("other"))
+    engine_of(other).may_step.clear()
     with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.3 s"):
         await backend.complete(request(max_queue_s=0.3))
-    assert handle.num_silent == [0, 1]
+    assert engine_of(other).sent == [], "it had waited for longer than that already"
 
 
-async def test_a_request_is_given_up_after_three_silent_replicas():
-    backend, handle = backend_of(*[Response([], 0, ends=False) for _ in range(9)])
-    with pytest.raises(EngineDied, match="silent"):
-        await backend.complete(request())
-    assert handle.num_silent == [0, 1, 2]
+async def test_a_replica_ends_a_wait_that_is_too_long(backend, handle, start) -> None:
+    handle.replicas.append(busy := start("busy", SlowEngine, max_num_seqs=1))
+    stream = backend.stream(request("running", 200))
+    await anext(stream)
+    with pytest.raises(QueueTimeout, match=r"did not begin within 0\.2 s"):
+        await backend.complete(request(max_queue_s=0.2))
+    await stream.aclose()
+    await soon(lambda: is_free(busy))
 
 
-def death(replica: str, *, had_begun: bool = False, num_tokens: int = 0) -> Exception:
-    """Return a dead engine's error as Ray passes it on."""
-    died = EngineDied("the engine has stopped")
-    died.replica, died.had_begun, died.num_tokens = replica, had_begun, num_tokens
-    return RayTaskError("stream", "", died).as_instanceof_cause()
+async def known(backend: ReplicaBackend, *replicas: str) -> None:
+    """Wait until a backend can send requests to exactly these replicas."""
+    backend._links.start()
+    await soon(lambda: backend._links.usable().keys() == set(replicas))
 
 
-def failing(error: Exception, *items: Any) -> Response:
-    return Response([*items], 0, ends=False, error=error)
+def death_between_steps(replica: LocalReplica) -> LocalReplica:
+    """Let an engine die before a request's first step."""
+    engine_of(replica).fails_between_steps = True
+    return replica
 
 
-async def test_a_request_that_waited_is_sent_elsewhere_twice_when_engines_die():
-    deaths = [failing(death(name)) for name in ("a", "b", "c")]
-    backend, handle = backend_of(*deaths[:2], Response([OUTPUTS], 0, ends=True))
-    assert await backend.complete(request()) == OUTPUTS
-    assert handle.sent == [((), 0), (("a",), 0), (("a", "b"), 0)]
-    assert len(set(handle.ids)) == 3
-    backend, handle = backend_of(*deaths, Response([OUTPUTS], 0, ends=True))
+def death_in_step(replica: LocalReplica, num_outputs: int = 0) -> LocalReplica:
+    """Let an engine die in a step after some outputs."""
+    engine_of(replica).fails_after = num_outputs
+    return replica
+
+
+async def test_a_request_that_waited_is_sent_elsewhere_twice_when_engines_die(
+    backend, handle, start
+) -> None:
+    dying = [death_between_steps(start(name)) for name in "ab"]
+    handle.replicas += dying
+    await known(backend, "a", "b")
+    running = asyncio.create_task(backend.complete(request()))
+    await known(backend)
+    handle.replicas.append(sound := start("c"))
+    assert tokens_of(await running) == await expected(start)
+    first, second = sorted(dying, key=lambda each: len(engine_of(each).sent[0][0]))
+    assert engine_of(first).sent == [((), 0)]
+    assert engine_of(second).sent == [((first.name,), 0)]
+    assert engine_of(sound).sent == [((first.name, second.name), 0)]
+    ids = [engine_of(each).received[0].id for each in (first, second, sound)]
+    assert ids == ["r", "r/1", "r/1/2"]
+
+
+async def test_a_request_is_given_up_after_three_dead_engines(backend, handle, start) -> None:
+    dying = [death_between_steps(start(name)) for name in "abc"]
+    handle.replicas += dying
+    await known(backend, "a", "b", "c")
     with pytest.raises(EngineDied):
         await backend.complete(request())
-    assert len(handle.sent) == 3
+    assert sorted(len(engine_of(each).sent[0][0]) for each in dying) == [0, 1, 2]
 
 
-async def test_a_request_of_a_fatal_step_is_tried_once_more_alone():
-    suspect = death("a", had_begun=True, num_tokens=6)
-    backend, handle = backend_of(failing(suspect, BEAT), Response([OUTPUTS], 0, ends=True))
-    assert await backend.complete(request()) == OUTPUTS
-    assert handle.sent == [((), 0), (("a",), 7)]
-    backend, handle = backend_of(failing(suspect), failing(death("b", had_begun=True)))
+async def test_a_request_of_a_fatal_step_is_tried_once_more_alone(backend, handle, start) -> None:
+    """Nobody knows how many tokens of a whole response there were, so it runs alone to its end."""
+    handle.replicas.append(death_in_step(start("a"), num_outputs=3))
+    running = asyncio.create_task(backend.complete(request()))
+    await soon(lambda: not handle.replicas[0].loop.is_alive)
+    handle.replicas.append(sound := start("b"))
+    assert tokens_of(await running) == await expected(start)
+    assert engine_of(sound).sent == [(("a",), NUM_TOKENS)]
+
+
+async def test_a_request_that_ends_two_engines_is_given_up(backend, handle, start) -> None:
+    handle.replicas.append(death_in_step(start("a")))
+    running = asyncio.create_task(collect(backend.stream(request())))
+    await soon(lambda: not handle.replicas[0].loop.is_alive)
+    handle.replicas += [death_in_step(second := start("b"))]
+    await soon(lambda: not second.loop.is_alive)
+    handle.replicas.append(third := start("c"))
     with pytest.raises(EngineDied):
-        await backend.complete(request())
+        await running
+    assert engine_of(second).sent == [(("a",), 1)]
+    await known(backend, "c")
+    assert engine_of(third).sent == []
 
 
-async def test_a_stream_that_has_begun_is_not_begun_again():
-    backend, handle = backend_of(failing(death("a", had_begun=True), OUTPUTS[0]))
+async def test_a_stream_that_has_begun_is_not_begun_again(backend, handle, start) -> None:
+    handle.replicas.append(death_in_step(start("a"), num_outputs=2))
     stream = backend.stream(request())
-    assert await anext(stream) == OUTPUTS[0]
+    assert (await anext(stream)).tokens
+    handle.replicas.append(other := start("b"))
     with pytest.raises(EngineDied):
-        await anext(stream)
-    assert len(handle.sent) == 1
+        await collect(stream)
+    await known(backend, "b")
+    assert engine_of(other).sent == []
 
 
-async def test_a_request_whose_replica_dies_is_sent_elsewhere_once():
-    gone = [failing(ActorDiedError()) for _ in range(2)]
-    backend, handle = backend_of(gone[0], Response([OUTPUTS], 0, ends=True))
-    assert await backend.complete(request()) == OUTPUTS
-    assert handle.sent[1][1] == 1
-    backend, handle = backend_of(*gone)
-    with pytest.raises(ActorDiedError):
-        await backend.complete(request())
+async def test_an_overdue_engine_gives_back_what_waits_and_keeps_what_runs(
+    backend, handle, start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_loop, "_LOOK_S", 0.05)
+    handle.replicas.append(overdue := start("a", max_num_seqs=1))
+    running = backend.stream(request("running"))
+    await anext(running)
+    engine_of(overdue).may_step.clear()
+    waiting = asyncio.create_task(backend.complete(request()))
+    await soon(lambda: len(engine_of(overdue).received) == 2)
+    handle.replicas.append(other := start("b"))
+    await known(backend, "a", "b")
+    overdue.loop.tell(Condition(is_overdue=True))
+    assert tokens_of(await waiting) == await expected(start)
+    assert engine_of(other).sent == [(("a",), 0)]
+    engine_of(overdue).may_step.set()
+    assert len(tokens_of(await collect(running))) == NUM_TOKENS - 1
+    await soon(lambda: is_free(overdue))
 
 
-async def test_other_errors_end_a_request():
-    backend, handle = backend_of(failing(QueueFull("too many")), *[Response([], 0, ends=True)])
+async def test_a_draining_replica_gets_no_new_requests(backend, handle, start) -> None:
+    handle.replicas += [draining := start("a"), other := start("b")]
+    await known(backend, "a", "b")
+    draining.loop.tell(Condition(is_draining=True))
+    await known(backend, "b")
+    await asyncio.gather(*(backend.complete(request(f"r{index}")) for index in range(6)))
+    assert (len(engine_of(draining).sent), len(engine_of(other).sent)) == (0, 6)
+
+
+async def test_other_errors_end_a_request(backend, handle, start) -> None:
+    """Another replica would only say the same, or get the load of one that is full."""
+    replicas = [start(name, max_requests=1) for name in "ab"]
+    handle.replicas += replicas
+    await known(backend, "a", "b")
+    for call in (backend.complete, lambda each: collect(backend.stream(each))):
+        with pytest.raises(UserError, match=r"^max_tokens: "):
+            await call(request(max_tokens=10_000))
+    assert sum(len(engine_of(each).sent) for each in replicas) == 2
+    for replica in replicas:
+        engine_of(replica).may_step.clear()
+    running = [asyncio.create_task(backend.complete(request(name))) for name in ("one", "two")]
+    await soon(lambda: all(each.loop.engine.status().num_running for each in replicas))
     with pytest.raises(QueueFull):
         await backend.complete(request())
-    assert len(handle.sent) == 1
+    for replica in replicas:
+        engine_of(replica).may_step.set()
+    await asyncio.gather(*running)
 
 
-async def test_closing_the_stream_cancels_the_request():
-    response = Response(OUTPUTS, 0, ends=False)
-    backend, _ = backend_of(response)
-    stream = backend.stream(request())
+async def test_closing_the_stream_cancels_the_request(backend, handle, start) -> None:
+    handle.replicas.append(replica := start("a", SlowEngine))
+    stream = backend.stream(request(max_tokens=200))
     await anext(stream)
+    assert not is_free(replica)
     await stream.aclose()
-    assert response.is_cancelled
+    await soon(lambda: is_free(replica))
+
+
+async def test_cancelling_a_whole_response_cancels_the_request(backend, handle, start) -> None:
+    handle.replicas.append(replica := start("a", SlowEngine))
+    running = asyncio.create_task(backend.complete(request(max_tokens=200)))
+    await soon(lambda: replica.loop.engine.status().num_running)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await soon(lambda: is_free(replica))

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import random
-from collections import Counter
+from dataclasses import dataclass
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from mars_serve.deploy.router import FailedReplicas, PrefixMap, prompt_keys
+from decoding.engine_requests import make_request
+from mars_serve.config.settings import ModelSettings
+from mars_serve.deploy.router import Router, prompt_keys
 from mars_serve.engine.pages import page_key, root_key
 
 PAGE = 4
@@ -28,76 +28,78 @@ def test_only_leading_pages_of_a_long_prompt_are_compared():
     assert len(keys_of(list(range(100_000)))) == 128
 
 
-def test_a_cached_beginning_outweighs_a_small_difference_in_load():
-    prefixes = PrefixMap(slack=3)
-    assert prefixes.choose(keys_of([*SHARED, 1, 2, 3, 4]), {"a": 1, "b": 0}) == "b"
-    for load in range(4):
-        assert prefixes.choose(keys_of([*SHARED, *[load] * 8]), {"a": 0, "b": load}) == "b"
+@dataclass
+class Busy:
+    """How an engine looks to a router."""
+
+    num_requests: int = 0
+    is_overdue: bool = False
+    backlog_tokens: int = 0
 
 
-def test_a_much_busier_replica_is_avoided_and_the_prefix_gets_a_second_holder():
-    prefixes = PrefixMap(slack=3)
-    assert prefixes.choose(keys_of(SHARED), {"a": 1, "b": 0}) == "b"
-    assert prefixes.choose(keys_of(SHARED), {"a": 0, "b": 4, "c": 1}) == "a"
-    assert prefixes.choose(keys_of(SHARED), {"a": 2, "b": 1, "c": 0}) == "b"
-    assert prefixes.choose(keys_of(SHARED), {"a": 1, "b": 2, "c": 0}) == "a"
+def chosen(router: Router, tokens: list[int] = SHARED, failed_on=(), **engines: Busy) -> str:
+    """Return the replica for a request that has failed on some."""
+    request = make_request("r", tokens)
+    request.failed_on = failed_on
+    router.retain(frozenset(engines))
+    return router.choose(request, engines)
 
 
-def test_the_longest_cached_beginning_decides():
-    prefixes = PrefixMap(slack=9)
-    assert prefixes.choose(keys_of([*SHARED, 1, 1, 1, 1]), {"a": 0, "b": 1}) == "a"
-    assert prefixes.choose(keys_of([7, 7, 7, 7]), {"a": 1, "b": 0}) == "b"
-    assert prefixes.choose(keys_of([*SHARED, 2, 2, 2, 2]), {"a": 9, "b": 0}) == "a"
-    assert prefixes.choose(keys_of([7, 7, 7, 7, 1, 1, 1, 1]), {"a": 0, "b": 5}) == "b"
+def test_a_request_goes_elsewhere_than_it_failed_if_it_can():
+    router = Router(PAGE, slack=3)
+    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, failed_on=("a",), a=Busy(), b=Busy(9)) == "b"
+    assert chosen(router, failed_on=("a", "b"), a=Busy(1), b=Busy()) == "b"
+    assert chosen(router, failed_on=("a",), a=Busy()) == "a"
 
 
-def test_a_prompt_without_cached_beginning_goes_to_the_least_busy_replica():
-    prefixes = PrefixMap(slack=3)
-    assert prefixes.choose([], {"a": 2, "b": 1}) == "b"
-    assert prefixes.choose(keys_of([1, 2, 3, 4]), {"a": 2, "b": 3}) == "a"
+def test_an_overdue_engine_gets_no_request_if_there_is_another():
+    router = Router(PAGE, slack=3)
+    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, a=Busy(is_overdue=True), b=Busy(9)) == "b"
+    # the one that answers is better, even if the request failed there
+    assert chosen(router, failed_on=("b",), a=Busy(is_overdue=True), b=Busy(9)) == "b"
+    assert chosen(router, a=Busy(9, is_overdue=True), b=Busy(1, is_overdue=True)) == "b"
 
 
-def test_the_prefix_of_another_tenant_does_not_count():
-    prefixes = PrefixMap(slack=3)
-    assert prefixes.choose(keys_of(SHARED, "x"), {"a": 0, "b": 1}) == "a"
-    assert prefixes.choose(keys_of(SHARED, "y"), {"a": 1, "b": 0}) == "b"
+def test_a_router_forgets_what_a_replica_had_cached_that_is_gone():
+    router = Router(PAGE, slack=3)
+    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, a=Busy(1), b=Busy()) == "a"
+    assert chosen(router, b=Busy(), c=Busy(1)) == "b"
+    assert chosen(router, a=Busy(), b=Busy(3)) == "b"
 
 
-def test_a_replica_that_is_gone_is_forgotten():
-    prefixes = PrefixMap(slack=3)
-    prefixes.choose(keys_of(SHARED), {"a": 0})
-    prefixes.choose(keys_of([1, 2, 3, 4]), {"b": 0})
-    prefixes.retain({"b"})
-    assert len(prefixes) == 1
-    assert prefixes.choose(keys_of(SHARED), {"a": 1, "b": 0}) == "b"
+def test_prompts_are_told_apart_by_their_tenant():
+    router = Router(PAGE, slack=3)
+    both = {"a": Busy(), "b": Busy(1)}
+    assert router.choose(make_request("r", SHARED, tenant="x"), both) == "a"
+    turned = {"a": Busy(1), "b": Busy()}
+    assert router.choose(make_request("r", SHARED, tenant="y"), turned) == "b"
+    assert router.choose(make_request("r", SHARED, tenant="x"), turned) == "a"
 
 
-def test_memory_is_bounded_and_ends_of_prompts_are_forgotten_first():
-    prefixes = PrefixMap(slack=3, max_keys=10)
-    prefixes.choose(keys_of(SHARED), {"a": 0})
-    prefixes.choose(keys_of([1, 2, 3, 4] * 2), {"b": 0})
-    assert len(prefixes) == 10
-    assert prefixes.choose(keys_of(SHARED[:PAGE]), {"a": 1, "b": 0}) == "a"
+def test_requests_are_shared_out_by_load_alone_without_prefix_caching():
+    router = Router(None, slack=3)
+    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, a=Busy(1), b=Busy()) == "b"
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80), st.integers(1, 6))
-def test_no_replica_exceeds_the_least_busy_by_more_than_the_slack(arrivals, slack):
-    prefixes, loads = PrefixMap(slack), Counter({"a": 0, "b": 0, "c": 0})
-    ends = random.Random(0)
-    for conversation, one_ends in arrivals:
-        loads[prefixes.choose(keys_of([conversation] * 12), dict(loads))] += 1
-        assert max(loads.values()) <= min(loads.values()) + slack + 1
-        if one_ends:
-            busiest = max(loads.values())
-            loads[ends.choice([name for name in loads if loads[name] == busiest])] -= 1
-
-
-def test_a_replica_that_has_failed_is_avoided_for_a_while_if_there_is_another():
-    now = 100.0
-    failed = FailedReplicas(lambda: now)
-    assert failed.without(["a", "b"]) == ["a", "b"]
-    failed.note(["a"])
-    assert failed.without(["a", "b"]) == ["b"]
-    assert failed.without(["a"]) == ["a"]
-    now += 5.1
-    assert failed.without(["a", "b"]) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("engine", "page_size", "slack"),
+    [
+        ({"max_num_seqs": 8}, 16, 2),
+        ({"max_num_seqs": 2}, 16, 1),
+        ({"max_num_seqs": 8, "enable_prefix_caching": False}, None, 2),
+    ],
+)
+def test_the_router_of_a_model_follows_its_engines_settings(engine, page_size, slack):
+    router = Router.of(ModelSettings(name="m", path="p", engine=engine))
+    shared = list(range(page_size or 64))
+    assert chosen(router, shared, a=Busy(), b=Busy(1)) == "a"
+    holder = "a" if page_size else "b"
+    assert chosen(router, shared, a=Busy(slack), b=Busy()) == holder
+    assert chosen(router, shared[:-1], a=Busy(1), b=Busy()) == "b", "less than a page"
+    router = Router.of(ModelSettings(name="m", path="p", engine=engine))
+    assert chosen(router, shared, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, shared, a=Busy(slack + 1), b=Busy()) == "b"

@@ -13,12 +13,8 @@ from transformers import PreTrainedModel
 from decoding.engine_requests import make_request
 from decoding.engines import oracle, passes_of, run
 from decoding.tiny_models import build_model
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    MarsMetadata,
-    SpecialTokens,
-    read_checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.tiny_models import build_model
-from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method import reference
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Confidence, Mode

@@ -127,6 +127,8 @@ VALUES = {
         *([], [{"role": "robot", "content": "x"}], [{"role": "user", "content": ""}], None),
         [{"role": "user"}],
     ],
+    "user": ["someone", "", None, 5],
+    "deadline_ms": [0.5, 1000, 86_400_000, 86_400_001, 0, -1, "5", True, [], None],
     "modalities": [["text"], ["audio"], None],
     "audio": [None, {}],
     "functions": [[], [{}]],

@@ -18,12 +18,12 @@ from mars_platform.checkpoint.calibration import (
 )
 from mars_platform.checkpoint.directory import (
     Checkpoint,
-    MarsMetadata,
     SpecialTokens,
     load_model,
     read_checkpoint,
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method import reference
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.directory import Checkpoint, MarsMetadata, SpecialTokens
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode

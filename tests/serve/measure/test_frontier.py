@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from mars_platform.cli.report import jsonable
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import proportion, ratio_of_totals
+from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.execution.warm_up import measure_prefill, measure_steps
+from mars_serve.engine.execution.warm_up import StepSizes, measure_prefill, measure_steps
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.measure.evaluation.decoding import (
@@ -312,11 +314,7 @@ def test_steps_are_timed_up_to_the_widest_row() -> None:
     times = measure_steps(
         run,
         pool,
-        max_num_seqs=4,
-        max_num_batched_tokens=1000,
-        max_length=100,
-        window=4,
-        widest_row=25,
+        StepSizes(4, 1000, max_length=100, window=4, widest_row=25),
         repeats=2,
     )
     assert times.positions[-1] == 100
@@ -325,6 +323,31 @@ def test_steps_are_timed_up_to_the_widest_row() -> None:
     assert max(sum(work.num_positions for work in works) for works in steps) == 100
     assert len(steps) == 3 * (4 + len(times.positions))
     assert pool.num_free == pool.num_pages
+
+
+@pytest.mark.parametrize(("speed", "holds"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
+def test_known_times_are_taken_only_if_they_are_reproduced(
+    monkeypatch: pytest.MonkeyPatch, speed: float, holds: bool
+) -> None:
+    pool, steps, note = pool_and_run()
+    now_s = 0.0
+
+    def run(rows: Sequence[ScheduledRow]) -> None:
+        nonlocal now_s
+        note(rows)
+        now_s += speed * (0.01 + 1e-4 * sum(row.num_positions for row in rows))
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
+    sizes = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
+    grid = (1, 64, 100)
+    line = tuple((0.01 + 1e-4 * count, 0.01 + 1e-4 * count) for count in grid)
+    known = StepTimes(grid, (0, 400), line)
+    times = measure_steps(run, pool, sizes, known=known)
+    assert (times is known) == holds
+    assert max(sum(row.num_positions for row in rows) for rows in steps) == 100
+    assert pool.num_free == pool.num_pages
+    assert times.at(32, 0) == pytest.approx((1 if holds else speed) * 0.0132)
 
 
 def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier:

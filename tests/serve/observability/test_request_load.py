@@ -41,7 +41,7 @@ def test_arrivals_and_ends_are_counted():
     load.come(first)
     load.come(second)
     assert load.totals == Totals(2, 40, 0, 0)
-    load.begun(second, num_prefix_hit_tokens=16)
+    load.begun(num_prefix_hit_tokens=16)
     assert load.totals == Totals(2, 24, 0, 0)
     load.gone(second, has_begun=True, num_tokens=7)
     assert load.totals == Totals(2, 24, 1, 7)
@@ -52,14 +52,18 @@ def test_a_request_that_never_began_does_not_count_as_ended():
     load.come(request())
     load.gone(request(), has_begun=False, num_tokens=0)
     assert load.totals == Totals(1, 10, 0, 0)
-    assert load.num_ahead(Tier.DEFAULT) == 0
 
 
-def test_a_refused_request_counts_as_arrived_and_not_as_present():
+def test_arrivals_that_wait_elsewhere_count_once_and_not_as_present():
     load = RequestLoad()
-    load.refused(request(FLEX))
-    assert load.totals == Totals(1, 10, 0, 0)
-    assert (load.num_ahead(Tier.FLEX), load.share(Tier.FLEX)) == (0, 0.0)
+    load.announced(2, 25)
+    assert load.totals == Totals(2, 25, 0, 0)
+    assert load.share(Tier.FLEX) == 0.0
+    announced = request(FLEX)
+    announced.is_announced = True
+    load.come(announced)
+    assert load.totals == Totals(2, 25, 0, 0)
+    assert load.share(Tier.FLEX) == 1.0
 
 
 def test_shares_are_those_of_the_present_requests():
@@ -69,22 +73,9 @@ def test_shares_are_those_of_the_present_requests():
         load.come(request(options))
     assert load.share(Tier.DEFAULT) == load.share(None) == 0.25
     assert load.share(Tier.FLEX) == 0.5
-    load.begun(request(FLEX), 0)
+    load.begun(0)
     assert load.share(Tier.FLEX) == 0.5
     load.gone(request(FLEX), has_begun=True, num_tokens=3)
     load.gone(request(FLEX), has_begun=False, num_tokens=0)
     assert load.share(Tier.FLEX) == 0.0
     assert load.share(Tier.DEFAULT) == 0.5
-
-
-def test_waiting_requests_of_the_same_or_a_higher_tier_are_ahead():
-    load = RequestLoad()
-    for options in (LIVE, LIVE, FLEX, EXACT):
-        load.come(request(options))
-    assert [load.num_ahead(tier) for tier in Tier] == [1, 3, 4]
-    load.begun(request(LIVE), 0)
-    assert [load.num_ahead(tier) for tier in Tier] == [1, 2, 3]
-    load.gone(request(LIVE), has_begun=True, num_tokens=5)
-    assert load.num_ahead(Tier.FLEX) == 3
-    load.gone(request(FLEX), has_begun=False, num_tokens=0)
-    assert [load.num_ahead(tier) for tier in Tier] == [1, 2, 2]

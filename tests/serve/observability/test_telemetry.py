@@ -1,26 +1,31 @@
 import asyncio
+import pickle
+from types import SimpleNamespace
 
 import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from decoding.local_loop import LocalLoop
+from mars_autoscale.policy.reports import Totals
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.ipc.loop import RequestFailed
+from mars_platform.tier import Tier
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from mars_serve.observability import ray_metrics, replica_telemetry
+from mars_serve.observability import request_telemetry
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.metric_families import Histogram, HistogramDefinition
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
+from mars_serve.observability.request_telemetry import RequestTelemetry
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 PROMPT = [5, 9, 12, 30, 7, 41]
@@ -52,20 +57,8 @@ def values(text, **labels):
     }
 
 
-async def run(replica, loop, request, stop_after=None):
-    outputs = []
-    watched = replica.watch(loop.stream(request), request)
-    async for output in watched:
-        outputs.append(output)
-        if len(outputs) == stop_after:
-            break
-    await watched.aclose()
-    return outputs
-
-
-async def script(outputs):
-    for output in outputs:
-        yield output
+async def run(loop, request):
+    return [output async for output in loop.stream(request)]
 
 
 async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, loop):
@@ -74,7 +67,8 @@ async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, l
         request("b", max_tokens=9),
         request("c", mode=Mode.THRESHOLD, max_tokens=12, threshold=0.05, window=3),
     ]
-    ran = await asyncio.gather(*(run(replica, loop, each) for each in requests))
+    ran = await asyncio.gather(*(run(loop, each) for each in requests))
+    await loop.told(3)
     passes = [output for outputs in ran for output in outputs]
     num_tokens = 5 + 9 + 12
     num_first = sum(len(outputs[0].tokens) for outputs in ran)
@@ -99,25 +93,24 @@ async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, l
 
 
 async def test_a_cancelled_request_counts_and_holds_no_pages(replica, loop):
-    watched = replica.watch(loop.stream(each := request("a", max_tokens=100)), each)
-    await anext(watched)
+    stream = loop.stream(request("a", max_tokens=100))
+    await anext(stream)
     held = values(replica.exposition(), model="mars", replica="r1")
-    await watched.aclose()
-    while loop.status().num_running:
-        await asyncio.sleep(0.005)
+    await stream.aclose()
+    await loop.told(1)
     found = values(replica.exposition(), model="mars", replica="r1")
 
     assert held["marsray_num_requests_running"] == 1
     assert held["marsray_kv_cache_usage_ratio"] > 0
     assert found["marsray_kv_cache_usage_ratio"] == 0
     assert found["marsray_e2e_request_latency_seconds_count"] == 1
-    assert found["marsray_tokens_per_forward_count"] == 1
-    assert 1 <= found["marsray_generation_tokens_total"] < 100
+    passes = found["marsray_tokens_per_forward_count"]
+    assert 1 <= passes <= found["marsray_generation_tokens_total"] < 100
 
 
 async def test_prefix_hits_are_counted(replica, loop):
     for name in "ab":
-        await run(replica, loop, request(name, max_tokens=1))
+        await run(loop, request(name, max_tokens=1))
     found = values(replica.exposition(), model="mars", replica="r1")
     assert found["marsray_prefix_cache_hit_tokens_total"] == 4  # one full page of 4
 
@@ -128,20 +121,46 @@ async def test_the_live_threshold_is_that_of_the_engine(replica, loop):
     assert found["marsray_confidence_threshold"] == 0.625
 
 
-async def test_the_passes_of_a_request_are_timed(replica, monkeypatch):
-    clock = iter([10.0, 10.5, 11.1, 11.3, 14.0])  # arrival, three passes with tokens, the end
-    monkeypatch.setattr(replica_telemetry, "perf_counter", lambda: next(clock))
-    outputs = [
-        None,  # a sign of life
-        StepOutput("a", [], None, queue_s=0.25),  # a part of a prompt
-        StepOutput("a", [7, 8], None, threshold=0.5),
-        None,
-        StepOutput("a", [9, 10, 11], None, threshold=0.75),
-        StepOutput("a", [12], None, threshold=1.0),
-    ]
-    threshold_request = request("a", mode=Mode.THRESHOLD, max_tokens=9)
-    assert [each async for each in replica.watch(script(outputs), threshold_request)] == outputs
-    found = values(replica.exposition(), model="mars", replica="r1")
+def arrived(telemetry, name, **options):
+    """Have a request arrive at 10.0 s."""
+    found = request(name, **options)
+    found.arrived_at = 10.0
+    telemetry.come(found)
+    return found
+
+
+def exposed(telemetry, **labels):
+    text = generate_latest(Families(telemetry)).decode()
+    return values(text, **{"model": "mars", "replica": "r1", **labels})
+
+
+class Families(Collector):
+    """The metrics of `RequestTelemetry` alone."""
+
+    def __init__(self, telemetry):
+        self.telemetry = telemetry
+
+    def collect(self):
+        return self.telemetry.families(("mars", "r1"))
+
+
+def step_through(telemetry):
+    """Run a request with three passes that give tokens."""
+    timed = arrived(telemetry, "a", mode=Mode.THRESHOLD, max_tokens=9)
+    for now_s, output in (
+        (10.3, StepOutput("a", [], None, queue_s=0.25)),  # a part of a prompt
+        (10.5, StepOutput("a", [7, 8], None, threshold=0.5)),
+        (11.1, StepOutput("a", [9, 10, 11], None, threshold=0.75)),
+        (11.3, StepOutput("a", [12], None, threshold=1.0)),
+    ):
+        telemetry.stepped(timed, output, now_s)
+    telemetry.gone(timed, 14.0)
+
+
+def test_the_passes_of_a_request_are_timed():
+    telemetry = RequestTelemetry()
+    step_through(telemetry)
+    found = exposed(telemetry)
 
     sums = {name: value for name, value in found.items() if name.endswith("_sum")}
     assert sums == pytest.approx(
@@ -155,36 +174,47 @@ async def test_the_passes_of_a_request_are_timed(replica, monkeypatch):
         }
     )
     assert found["marsray_inter_token_latency_seconds_count"] == 4
-    label = {"model": "mars", "replica": "r1", "le": "0.2"}
-    gaps = values(replica.exposition(), **label)["marsray_inter_token_latency_seconds_bucket"]
+    gaps = exposed(telemetry, le="0.2")["marsray_inter_token_latency_seconds_bucket"]
     assert gaps in (3, 4)  # three of 0.2 s, up to the last bit; the pass itself took 0.6 s
 
 
-async def test_a_request_that_never_began_is_not_timed(replica):
-    async def refused():
-        raise RequestFailed("no")
-        yield
+@pytest.mark.parametrize(
+    "reason", [None, FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIMEOUT]
+)
+def test_a_request_that_never_began_is_not_timed(reason):
+    telemetry = RequestTelemetry()
+    left = arrived(telemetry, "a", max_tokens=1)
+    if reason is not None:
+        telemetry.stepped(left, StepOutput("a", [], reason), 10.5)
+    telemetry.gone(left, 11.0)
+    assert not any(value for name, value in exposed(telemetry).items() if name.endswith("_count"))
+    assert telemetry.load.totals.ended == 0
 
-    with pytest.raises(RequestFailed):
-        await anext(replica.watch(refused(), request("a", max_tokens=1)))
-    found = values(replica.exposition(), model="mars", replica="r1")
-    assert not any(value for name, value in found.items() if name.endswith("_count"))
+
+def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
+    """The requests that run stay behind: only the engine's process sees them end."""
+    telemetry = RequestTelemetry()
+    step_through(telemetry)
+    flex = {"mode": Mode.THRESHOLD, "threshold": None, "tier": Tier.FLEX, "max_tokens": 4}
+    running = arrived(telemetry, "runs", **flex)
+    telemetry.stepped(running, StepOutput("runs", [7], None), 10.1)
+    arrived(telemetry, "waits", **flex)
+    telemetry.announced(1, len(PROMPT))
+    received = pickle.loads(pickle.dumps(telemetry))  # noqa: S301
+    assert exposed(received) == exposed(telemetry)
+    assert received.load.totals == telemetry.load.totals == Totals(4, 4 * len(PROMPT), 1, 6)
+    assert received.load.share(Tier.FLEX) == telemetry.load.share(Tier.FLEX) == 1.0
+    telemetry.stepped(running, StepOutput("runs", [7], FinishReason.LENGTH), 10.2)
+    telemetry.gone(running, 10.2)
+    assert (received.load.totals.ended, telemetry.load.totals.ended) == (1, 2)
 
 
-async def test_closing_the_watch_closes_the_outputs(replica):
-    is_closed = False
-
-    async def outputs():
-        nonlocal is_closed
-        try:
-            yield StepOutput("a", [7], None)
-        finally:
-            is_closed = True
-
-    watched = replica.watch(outputs(), request("a", max_tokens=9))
-    await anext(watched)
-    await watched.aclose()
-    assert is_closed
+def test_a_copy_is_small_however_many_requests_run():
+    telemetry = RequestTelemetry()
+    size = len(pickle.dumps(telemetry))
+    for number in range(1_000):
+        arrived(telemetry, f"r{number}", max_tokens=4)
+    assert len(pickle.dumps(telemetry)) < size + 200
 
 
 def test_the_times_are_reported_even_if_the_engine_is_dead(replica, loop):
@@ -196,7 +226,7 @@ def test_the_times_are_reported_even_if_the_engine_is_dead(replica, loop):
 
 @given(st.lists(st.floats(0, 12), max_size=20), st.data())
 def test_a_histogram_equals_that_of_prometheus_client(numbers, data):
-    definition = replica_telemetry._INTER_TOKEN_LATENCY
+    definition = request_telemetry._INTER_TOKEN_LATENCY
     edges = data.draw(st.lists(st.sampled_from(definition.buckets), max_size=5))
     own = Histogram(definition)
     oracle = prometheus_client.Histogram(
@@ -220,7 +250,7 @@ def test_a_histogram_equals_that_of_prometheus_client(numbers, data):
 
 
 def test_buckets_are_ascending():
-    found = vars(replica_telemetry).values()
+    found = vars(request_telemetry).values()
     definitions = [each for each in found if isinstance(each, HistogramDefinition)]
     assert len(definitions) == 6
     for definition in definitions:
@@ -265,17 +295,18 @@ class FakeInstrument:
     set = inc = write
 
 
+FAKE_METRICS = SimpleNamespace(Gauge=FakeInstrument, Counter=FakeInstrument)
+
+
 @pytest.fixture
 def instruments(monkeypatch):
     monkeypatch.setattr(FakeInstrument, "made", {})
-    monkeypatch.setattr(ray_metrics.metrics, "Gauge", FakeInstrument)
-    monkeypatch.setattr(ray_metrics.metrics, "Counter", FakeInstrument)
     return FakeInstrument.made
 
 
 def test_ray_gets_the_growth_of_counters(instruments):
     ingress = IngressTelemetry(["mars"], "i1")
-    mirror = RayMirror(ingress)
+    mirror = RayMirror(ingress, FAKE_METRICS)
     for num_new in (2, 0, 3):
         for _ in range(num_new):
             ingress.count("mars", "stop")
@@ -291,17 +322,17 @@ def test_ray_gets_the_growth_of_a_restarted_counter(instruments):
         def collect(self):
             yield CounterMetricFamily("marsray_some_total", "Some.", value=next(counts))
 
-    mirror = RayMirror(Restarting())
+    mirror = RayMirror(Restarting(), FAKE_METRICS)
     for _ in range(3):
         mirror.update()
     assert [value for value, _ in instruments["marsray_some_total"].writes] == [5, 2, 4]
 
 
-async def test_ray_gets_histograms_as_gauges(instruments, replica):
-    outputs = [StepOutput("a", [7, 8], None)]
-    async for _ in replica.watch(script(outputs), request("a", max_tokens=2)):
-        pass
-    RayMirror(replica).update()
+def test_ray_gets_histograms_as_gauges(instruments):
+    telemetry = RequestTelemetry()
+    given = arrived(telemetry, "a", max_tokens=2)
+    telemetry.stepped(given, StepOutput("a", [7, 8], None), 10.5)
+    RayMirror(Families(telemetry), FAKE_METRICS).update()
     buckets = instruments["marsray_tokens_per_forward_bucket"].writes
     assert [value for value, tags in buckets if tags["le"] == "1.0"] == [0]
     assert [value for value, tags in buckets if tags["le"] in ("2.0", "+Inf")] == [1, 1]

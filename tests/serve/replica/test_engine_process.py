@@ -10,6 +10,7 @@ import textwrap
 import psutil
 import pytest
 
+from decoding.local_loop import linked
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method import reference
@@ -17,10 +18,12 @@ from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, GrammarSpec
+from mars_serve.engine.ipc.channel import ChannelClosed
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.replica.engine_process import start_engine
+from mars_serve.replica.engine_process import Threads, start_engine
+from waiting import soon
 
 PROMPT = list(range(10, 22))
 
@@ -32,7 +35,7 @@ def settings_of(path):
 
 @pytest.fixture(scope="module")
 def loop(mars_dir):
-    loop = start_engine(settings_of(mars_dir), num_threads=1)
+    loop = start_engine(settings_of(mars_dir), Threads(1, 1))
     yield loop
     loop.stop()
 
@@ -86,11 +89,11 @@ def test_an_engine_serves_one_event_loop_after_another(loop):
 
 def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
-        start_engine(settings_of(tmp_path), num_threads=1)
+        start_engine(settings_of(tmp_path), Threads(1, 1))
 
 
 async def test_a_killed_engine_ends_its_requests(mars_dir):
-    loop = start_engine(settings_of(mars_dir), num_threads=1)
+    loop = start_engine(settings_of(mars_dir), Threads(1, 1))
     stream = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(stream)
     (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
@@ -106,14 +109,45 @@ async def test_a_killed_engine_ends_its_requests(mars_dir):
     loop.stop()
 
 
+async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
+    """Each connection tells which of its requests a step may have held."""
+    settings = settings_of(mars_dir)
+    sizes = settings.engine.model_copy(update={"max_num_seqs": 2})
+    starter = start_engine(settings.model_copy(update={"engine": sizes}), Threads(1, 1))
+    starter.read_in_thread()
+    links = [await linked(starter.address) for _ in range(2)]
+    named = list(enumerate(links))
+    running = [link.stream(request(f"running {i}", 240, mode=Mode.AR)) for i, link in named]
+    begun = [await anext(stream) for stream in running]
+    assert [output.request_id for output in begun] == ["running 0", "running 1"]
+    waiting = [asyncio.create_task(collect(link, request(f"waiting {i}"))) for i, link in named]
+    (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
+    await asyncio.sleep(0)  # the requests are sent
+    child.send_signal(signal.SIGKILL)
+    ends = await asyncio.wait_for(
+        asyncio.gather(*map(all_of, running), *waiting, return_exceptions=True), 10
+    )
+    assert [type(end) for end in ends] == [EngineDied] * 4
+    assert [end.had_begun for end in ends] == [True, True, False, False]
+    await soon(lambda: not starter.is_alive)
+    for link in links:
+        assert not link.is_alive
+        with pytest.raises(EngineDied):
+            await collect(link, request("later"))
+        link.stop()
+    with pytest.raises(ChannelClosed, match="cannot connect to Address"):
+        await linked(starter.address)
+    starter.stop()
+
+
 async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
     """It is stopped in its first step: what was in it may be to blame, what waited is not."""
     settings = settings_of(mars_dir)
     sizes = settings.engine.model_copy(update={"step_timeout_s": 7.0, "max_num_seqs": 1})
-    loop = start_engine(settings.model_copy(update={"engine": sizes}), num_threads=1)
-    running = loop.stream(request("running", 200, mode=Mode.AR), beat_s=0.2)
+    loop = start_engine(settings.model_copy(update={"engine": sizes}), Threads(1, 1))
+    running = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(running)
-    waiting = loop.stream(request("waiting"), beat_s=0.2)
+    waiting = loop.stream(request("waiting"))
     (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
     child.suspend()
     with pytest.raises(EngineDied, match="does not answer") as gave_back:
@@ -137,9 +171,9 @@ def _is_newest(process):
 def test_the_engine_ends_with_its_parent(mars_dir):
     script = """
         import sys, time
-        from mars_serve.replica.engine_process import start_engine
+        from mars_serve.replica.engine_process import Threads, start_engine
         from mars_serve.config.settings import ModelSettings
-        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), 1)
+        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), Threads(1, 1))
         print("ready", flush=True)
         time.sleep(600)
     """

@@ -22,8 +22,8 @@ from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.ipc import loop as engine_loop
 from mars_serve.engine.ipc.channel import Channel
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop, QueueFull
-from mars_serve.engine.ipc.messages import Ready, StepReport
+from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
+from mars_serve.engine.ipc.messages import LateRule, LoadUpdate, Ready, SetLateRule, StepReport
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_load import RequestLoad
@@ -73,17 +73,27 @@ class Engine:
         self.channel = Channel(theirs)
         self.channel.send(Ready(1_000, LiveDecoding(1.0), IDLE, BASIS, None))
         self.loop = EngineLoop(Channel(ours), Alive())
+        self.num_rules = 0
+        self._late_rule = None
 
     async def begin(self):
         """Run a first request, from which on the loop reads reports."""
         running = asyncio.create_task(anext(self.loop.stream(Request("first", [5], DEFAULT))))
         await asyncio.sleep(0)
         ended = StepOutput("first", [7], FinishReason.LENGTH)
-        self.channel.send(StepReport([ended], IDLE))
+        self.channel.send(StepReport([ended]))
         await running
 
+    def late_rule(self):
+        """Return the rule by which the engine was told last to refuse late requests."""
+        for order in self.channel.receive_available():
+            if isinstance(order, SetLateRule):
+                self._late_rule = order.rule
+                self.num_rules += 1
+        return self._late_rule
+
     async def show(self, status):
-        self.channel.send(StepReport([], status))
+        self.channel.send(LoadUpdate(status, None))
         while self.loop.status() != status:
             await asyncio.sleep(0)
 
@@ -99,7 +109,8 @@ async def engine():
 
 def steering_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
-    return Steering("r1", basis, wanted, engine.loop, load or RequestLoad())
+    load = load or RequestLoad()
+    return Steering("r1", basis, wanted, engine.loop, lambda: load)
 
 
 def published(allowed, version=1):
@@ -183,79 +194,73 @@ def full_load():
     load = RequestLoad()
     ended = Request("e", [5], DEFAULT)
     load.come(ended)
-    load.begun(ended, 0)
+    load.begun(0)
     load.gone(ended, has_begun=True, num_tokens=80)
     for _ in range(2):
         load.come(Request("w", [5], FLEX))
     return load
 
 
-def is_refused(steering, options):
-    try:
-        steering.refuse_late(Request("new", [5], options))
-    except QueueFull:
-        return True
-    return False
+def is_refused(engine, num_ahead):
+    """Return whether a new request is refused by the rule that the engine has been given."""
+    rule = engine.late_rule()
+    return rule is not None and rule.late_s(num_ahead) > 0
 
 
-async def test_tier_flex_is_refused_first(engine):
-    load = full_load()
-    steering = steering_of(engine, load, objective_ttft_s=3.0)
+async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
+    steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
     steering.take(published(WIDE), 100.0)
-    assert not is_refused(steering, FLEX)
+    assert not is_refused(engine, 1_000)
     steering.take(published(SATURATED, 2), 100.1)
     # at 40 tokens per second, each waiting request takes 2 s
-    assert is_refused(steering, FLEX)
-    assert not is_refused(steering, DEFAULT)
-    for _ in range(2):
-        load.come(Request("w", [5], DEFAULT))
-    assert is_refused(steering, DEFAULT)
+    assert engine.late_rule() == LateRule(pytest.approx(2.0, rel=0.01), 3.0)
+    assert not is_refused(engine, 1)
+    assert is_refused(engine, 2)
 
 
-async def test_a_refused_request_counts_as_arrived(engine):
-    load = full_load()
-    steering = steering_of(engine, load, objective_ttft_s=3.0)
-    steering.take(published(SATURATED), 100.0)
-    before, num_ahead = load.totals, load.num_ahead(Tier.FLEX)
-    assert is_refused(steering, FLEX)
-    assert load.totals == replace(before, arrived=4, prompt_tokens=4)
-    assert load.num_ahead(Tier.FLEX) == num_ahead
-    assert not is_refused(steering, DEFAULT)
-    assert load.totals.arrived == 4, "an accepted request is counted when it runs"
+async def test_an_unchanged_rule_is_not_sent_again(engine):
+    steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
+    for version in (1, 2, 3):
+        steering.take(published(SATURATED, version), 100.0)
+    assert engine.late_rule() is not None
+    assert engine.num_rules == 1
 
 
 async def test_a_replica_that_is_faster_now_refuses_less(engine):
-    steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
+    load = full_load()
+    steering = steering_of(engine, load, objective_ttft_s=3.0)
     steering.take(published(SATURATED), 100.0)
-    assert is_refused(steering, FLEX)
+    assert is_refused(engine, 2)
     await engine.show(FULL)
     assert steering.step(100.5).gain > 4 / 3
-    assert not is_refused(steering, FLEX)
+    assert not is_refused(engine, 2)
 
 
 async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
-    steering = steering_of(engine, full_load(), objective_ttft_s=0.1)
+    load = full_load()
+    steering = steering_of(engine, load, objective_ttft_s=0.1)
     steering.take(published(SATURATED), 100.0)
-    assert is_refused(steering, FLEX)
+    assert is_refused(engine, 2)
     steering.take(pinned_at(0.97), 100.1)
-    assert not is_refused(steering, FLEX)
+    assert not is_refused(engine, 2)
 
 
 # A silent governor
 
 
 async def test_only_the_floors_of_an_old_range_hold(engine):
-    steering = steering_of(engine, full_load(), objective_ttft_s=0.1)
+    load = full_load()
+    steering = steering_of(engine, load, objective_ttft_s=0.1)
     steering.take(published(ThresholdRange(0.9, 0.9, 1.8, True)), 100.0)
     await engine.show(status_of(NUM_ROWS))
     steering.step(111.0)
     steering.step(112.0)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9  # gives the gain of 1.8
-    assert is_refused(steering, FLEX)
+    assert is_refused(engine, 2)
     for i in range(1, 8):
         steering.step(112.0 + i)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.95  # is fast enough for its load
-    assert not is_refused(steering, FLEX)
+    assert not is_refused(engine, 2)
     await engine.show(FULL)
     steering.step(130.0)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9
@@ -264,7 +269,12 @@ async def test_only_the_floors_of_an_old_range_hold(engine):
 # Reports
 
 
-async def test_a_report_has_the_load_and_the_thresholds(engine):
+def stop_clock(monkeypatch):
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: 7.0))
+
+
+async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
+    stop_clock(monkeypatch)
     steering = steering_of(engine, full_load())
     steering.take(published(WIDE), 100.0)
     await engine.show(FULL)
@@ -283,7 +293,8 @@ async def test_a_report_has_the_load_and_the_thresholds(engine):
     )
 
 
-async def test_a_report_can_be_sent_as_numbers(engine):
+async def test_a_report_can_be_sent_as_numbers(engine, monkeypatch):
+    stop_clock(monkeypatch)
     steering = steering_of(engine, full_load())
     await engine.show(FULL)
     report = steering.step(100.0)

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from decoding.local_loop import LOOPBACK, LocalLoop, linked
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.ipc.pulse import Pulse
-from mars_serve.replica.watchdog import PulseReader
+from mars_serve.replica import watchdog
+from mars_serve.replica.watchdog import PulseReader, watch
+from waiting import soon
 
 
 @pytest.fixture
@@ -82,3 +90,45 @@ def test_time_in_which_nobody_looked_does_not_count(pulse: Pulse) -> None:
     reader.look(600)
     assert reader.silent_s == 3
     assert not reader.is_overdue
+
+
+@pytest.fixture
+def loop(tiny_model: Any, make_engine: Any) -> Iterator[LocalLoop]:
+    special = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
+    loop = LocalLoop(make_engine(tiny_model("qwen2"), special), LOOPBACK)
+    yield loop
+    loop.stop()
+
+
+async def test_all_who_send_requests_are_told_of_an_overdue_engine(
+    pulse: Pulse, loop: LocalLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it drains, which others have told, stays as it is."""
+    monkeypatch.setattr(watchdog, "_OVERDUE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
+    ended = threading.Event()
+    link = await linked(loop.address)
+    link.attach()
+    loop.tell(Condition(is_draining=True))
+    watch(reader_of(pulse), loop, ended.set)
+    await soon(lambda: link.condition == Condition(is_overdue=True, is_draining=True))
+    assert link.is_overdue
+    assert loop.is_overdue
+
+    def beats() -> bool:
+        pulse.beat()
+        return link.condition == Condition(is_draining=True)
+
+    await soon(beats)
+    assert not link.is_overdue
+    assert not ended.is_set()
+    link.stop()
+
+
+def test_a_hung_engine_is_ended(
+    pulse: Pulse, loop: LocalLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
+    ended = threading.Event()
+    watch(reader_of(pulse, step_timeout_s=0.2), loop, ended.set)
+    assert ended.wait(20)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mars_platform.checkpoint.directory import load_model, read_metadata
+from mars_platform.checkpoint.directory import load_model
+from mars_platform.checkpoint.metadata import read_metadata
 from mars_train.data.token_store import TokenStore, TokenStoreWriter, block_offsets, step_rows
 from mars_train.method.batches import num_steps
 from mars_train.method.layout import collate, lay_out

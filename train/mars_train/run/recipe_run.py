@@ -28,8 +28,9 @@ from ray.train.torch import TorchTrainer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.checkpoint.directory import locate_model, read_checkpoint, read_metadata
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.manifest import Damaged
+from mars_platform.checkpoint.metadata import locate_model, read_metadata
 from mars_platform.cluster.ray_private import interrupt_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_sched
 
 from mars_platform.checkpoint.directory import (
     Checkpoint,
-    MarsMetadata,
     add_mask_token,
     load_model,
     read_checkpoint,
     save_checkpoint,
 )
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
 from mars_train.method.attention import FLEX_MULTIPLE, Attention

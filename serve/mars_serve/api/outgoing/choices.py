@@ -75,6 +75,14 @@ class Passes:
     queue_s: float = 0.0
     """Seconds in the queue before the first forward pass; the longest of several choices."""
 
+    def count(self, num_tokens: int, threshold: float) -> None:
+        """Add one pass, which gave some tokens at a τ."""
+        self.num_passes += 1
+        self.num_tokens += num_tokens
+        self.sum_threshold += threshold
+        self.min_threshold = min(self.min_threshold, threshold)
+        self.max_threshold = max(self.max_threshold, threshold)
+
     def add(self, other: Passes) -> None:
         """Add further passes, of this choice or another one."""
         self.num_passes += other.num_passes
@@ -145,8 +153,7 @@ class Choice:
             return None
         part = self.text.push(output.tokens, last=output.finish_reason is not None)
         is_first = self.passes.num_passes == 0
-        threshold = output.threshold
-        self.passes.add(Passes(1, part.num_tokens, threshold, threshold, threshold))
+        self.passes.count(part.num_tokens, output.threshold)
         text, reported = self._echoed() if is_first else ("", [])
         text += part.text
         reported += self._reported(output, part)

@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from mars_platform.checkpoint.directory import (
     Checkpoint,
-    MarsMetadata,
     SpecialTokens,
     load_model,
     read_checkpoint,
     refuse_unsupported,
 )
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError, one_line
 from mars_serve.bench.decode.workload import read_json
 from mars_serve.engine.execution.linear import pack_linears

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mars_platform.checkpoint.metadata import locate_model
+from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.errors import UserError
 from mars_serve.bench.decode.workload import RaggedShape
 from mars_serve.engine.decoding_options import Outcomes
-from mars_serve.measure.evaluation.decoding import check_threshold, device_and_dtype
+from mars_serve.measure.evaluation.decoding import available_device, check_threshold
 
 CONTENDERS = (
     "ar",
@@ -64,7 +66,7 @@ class DecodeOptions:
     device: str = "cpu"
     """Device to run on, ``cpu`` or ``cuda``."""
     dtype: str = "float32"
-    """Type of the weights, ``float32`` or ``bfloat16``."""
+    """Type of the weights, ``float32``, ``bfloat16`` or ``float16``."""
     compiled: bool = False
     """Whether to compile the engine's model."""
 
@@ -96,8 +98,19 @@ class DecodeOptions:
     def _check_source(self) -> None:
         if (self.model is None) == (self.untrained is None):
             raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
-        device_and_dtype(self.device, self.dtype)  # refuses a device that is missing
+        available_device(self.device)  # refuses a device that is missing
         if self.prompts is not None and self.untrained is not None:
             raise UserError(
                 "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
             )
+
+
+def default_dtype(model: str | None, device: str) -> str:
+    """Return the number type that a model is stored in; for untrained weights, the device's.
+
+    Raises:
+        UserError: the model's type is not known.
+    """
+    if model is not None:
+        return stored_dtype(locate_model(model))
+    return "bfloat16" if device == "cuda" else "float32"

@@ -45,7 +45,11 @@ from mars_serve.bench.decode.workload import (
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.measure.evaluation.items import read_items
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _WARM_UP_TOKENS = 4
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
@@ -21,21 +22,38 @@ _ALWAYS_TIMED = 64
 """Number of positions up to which every step of the grid that fits is timed."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
+_CHECKS = 3
+"""Timed runs of a step whose time is known from an earlier start."""
+_TOLERANCE = 1.5
+"""Factor by which steps may be faster or slower than those of an earlier start."""
 
 RunStep = Callable[[Sequence[ScheduledRow]], object]
 """Function that runs a step and waits for its results."""
 
 
+@dataclass(frozen=True)
+class StepSizes:
+    """Sizes of the steps that an engine can run, from which the timed ones are chosen."""
+
+    max_num_seqs: int
+    """Most rows of a step."""
+    max_num_batched_tokens: int
+    """Most positions of a step."""
+    max_length: int
+    """Most tokens of a request."""
+    window: int
+    """Most masks of a row."""
+    widest_row: int | None = None
+    """Most positions of a timed row; by default those of a row in mode threshold."""
+
+
 def measure_steps(
     run: RunStep,
     pool: PagePool,
+    sizes: StepSizes,
     *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_length: int,
-    window: int,
-    widest_row: int | None = None,
     repeats: int = REPEATS,
+    known: StepTimes | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
@@ -46,43 +64,73 @@ def measure_steps(
     Args:
         run: runs a step.
         pool: pool without allocated pages; it has none afterwards, either.
-        max_num_seqs: most rows of a step.
-        max_num_batched_tokens: most positions of a step.
-        max_length: most tokens of a request.
-        window: most masks of a row.
-        widest_row: most positions of a timed row; by default those of a row in mode threshold.
+        sizes: sizes of the steps to come.
         repeats: timed runs of a step, of which the median is taken.
+        known: times of an earlier start, returned as they are if small steps still take as long;
+            finding out also prepares the steps to come, in a quarter of the time.
         on_progress: called with the number of timed steps and the number of all.
     """
-    widest = 2 * window + 1 if widest_row is None else widest_row
-    max_num_seqs = min(max_num_seqs, pool.num_free // pool.pages_for(widest))
-    assert max_num_seqs > 0, "the pool holds a row with its window"
-    largest = min(max_num_batched_tokens, max_num_seqs * widest)
-    # The times of longer steps are extrapolated from the last piece of the grid, which must
-    # therefore be long against the noise of its ends.
-    limit = max(_ALWAYS_TIMED, 0.8 * largest)
-    positions = [count for count in _GRID if count < largest and count <= limit] + [largest]
-    room = min(pool.num_free // max_num_seqs * pool.page_size, max_length) - widest
-    short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
-    ends = [(count, cached) for count in (max_num_seqs, largest) for cached in (long, short)]
-    shapes = [*ends, *((count, short) for count in positions)]
+    grid = _Grid.of(pool, sizes)
+    if known is not None and _hold(run, pool, grid, sizes.window, known):
+        return known
+    num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
+    ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
+    shapes = [*ends, *((count, short) for count in grid.positions)]
     seconds = []
     for done, (count, cached) in enumerate(shapes, start=1):
-        rows = _rows(pool, count, min(count, max_num_seqs), cached, window)
+        rows = _rows(pool, count, min(count, num_rows), cached, sizes.window)
         seconds.append(_time(run, pool, rows, repeats))
         if on_progress is not None:
             on_progress(done, len(shapes))
-    difference = max(max_num_seqs * (long - short), 1)
+    difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
-    most = max_num_seqs * max(long, 1)
+    most = num_rows * max(long, 1)
     table = []
-    for count, time_s in zip(positions, seconds[len(ends) :], strict=True):
-        share = max(0, count - max_num_seqs) / max(largest - max_num_seqs, 1)
+    for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
+        share = max(0, count - num_rows) / max(largest - num_rows, 1)
         per_token = narrow + (max(wide, narrow) - narrow) * share
         # The few cached tokens of this step take less than half of it; more would be noise.
-        bare = max(time_s - per_token * min(count, max_num_seqs) * short, time_s / 2)
+        bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
-    return StepTimes(tuple(positions), (0, most), tuple(table))
+    return StepTimes(grid.positions, (0, most), tuple(table))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Positions of the timed steps, and the cached tokens of their rows."""
+
+    num_rows: int
+    largest: int
+    positions: tuple[int, ...]
+    short: int
+    long: int
+
+    @classmethod
+    def of(cls, pool: PagePool, sizes: StepSizes) -> _Grid:
+        """Choose from the sizes of steps those that fit into the pool."""
+        widest = 2 * sizes.window + 1 if sizes.widest_row is None else sizes.widest_row
+        num_rows = min(sizes.max_num_seqs, pool.num_free // pool.pages_for(widest))
+        assert num_rows > 0, "the pool holds a row with its window"
+        largest = min(sizes.max_num_batched_tokens, num_rows * widest)
+        # The times of longer steps are extrapolated from the last piece of the grid, which must
+        # therefore be long against the noise of its ends.
+        limit = max(_ALWAYS_TIMED, 0.8 * largest)
+        positions = [count for count in _GRID if count < largest and count <= limit] + [largest]
+        room = min(pool.num_free // num_rows * pool.page_size, sizes.max_length) - widest
+        short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
+        return cls(num_rows, largest, tuple(positions), short, long)
+
+
+def _hold(run: RunStep, pool: PagePool, grid: _Grid, window: int, times: StepTimes) -> bool:
+    """Prepare the steps to come, and return whether the small ones take as long as in ``times``."""
+    largest = _rows(pool, grid.largest, min(grid.largest, grid.num_rows), grid.long, window)
+    _time(run, pool, largest, 0)
+    now_s = then_s = 0.0
+    for count in [count for count in grid.positions if count <= _ALWAYS_TIMED]:
+        num_rows = min(count, grid.num_rows)
+        now_s += _time(run, pool, _rows(pool, count, num_rows, grid.short, window), _CHECKS)
+        then_s += float(times.at(count, num_rows * grid.short))
+    return 1 / _TOLERANCE < now_s / then_s < _TOLERANCE
 
 
 def measure_prefill(
@@ -129,8 +177,14 @@ def _rows(
 
 
 def _time(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow], repeats: int) -> float:
-    """Return the median seconds of a step, and release its pages."""
+    """Run a step once more than ``repeats``, and release its pages.
+
+    Returns:
+        The median seconds of the runs but the first, or those of the only one.
+    """
+    begin = time.perf_counter()
     run(rows)  # prepares this shape
+    first_s = time.perf_counter() - begin
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -138,4 +192,4 @@ def _time(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow], repeats: i
         times.append(time.perf_counter() - begin)
     for row in rows:
         pool.release(row.request.pages)
-    return statistics.median(times)
+    return statistics.median(times or [first_s])

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from mars_autoscale.queueing.grants import Credit
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import (
+    Beat,
     Begun,
     Cancel,
+    Condition,
+    Demand,
+    Grant,
+    LateRule,
+    LoadUpdate,
     NotLoaded,
     Order,
     Ready,
+    SetLateRule,
     SetLive,
     StepReport,
+    Tell,
 )
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
@@ -28,17 +39,22 @@ _STOP_S = 30.0
 """Seconds to wait for the current step to end when an engine is stopped."""
 _QUEUE_GRACE_S = 2.0
 """Seconds that the engine has, past the end of a request's wait, to end the wait itself."""
+_OVERDUE_S, _SILENT_S = 6.0, 15.0
+"""Seconds without any message after which an engine with requests counts as overdue, and as lost:
+if its host loses power, no connection is closed."""
+_LOOK_S = 1.0
+"""Seconds without an output after which a request looks whether its engine is still there."""
 
 
 class EngineDied(RuntimeError):
     """Raised when the engine has ended or does not answer; the replica must be replaced."""
 
-    replica: str | None = None
-    """Name of the replica whose engine it was, if known."""
     had_begun: bool = False
     """Whether a step may have held the request, which may then be to blame."""
-    num_tokens: int = 0
-    """Output tokens that the request had got."""
+
+
+class EngineSilent(EngineDied):
+    """Raised when an engine with requests sends no sign of life."""
 
 
 class RequestFailed(RuntimeError):
@@ -46,7 +62,7 @@ class RequestFailed(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    """Raised when the engine has no room, or when a request would come too late; try again later.
+    """Raised when there is no room, or when a request would come too late; try again later.
 
     Args:
         reason: message of the error.
@@ -59,6 +75,10 @@ class QueueFull(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class DeadlineMissed(QueueFull):
+    """Raised when a request surely cannot begin before the deadline that it sets."""
 
 
 class QueueTimeout(RuntimeError):
@@ -75,21 +95,34 @@ class Worker(Protocol):
         """Wait up to ``timeout`` seconds for the worker to end."""
 
 
-_Outputs = asyncio.Queue[StepOutput | EngineDied]
+@dataclass(slots=True)
+class _Stream:
+    """A request that has not ended."""
+
+    request: Request
+    arrived_s: float
+    """Time of arrival by ``time.monotonic``."""
+    waits: bool = True
+    """Whether no step of it has been announced."""
+    has_output: bool = False
+    outputs: asyncio.Queue[StepOutput | Exception] = field(default_factory=asyncio.Queue)
 
 
 class EngineLoop:
-    """The asyncio side of an engine that steps in another process or thread.
+    """The asyncio side of a connection to an engine that steps in another process or thread.
 
     Requests run on one event loop at a time; another loop may take over once no request is left.
+    The engine's starter has a loop, and so has every process that sends it requests.
     """
 
-    def __init__(self, channel: Channel, worker: Worker) -> None:
+    def __init__(self, channel: Channel, worker: Worker, *, is_always_heard: bool = False) -> None:
         """Wait until the engine is ready.
 
         Args:
             channel: leads to an `EngineWorker`.
             worker: the process or thread in which that worker runs.
+            is_always_heard: whether the engine sends signs of life over this connection even when
+                no request of it runs, as it does to all but its starter.
 
         Raises:
             UserError: the model cannot be served.
@@ -97,15 +130,26 @@ class EngineLoop:
         """
         self._channel = channel
         self._worker = worker
-        self._outputs: dict[str, _Outputs] = {}
-        self._waiting: set[str] = set()
-        """Ids of the requests of which no step has been announced."""
-        self.is_overdue = False
-        """Whether the engine shows no sign of life; it then gets no further requests, and those
-        that wait are given back. Any thread may set it."""
+        self._is_always_heard = is_always_heard
+        self._streams: dict[str, _Stream] = {}
+        """Requests that have not ended, by id."""
+        self._looking: asyncio.TimerHandle | None = None
+        """Timer of the next look whether the engine is still there; None without requests."""
+        self.condition = Condition()
+        """Whether the engine should get requests, as far as its starter has said."""
+        self._heard_s = time.monotonic()
+        """Time of the latest message, or of the first request if none ran before."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        ready = self._first_message()
+        self.credit = Credit()
+        """How many requests may be sent that are not to wait in the engine."""
+        self.late_rule: LateRule | None = None
+        """The rule by which requests come too late at this engine; None if none does."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when more requests may be sent, or when the engine has ended."""
+        self.backlog_tokens = 0
+        """Prompt tokens of the requests of this connection that have no output yet."""
+        ready, others = self._first_messages()
         self._max_requests = ready.max_requests
         self._live = ready.live
         self._status = ready.status
@@ -114,6 +158,11 @@ class EngineLoop:
         """Figures by which the model is autoscaled; None if it is not."""
         self.step_times = ready.times
         """Times that the engine's steps are expected to take; None if they were not measured."""
+        self.address = ready.address
+        """Where others may connect to the engine; None if they may not."""
+        self.activity: object = None
+        """Latest copy of the engine's `Observer`; None before its first report."""
+        self._take_all(others)
 
     @property
     def is_alive(self) -> bool:
@@ -136,6 +185,43 @@ class EngineLoop:
         self._send(SetLive(live))
         self._live = live
 
+    def set_late_rule(self, rule: LateRule | None) -> None:
+        """Refuse requests that would come too late by a rule. Any thread may call this.
+
+        Raises:
+            EngineDied: the engine has stopped.
+        """
+        self._send(SetLateRule(rule))
+
+    def tell(self, condition: Condition) -> None:
+        """Tell all who send requests how the engine is. Any thread may call this.
+
+        Raises:
+            EngineDied: the engine has stopped.
+        """
+        self.condition = condition
+        self._send(Tell(condition))
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the engine shows no sign of life; it then gets no further requests, and those
+        that wait are given back.
+        """
+        return self.condition.is_overdue or self._silent_s >= _OVERDUE_S
+
+    def note_demand(self, demand: Demand) -> None:
+        """Tell the engine what waits here.
+
+        Raises:
+            EngineDied: the engine has stopped.
+        """
+        self._send(demand)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that came over this connection and have not ended."""
+        return len(self._streams)
+
     def status(self) -> EngineStatus:
         """Return how full the engine was at its last report. Any thread may call this.
 
@@ -149,40 +235,36 @@ class EngineLoop:
     @property
     def age_s(self) -> float:
         """Seconds since the last report if the engine has work; 0 without work."""
-        return time.monotonic() - self._status_s if self._outputs else 0.0
+        has_work = self._streams or self._status.num_requests
+        return time.monotonic() - self._status_s if has_work else 0.0
 
-    async def stream(
-        self, request: Request, beat_s: float | None = None
-    ) -> AsyncGenerator[StepOutput | None]:
+    @property
+    def _silent_s(self) -> float:
+        """Seconds without any message although some were due."""
+        is_due = self._streams or self._is_always_heard
+        return time.monotonic() - self._heard_s if is_due else 0.0
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Run one request, yielding the output of each forward pass until it has finished.
 
         Leaving the iteration early, by an error or a cancelled task, cancels the request.
 
         Args:
             request: a request that runs in no other engine.
-            beat_s: seconds after which None is yielded if there was no output meanwhile.
 
         Raises:
             UserError: the request can never run.
             QueueFull: too many requests wait already.
             QueueTimeout: the request did not begin within its own time limit.
             RequestFailed: the request's own part of a forward pass failed.
+            EngineSilent: the engine sends no sign of life.
             EngineDied: the engine has failed.
         """
-        request.arrived_at = time.monotonic()
-        outputs = self._submit(request)
-        finished = False
+        stream, finished = self._submit(request), False
         try:
             while not finished:
-                try:
-                    async with asyncio.timeout(beat_s):
-                        output = await outputs.get()
-                except TimeoutError:
-                    self._check_wait(request)
-                    yield None
-                    continue
-                if isinstance(output, EngineDied):
-                    finished = True
+                output = await stream.outputs.get()
+                if isinstance(output, Exception):
                     raise output
                 finished = output.finish_reason is not None
                 _raise_for(output, request)
@@ -191,14 +273,36 @@ class EngineLoop:
             if not finished:
                 self._cancel(request.id)
 
+    def attach(self) -> None:
+        """Read the reports on the running event loop from now on, as a first request does, too."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop or self._is_closed:
+            return
+        assert not self._streams, "requests run on another event loop"
+        self._detach()
+        loop.add_reader(self._channel.fileno(), self._read)
+        self._loop = loop
+
+    def read_in_thread(self) -> None:
+        """Read the reports in a thread, for an owner that sends no requests itself."""
+
+        def read() -> None:
+            with suppress(ChannelClosed):
+                while True:
+                    self._take_all(self._channel.receive())
+            self._close()
+
+        threading.Thread(target=read, name="engine-reports", daemon=True).start()
+
     def stop(self) -> None:
         """End the engine after the current step; requests that still run raise `EngineDied`."""
         self._close()
         self._worker.join(_STOP_S)
 
-    def _first_message(self) -> Ready:
+    def _first_messages(self) -> tuple[Ready, list[object]]:
+        """Wait for the first message, and return it with those that have come behind it."""
         try:
-            (message,) = self._channel.receive()
+            message, *others = self._channel.receive()
         except ChannelClosed as error:
             self.stop()
             raise EngineDied("the engine ended before it was ready; its log says why") from error
@@ -206,47 +310,63 @@ class EngineLoop:
             self.stop()
             raise UserError(message.reason)
         assert isinstance(message, Ready)
-        return message
+        return message, others
 
-    def _check_wait(self, request: Request) -> None:
-        """Give a request back that waits for an engine which does not answer.
+    def _look(self) -> None:
+        """End the requests that wait in vain."""
+        self._looking = None
+        self._read()  # what has come while this event loop was busy is no silence
+        for stream in self._streams.values():
+            problem = self._problem(stream)
+            if problem is not None:
+                stream.outputs.put_nowait(problem)
+        self._look_later()
 
-        The engine ends waits that take too long, unless it hangs.
+    def _look_later(self) -> None:
+        if self._streams and self._looking is None and self._loop is not None:
+            self._looking = self._loop.call_later(_LOOK_S, self._look)
 
-        Raises:
-            EngineDied: the engine is overdue.
-            QueueTimeout: the request did not begin within its own time limit.
+    def _problem(self, stream: _Stream) -> Exception | None:
+        """Return the error for a request whose engine does not answer, or None.
+
+        The engine itself ends waits that take too long, unless it hangs.
         """
-        if request.id not in self._waiting:
-            return
+        if self._silent_s >= _SILENT_S:
+            silent = EngineSilent("the engine is silent; its host may be gone")
+            silent.had_begun = not stream.waits
+            return silent
+        if not stream.waits:
+            return None
         if self.is_overdue:
-            raise EngineDied("the engine does not answer")
-        limit_s, arrived_s = request.options.max_queue_s, request.arrived_at
-        assert arrived_s is not None
-        if limit_s is not None and time.monotonic() - arrived_s > limit_s + _QUEUE_GRACE_S:
-            raise QueueTimeout(f"the request did not begin within {limit_s} s")
+            return EngineDied("the engine does not answer")
+        limit_s = stream.request.options.max_queue_s
+        if limit_s is not None and time.monotonic() - stream.arrived_s > limit_s + _QUEUE_GRACE_S:
+            return _timeout(stream.request)
+        return None
 
-    def _submit(self, request: Request) -> _Outputs:
-        self._attach(asyncio.get_running_loop())
+    def _submit(self, request: Request) -> _Stream:
+        self.attach()
         if self.is_overdue:
             raise EngineDied("the engine does not answer")
-        if len(self._outputs) >= self._max_requests:
+        if len(self._streams) >= self._max_requests:
             raise QueueFull("too many requests are waiting")
-        if not self._outputs and not self._status.num_requests:  # an idle engine does not report
-            self._status_s = time.monotonic()
-        outputs = self._outputs[request.id] = _Outputs()
-        self._waiting.add(request.id)
-        try:
-            self._send(request)
-        except EngineDied:
-            self._outputs.pop(request.id, None)
-            self._waiting.discard(request.id)
-            raise
-        return outputs
+        if not self._streams:  # an engine without work does not report
+            now_s = time.monotonic()
+            if not self._is_always_heard:
+                self._heard_s = now_s
+            if not self._status.num_requests:
+                self._status_s = now_s
+        self._send(request)
+        self.credit.num_sent += 1
+        self.backlog_tokens += request.num_prompt
+        stream = self._streams[request.id] = _Stream(request, time.monotonic())
+        self._look_later()
+        return stream
 
     def _cancel(self, request_id: str) -> None:
-        self._waiting.discard(request_id)
-        if self._outputs.pop(request_id, None) is not None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._note_output(stream)
             with suppress(EngineDied):  # a dead engine has nothing to cancel
                 self._send(Cancel(request_id))
 
@@ -258,16 +378,10 @@ class EngineLoop:
         except ChannelClosed as error:
             raise EngineDied("the engine has stopped") from error
 
-    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make this event loop read the reports."""
-        if loop is self._loop or self._is_closed:
-            return
-        assert not self._outputs, "requests run on another event loop"
-        self._detach()
-        loop.add_reader(self._channel.fileno(), self._read)
-        self._loop = loop
-
     def _detach(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._channel.fileno())
         self._loop = None
@@ -278,34 +392,70 @@ class EngineLoop:
         except ChannelClosed:
             self._close()
             return
+        self._take_all(reports)
+
+    def _take_all(self, reports: list[object]) -> None:
+        if not reports:
+            return
+        self._heard_s = time.monotonic()
         for report in reports:
-            if isinstance(report, Begun):
-                self._waiting.difference_update(report.request_ids)
-                continue
-            assert isinstance(report, StepReport)
-            self._status, self._status_s = report.status, time.monotonic()
+            self._take(report)
+
+    def _take(self, report: object) -> None:
+        if isinstance(report, StepReport):
             for output in report.outputs:
                 self._deliver(output)
+        elif isinstance(report, LoadUpdate):
+            self._status, self._status_s = report.status, self._heard_s
+            self.activity = report.activity
+        elif isinstance(report, Begun):
+            for request_id in report.request_ids:
+                if request_id in self._streams:
+                    self._streams[request_id].waits = False
+        else:
+            self._take_notice(report)
+
+    def _take_notice(self, notice: object) -> None:
+        if isinstance(notice, Grant):
+            self.credit.limit = notice.limit
+            if self.on_change is not None:
+                self.on_change()
+        elif isinstance(notice, Condition):
+            self.condition = notice
+        elif isinstance(notice, SetLateRule):
+            self.late_rule = notice.rule
+        else:
+            assert isinstance(notice, Beat)
 
     def _deliver(self, output: StepOutput) -> None:
-        outputs = self._outputs.get(output.request_id)
-        if outputs is None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
             return  # the request was cancelled while the step ran
+        self._note_output(stream)
         if output.finish_reason is not None:
-            del self._outputs[output.request_id]
-            self._waiting.discard(output.request_id)
-        outputs.put_nowait(output)
+            del self._streams[output.request_id]
+        stream.outputs.put_nowait(output)
+
+    def _note_output(self, stream: _Stream) -> None:
+        if not stream.has_output:
+            stream.has_output = True
+            self.backlog_tokens -= stream.request.num_prompt
 
     def _close(self) -> None:
         self._is_closed = True
         self._detach()
         self._channel.close()
-        for request_id, outputs in self._outputs.items():
+        for stream in self._streams.values():
             died = EngineDied("the engine has stopped")
-            died.had_begun = request_id not in self._waiting
-            outputs.put_nowait(died)
-        self._outputs.clear()
-        self._waiting.clear()
+            died.had_begun = not stream.waits
+            stream.outputs.put_nowait(died)
+        self._streams.clear()
+        if self.on_change is not None:
+            self.on_change()
+
+
+def _timeout(request: Request) -> QueueTimeout:
+    return QueueTimeout(f"the request did not begin within {request.options.max_queue_s} s")
 
 
 def _raise_for(output: StepOutput, request: Request) -> None:
@@ -315,5 +465,4 @@ def _raise_for(output: StepOutput, request: Request) -> None:
     if output.finish_reason is FinishReason.REFUSED:
         raise UserError(output.error)
     if output.finish_reason is FinishReason.TIMEOUT:
-        limit = request.options.max_queue_s
-        raise QueueTimeout(f"the request did not begin within {limit} s")
+        raise _timeout(request)

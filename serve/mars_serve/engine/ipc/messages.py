@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.ipc.listener import Address
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether an engine should get requests."""
+
+    is_overdue: bool = False
+    """Whether the engine shows no sign of life; what waits at it is better sent elsewhere."""
+    is_draining: bool = False
+    """Whether the engine is about to end, once its requests have."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,55 @@ class SetLive:
     live: LiveDecoding
 
 
-Order = Request | Cancel | SetLive
+@dataclass(frozen=True)
+class LateRule:
+    """Tells which requests would come too late."""
+
+    each_s: float
+    """Seconds that each waiting request takes on average."""
+    objective_s: float
+    """Seconds after which a request comes too late."""
+
+    def late_s(self, num_ahead: float) -> float:
+        """Return by how many seconds a request behind some others would come too late, or 0."""
+        return max(0.0, num_ahead * self.each_s - self.objective_s)
+
+
+@dataclass(frozen=True)
+class SetLateRule:
+    """An order to refuse requests that would come too late from now on."""
+
+    rule: LateRule | None
+    """The rule to refuse by; None if no request comes too late."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An order to tell all who send requests how the engine is."""
+
+    condition: Condition
+
+
+@dataclass(frozen=True)
+class Demand:
+    """An order to count requests that wait before the engine, and will come to it or to another.
+
+    Whoever sends requests divides what waits, and what has arrived, among its engines, so that the
+    sum over all engines is right.
+    """
+
+    num_wanted: int
+    """Requests that would have been sent by now if there were credits, since the connection began;
+    see `Credit.report`."""
+    share: int
+    """Part of the requests that wait that is counted here."""
+    num_arrived: int
+    """Arrivals since the connection began that are counted here before they come."""
+    prompt_tokens: int
+    """Prompt tokens of those arrivals."""
+
+
+Order = Request | Cancel | SetLive | SetLateRule | Tell | Demand
 """Any message to an engine; a `Request` is an order to run it."""
 
 
@@ -41,6 +100,8 @@ class Ready:
     """Figures by which the model is autoscaled; None if it is not."""
     times: StepTimes | None
     """Times that steps are expected to take; None if they were not measured."""
+    address: Address | None = None
+    """Where the engine accepts further connections; only its starter is told."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +124,28 @@ class Begun:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A report that an engine sends after a step and whenever its status has changed."""
+    """A report that an engine sends after a step, and when it refuses a request."""
 
     outputs: list[StepOutput]
+    """Outputs of the requests that came over this connection."""
+
+
+@dataclass(frozen=True)
+class LoadUpdate:
+    """A report on all requests of an engine, sent to its starter a few times a second."""
+
     status: EngineStatus
+    activity: object
+    """The engine's `Observer` with its counts."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A report that a number of requests may be sent, counted since the connection began."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life from an engine that has had nothing else to say for a while."""

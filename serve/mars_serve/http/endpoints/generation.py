@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -222,6 +223,9 @@ class _Call:
                 list(prompt.tokens),
                 with_seed_of(options, number),
                 tenant=self.caller.tenant,
+                key=self.caller.name,
+                session=self._session,
+                deadline_s=self._deadline_s,
             )
             choice = Choice(
                 index=index,
@@ -233,6 +237,18 @@ class _Call:
             )
             choices.append(choice)
         return choices
+
+    @property
+    def _session(self) -> str | None:
+        """Digest of the conversation's or user's name, apart from those of other tenants."""
+        if not self.body.user:
+            return None
+        name = f"{self.caller.tenant}\n{self.body.user}"
+        return blake2b(name.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _deadline_s(self) -> float | None:
+        return None if self.body.deadline_ms is None else self.body.deadline_ms / 1000
 
     def problem(self, error: Exception, response: ResponseBuilder) -> ApiError:
         """Return the API error for one that ended the generation."""

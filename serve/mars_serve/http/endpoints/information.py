@@ -113,7 +113,7 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
             }
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
-    @router.get("/version", responses={200: {"model": Version}})
+    @router.get("/version", responses={200: {"model": Version}, **errors_described()})
     async def version() -> JSONResponse:
         """Return the server's version."""
         return JSONResponse({"version": __version__})

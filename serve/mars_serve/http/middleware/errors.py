@@ -18,7 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_platform.errors import UserError
 from mars_serve.api.errors import ApiError, clipped, invalid_value, retry_after, shown
 from mars_serve.api.places import queue_full
-from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
+from mars_serve.engine.ipc.loop import (
+    DeadlineMissed,
+    EngineDied,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+)
 
 _UNKNOWN_S = 1.0
 """Wait in seconds that a refusal names where nothing is known."""
@@ -71,6 +77,10 @@ def _unavailable(error: BaseException, wait_s: float) -> ApiError | None:
     # Imported late: Ray Serve reads its environment at import, and the command sets that first.
     from ray.serve.exceptions import BackPressureError, RayServeException
 
+    if isinstance(error, DeadlineMissed):
+        message = f"deadline_ms: {error}; raise it, or try again later"
+        retry_s = wait_s if error.wait_s is None else error.wait_s
+        return ApiError(503, message, code="deadline", param="deadline_ms", retry_after_s=retry_s)
     if isinstance(error, QueueFull):
         return queue_full(wait_s if error.wait_s is None else error.wait_s)
     if isinstance(error, BackPressureError):

@@ -64,7 +64,7 @@ class CalibrateOptions:
     """Number of conversations that decode at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
-    dtype: Literal["float32", "bf16"] | None = None
+    dtype: Literal["float32", "bf16", "float16"] | None = None
     """Type of the weights; None for float32 on the CPU and bf16 on CUDA."""
     plot: Path | None = None
     """Picture to draw; its suffix names the format."""
@@ -164,7 +164,7 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
 
 
 def _frontier_options(options: CalibrateOptions) -> FrontierOptions:
-    device, dtype = device_and_dtype(options.device, options.dtype)
+    device, dtype = device_and_dtype(options.device, options.dtype, options.model)
     return FrontierOptions(
         options.below_one,
         max_tokens=options.max_tokens,

@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.metadata import locate_model
+from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.data.answers import is_correct
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -26,7 +28,8 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.items import EvalItem
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+_SHORT_NAMES = {"bfloat16": "bf16"}
 """Types of weights by the names that the commands have for them."""
 _NUM_SEEDS = 2**63
 
@@ -73,12 +76,26 @@ class DecodedItem:
         return len(self.tokens)
 
 
-def device_and_dtype(device: str, dtype: str | None) -> tuple[str, str]:
+def device_and_dtype(device: str, dtype: str | None, model: str) -> tuple[str, str]:
     """Return the device to run on and the name of the type of the weights.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA if there is a device.
-        dtype: one of `DTYPES`; None for float32 on the CPU and bf16 on CUDA.
+        dtype: one of `DTYPES`; None for the one that the model is stored in, as a server takes it.
+        model: checkpoint directory or hub id.
+
+    Raises:
+        UserError: the device is ``cuda`` and there is none, or the model's type is not known.
+    """
+    chosen = available_device(device)
+    if dtype is None:
+        stored = stored_dtype(locate_model(model))
+        dtype = _SHORT_NAMES.get(stored, stored)
+    return chosen, dtype
+
+
+def available_device(device: str) -> str:
+    """Return ``cpu`` or ``cuda`` for a device, which may be ``auto``: CUDA if there is one.
 
     Raises:
         UserError: the device is ``cuda`` and there is none.
@@ -86,8 +103,7 @@ def device_and_dtype(device: str, dtype: str | None) -> tuple[str, str]:
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise UserError("--device: there is no CUDA device on this machine; use cpu")
-    chosen = "cuda" if available and device != "cpu" else "cpu"
-    return chosen, dtype or ("float32" if chosen == "cpu" else "bf16")
+    return "cuda" if available and device != "cpu" else "cpu"
 
 
 def check_threshold(threshold: float) -> None:

@@ -62,7 +62,7 @@ class EvalOptions:
     """Number of conversations that run at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
-    dtype: Literal["float32", "bf16"] | None = None
+    dtype: Literal["float32", "bf16", "float16"] | None = None
     """Type of weights, keys and values; None for float32 on the CPU and bf16 on CUDA."""
 
 
@@ -101,7 +101,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
         UserError: the model, the data or an option is unusable.
     """
     _check_ranges(options)
-    device, dtype = device_and_dtype(options.device, options.dtype)
+    device, dtype = device_and_dtype(options.device, options.dtype, options.model)
     checkpoint = read_checkpoint(options.model)
     settings = settings_to_run(checkpoint, options)
     items = read_items(

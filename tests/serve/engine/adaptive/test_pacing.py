@@ -30,7 +30,7 @@ from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.replica.engine_process import start_engine, wait_out
+from mars_serve.replica.engine_process import Threads, start_engine, wait_out
 from mars_serve.replica.loading import load_engine
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -289,6 +289,7 @@ async def test_only_paced_replicas_export_the_compute_share(
     loop = LocalLoop(engine_of(FakeTime().pacer(paced_by(0.02)) if is_paced else None))
     try:
         _ = [output async for output in loop.stream(make_request("a", mode=Mode.AR))]
+        await loop.told(1)
         text = ReplicaTelemetry("mars", "r1", loop).exposition()
     finally:
         loop.stop()
@@ -360,7 +361,7 @@ def test_a_cold_start_waits_for_the_rest_of_its_duration(caplog: pytest.LogCaptu
 async def test_a_replicas_engine_is_not_ready_before_its_cold_start_ends(model_dir: Path) -> None:
     write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
     begin = time.monotonic()
-    loop = start_engine(settings_of(model_dir, cold_start_s=8), num_threads=1)
+    loop = start_engine(settings_of(model_dir, cold_start_s=8), Threads(1, 1))
     try:
         assert time.monotonic() - begin >= 8
         outputs = [

@@ -32,6 +32,7 @@ from mars_serve.engine.ipc.loop import (
 )
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from waiting import soon
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
@@ -108,13 +109,6 @@ async def started(loop: LocalLoop, request: Request) -> AsyncIterator[StepOutput
     return stream
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 2
-    while not condition():
-        assert time.monotonic() < deadline, "waited for 2 s"
-        await asyncio.sleep(0.01)
-
-
 def has_all_pages(engine: Engine) -> bool:
     return engine.status().num_free_pages == engine.settings.num_pages and not engine.has_work
 
@@ -151,31 +145,31 @@ async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
     assert (status.num_requests, status.num_pages) == (1, 120)
     assert 120 - 52 <= status.num_free_pages <= 120 - 2  # 5 to 205 tokens, 4 a page
     await stream.aclose()
-    await until(lambda: has_all_pages(loop.engine))
+    await soon(lambda: has_all_pages(loop.engine))
     assert loop.is_alive
 
 
 async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine)
     task = asyncio.create_task(collect(loop, long_request("cancelled")))
-    await until(lambda: loop.status().num_generated_tokens > 0)
+    await soon(lambda: loop.status().num_generated_tokens > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: has_all_pages(loop.engine))
-    await until(lambda: loop.status().num_requests == 0)
+    await soon(lambda: has_all_pages(loop.engine))
+    await soon(lambda: loop.status().num_requests == 0)
 
 
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, long_request("running", max_tokens=6))
     waiting = asyncio.create_task(collect(loop, long_request("waiting")))
-    await until(lambda: loop.engine.status().num_requests == 2)
+    await soon(lambda: loop.engine.status().num_requests == 2)
     waiting.cancel()
     rest = [output async for output in running]
     assert len(rest) == 5
     assert rest[-1].finish_reason is FinishReason.LENGTH
-    await until(lambda: has_all_pages(loop.engine))
+    await soon(lambda: has_all_pages(loop.engine))
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
@@ -189,7 +183,7 @@ async def test_a_request_beyond_the_limit_is_refused(make_loop: Loops) -> None:
     streams[0] = await started(loop, long_request("d"))
     for stream in streams:
         await stream.aclose()
-    await until(lambda: has_all_pages(loop.engine))
+    await soon(lambda: has_all_pages(loop.engine))
 
 
 async def test_refusing_a_request_does_not_affect_the_engine(make_loop: Loops) -> None:
@@ -223,7 +217,7 @@ async def test_a_failing_engine_ends_every_stream(make_loop: Loops) -> None:
     tasks = [asyncio.create_task(collect(loop, long_request(name))) for name in "abc"]
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
     assert [type(result) for result in results] == [EngineDied] * 3
-    await until(lambda: not loop.is_alive)
+    await soon(lambda: not loop.is_alive)
     with pytest.raises(EngineDied):
         await collect(loop, long_request("d"))
     with pytest.raises(EngineDied):
@@ -259,7 +253,7 @@ async def test_a_request_that_waits_too_long_raises(make_loop: Loops) -> None:
     assert len([output async for output in running]) == 7, "a begun request has no deadline"
     first, _ = await rest
     assert first.queue_s > 0.1
-    await until(lambda: has_all_pages(loop.engine))
+    await soon(lambda: has_all_pages(loop.engine))
     assert loop.engine.status().num_requests == 0
 
 
@@ -267,13 +261,14 @@ async def test_waits_end_in_time_even_if_the_engine_hangs(
     make_loop: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mars_serve.engine.ipc.loop._QUEUE_GRACE_S", 0.1)
+    monkeypatch.setattr("mars_serve.engine.ipc.loop._LOOK_S", 0.05)
     loop = make_loop(HangingEngine, max_num_seqs=1)
     loop.engine.may_go_on = threading.Event()
     running = asyncio.create_task(collect(loop, patient("running", 0.3, max_tokens=2)))
-    await until(lambda: bool(loop.engine.status().num_running))
+    await soon(lambda: bool(loop.engine.status().num_running))
     try:
         with pytest.raises(QueueTimeout, match=r"did not begin within 0\.3 s"):
-            _ = [output async for output in loop.stream(patient("waiting", 0.3), beat_s=0.05)]
+            await collect(loop, patient("waiting", 0.3))
     finally:
         loop.engine.may_go_on.set()
     assert len(await running) == 2, "what a step holds has begun, though it gave no output"
@@ -351,13 +346,20 @@ async def test_requests_go_on_while_a_grammar_compiles(make_loop: Loops) -> None
         await task
 
 
-async def test_a_stream_without_output_yields_none_at_every_beat(make_loop: Loops) -> None:
+async def test_a_request_whose_grammar_compiles_gets_signs_of_life(
+    make_loop: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is said about it, for far longer than an engine may be silent."""
+    monkeypatch.setattr("mars_serve.engine.ipc.connections._BEAT_S", 0.05)
+    monkeypatch.setattr("mars_serve.engine.ipc.loop._SILENT_S", 0.8)
+    monkeypatch.setattr("mars_serve.engine.ipc.loop._LOOK_S", 0.05)
     loop = make_loop(CompilingEngine)
-    stream = loop.stream(structured("slow"), beat_s=0.01)
-    assert [await anext(stream) for _ in range(3)] == [None] * 3
+    task = asyncio.create_task(collect(loop, structured("slow")))
+    await asyncio.wait([task], timeout=1.6)
+    assert not task.done()
     loop.engine.may_compile.set()
     with pytest.raises(UserError, match=r"^grammar: "):
-        _ = [item async for item in stream]
+        await task
 
 
 async def test_a_request_cancelled_while_its_grammar_compiles_does_not_run(

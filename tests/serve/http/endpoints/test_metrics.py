@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 import pytest
 from fastapi import FastAPI
@@ -12,6 +12,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from decoding.local_loop import LocalLoop
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -23,31 +24,29 @@ BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode":
 
 
 @pytest.fixture
-def app(loops: dict[str, LocalLoop]) -> FastAPI:
-    """Return an application with a model on two replicas of one engine, and a model on one."""
+def app(
+    loops: dict[str, LocalLoop], make_loop: Callable[..., LocalLoop], mars: Checkpoint
+) -> FastAPI:
+    """Return an application with a model on two replicas and a model on one."""
 
     class CountingBackend(LoopBackend):  # type: ignore[valid-type, misc]
-        def __init__(self, name: str, loop: LocalLoop, num_replicas: int) -> None:
-            super().__init__(loop)
-            replicas = [f"{name}-{index}" for index in range(num_replicas)]
-            self.telemetry = [ReplicaTelemetry(name, replica, loop) for replica in replicas]
+        """A backend that sends all requests to its first replica."""
 
-        async def complete(self, request: Request) -> list[StepOutput]:
-            return [output async for output in self.stream(request)]
-
-        async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-            async for output in self.telemetry[0].watch(self.loop.stream(request), request):
-                yield output
+        def __init__(self, name: str, *replicas: LocalLoop) -> None:
+            super().__init__(replicas[0])
+            self.telemetry = [
+                ReplicaTelemetry(name, f"{name}-{index}", loop)
+                for index, loop in enumerate(replicas)
+            ]
 
         async def metrics(self) -> list[str]:
             return [replica.exposition() for replica in self.telemetry]
 
-    def model(name: str, num_replicas: int) -> ServedModel:
-        loop = loops[name]
-        backend = CountingBackend(name, loop, num_replicas)
-        return served(name, loop.engine.checkpoint, backend)
+    def model(name: str, *replicas: LocalLoop) -> ServedModel:
+        checkpoint = replicas[0].engine.checkpoint
+        return served(name, checkpoint, CountingBackend(name, *replicas))
 
-    return app_of(model("mars", 2), model("plain", 1))
+    return app_of(model("mars", loops["mars"], make_loop(mars)), model("plain", loops["plain"]))
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -136,7 +135,7 @@ async def test_an_odd_accept_header_gets_the_plain_format(client, accept):
 async def test_requests_that_were_moved_are_counted_and_logged(mars, loops, caplog):
     class MovingBackend(LoopBackend):  # type: ignore[valid-type, misc]
         async def complete(self, request: Request) -> list[StepOutput]:
-            request.failed_on, request.num_silent = ("one", "two"), 1
+            request.failed_on = ("one", "two", "three")
             return await super().complete(request)
 
     caplog.set_level("INFO", "marsray.requests")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,13 @@ from ray.serve.exceptions import (
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
-from mars_serve.engine.ipc.loop import EngineDied, QueueFull, QueueTimeout, RequestFailed
+from mars_serve.engine.ipc.loop import (
+    DeadlineMissed,
+    EngineDied,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+)
 from mars_serve.http.middleware.errors import as_api_error
 from rest import asgi
 from rest.api_keys import bearer, key_entry
@@ -40,6 +47,7 @@ BROKEN = {
     "remote": RayTaskError("stream", "secret", KeyError("secret")).as_instanceof_cause(),
     "remote-full": RayTaskError("stream", "secret", QueueFull("x")).as_instanceof_cause(),
     "gone": ActorDiedError(),
+    "hopeless": DeadlineMissed("the request would wait about 7.0 s", 7.0),
 }
 
 
@@ -128,6 +136,7 @@ def post(
 MODELS = {
     "full": (503, "queue_full"),
     "late": (503, "queue_timeout"),
+    "hopeless": (503, "deadline", "deadline_ms"),
     "dead": (503, "not_ready"),
     "gone": (503, "not_ready"),
     "remote-full": (503, "queue_full"),
@@ -164,6 +173,15 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "UTF-16": post(raw(json.dumps(COMPLETION).encode("utf-16-le")), 422, "unparsable"),
     "long number": post(raw(b"9" * 4050), 422, "unparsable"),
     "value": post(changed(temperature=3), 400, "invalid_value", "temperature"),
+    **{
+        f"deadline of {value}": post(
+            changed(deadline_ms=value), 400, "invalid_value", "deadline_ms"
+        )
+        for value in (0, -1, "5", True, 86_400_001)
+    },
+    "deadline that is no number": post(
+        raw(json.dumps({**COMPLETION, "deadline_ms": math.nan}).encode()), 400, None, "deadline_ms"
+    ),
     "long value": post(changed(mode="x" * 4000), 400, "invalid_value", "mode"),
     **{
         f"lone surrogate in {field}": post(escaped(field), 400, None, field)

@@ -1,0 +1,338 @@
+"""The order in which waiting requests go to replicas.
+
+Tiers are strict: while a higher tier has a request, lower tiers wait, for as long as that takes.
+Within a tier, keys share the tokens evenly. Within a key, the earliest deadline is first, then the
+earliest arrival.
+
+Even shares come from start-time fair queueing (P. Goyal, H. Vin, H. Cheng: Start-time Fair
+Queueing, SIGCOMM 1996). Each key with requests has a start tag, the key with the smallest tag is
+served, and its tag grows by the cost of what is served. While two keys wait, their tags differ by
+no more than the cost of the largest request of either, so the tokens that both are served differ
+by no more than the sum of these two. A key that waits anew starts at the smallest tag of those that
+wait, or at its own if that is larger: it brings no credit, and leaves no charge behind. A key that
+begins to wait is therefore served after at most one request of each other key, but for corrections.
+
+Costs are known at the end only, as with the counters of Sheng et al., Fairness in Serving Large
+Language Models, OSDI 2024: a request is charged what is expected of it, and `FairQueue.settle`
+moves its key's tag by the difference. Once nobody waits in a tier all is forgiven, as at the end of
+a busy period in the first paper, since nothing was taken from anybody.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+from mars_autoscale.queueing.ranked import RankedSet
+from mars_autoscale.queueing.sums import DeadlineSums
+from mars_platform.tier import Tier
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(eq=False, slots=True)
+class Ticket(Generic[ItemT]):
+    """A request that waits or has been popped."""
+
+    item: ItemT
+    tier: Tier
+    key: str
+    """Name of the key whose share it is served from."""
+    cost: int
+    """Expected tokens of prompt and output."""
+    deadline_s: float
+    """Time on the queue's clock by which it is to begin."""
+    limit_s: float | None
+    """Time on the queue's clock after which it no longer waits; None if it waits forever."""
+    arrival: int
+    """Number of requests that arrived before."""
+    _flow: _Flow[ItemT] | None = field(default=None, repr=False)
+    """The flow it is charged to; None before it is added and once it is settled."""
+
+
+@dataclass(eq=False, slots=True)
+class _Flow(Generic[ItemT]):
+    """One key's requests of one tier."""
+
+    key: str
+    start: int
+    """Start tag, in tokens."""
+    turn: int
+    """Grows with each request that a flow of the tier is served; among equal tags, the flow that
+    began or was served longest ago is first."""
+    num_unsettled: int = 0
+    """Requests that were popped and neither put back nor settled."""
+    tokens: int = 0
+    """Cost of the waiting requests."""
+    waiting: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
+    sums: DeadlineSums = field(default_factory=DeadlineSums)
+
+    def add(self, ticket: Ticket[ItemT]) -> None:
+        self.waiting.place(ticket, ticket.deadline_s, ticket.arrival)
+        self.sums.add(ticket.deadline_s, 1, ticket.cost)
+        self.tokens += ticket.cost
+
+    def remove(self, ticket: Ticket[ItemT]) -> None:
+        self.waiting.discard(ticket)
+        self.sums.add(ticket.deadline_s, -1, -ticket.cost)
+        self.tokens -= ticket.cost
+
+
+class _Shares(Generic[ItemT]):
+    """One tier's requests: start-time fair queueing between keys."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.tokens = 0
+        self.flows = dict[str, _Flow[ItemT]]()
+        """Flows with waiting or unsettled requests, and those whose tag is above the floor."""
+        self._backlogged = RankedSet[_Flow[ItemT]]()
+        self._idle = RankedSet[_Flow[ItemT]]()
+        """Flows without waiting or unsettled requests, whose tags must be remembered."""
+        self._turns = count()
+
+    def enter(self, ticket: Ticket[ItemT], refund: int = 0) -> None:
+        """Add a request, and lower its key's tag by what it was charged before."""
+        flow = self._flow(ticket.key)
+        ticket._flow = flow
+        flow.start -= refund
+        if refund or not flow.waiting:
+            self._idle.discard(flow)
+            self._place(flow)
+        flow.add(ticket)
+        self._count(1, ticket)
+
+    def first(self, skipped: str | None = None) -> Ticket[ItemT] | None:
+        """Return the request that is served next, but for one key's; None if none waits."""
+        flow = self._backlogged.first()
+        if flow is not None and flow.key == skipped:
+            others = (each for each in self._backlogged if each is not flow)
+            flow = min(others, key=lambda each: (each.start, each.turn), default=None)
+        return None if flow is None else flow.waiting.first()
+
+    def leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
+        """Remove a waiting request; if it is served, charge its key for it."""
+        flow = ticket._flow
+        assert flow is not None
+        flow.remove(ticket)
+        self._count(-1, ticket)
+        if is_served:
+            flow.turn = next(self._turns)
+            flow.start += ticket.cost
+            flow.num_unsettled += 1
+        self._update(flow)
+
+    def settle(self, ticket: Ticket[ItemT], difference: int) -> None:
+        """Correct the charge of a request that was served, unless all was forgiven since."""
+        flow, ticket._flow = ticket._flow, None
+        if flow is not None and self.flows.get(ticket.key) is flow:
+            flow.num_unsettled -= 1
+            flow.start += difference
+            self._update(flow)
+
+    def ahead(self, key: str, deadline_s: float) -> tuple[int, int]:
+        """Return the requests and tokens that go before a new request, at least."""
+        own = self.flows.get(key)
+        tag = self._floor()
+        num = tokens = 0
+        if own is not None:
+            tag = own.start if own.waiting else max(own.start, tag)
+            num, tokens = own.sums.before(deadline_s)
+            tag += tokens
+        for flow in self._backlogged:
+            if flow is not own:
+                share = min(flow.tokens, max(tag - flow.start, 0))
+                num += len(flow.waiting) * share // flow.tokens
+                tokens += share
+        return num, tokens
+
+    def _flow(self, key: str) -> _Flow[ItemT]:
+        """Return a key's flow, at the floor or above if it has nothing waiting."""
+        flow = self.flows.get(key)
+        if flow is None:
+            flow = self.flows[key] = _Flow(key, self._floor(), next(self._turns))
+        elif not flow.waiting:
+            flow.start = max(flow.start, self._floor())
+        return flow
+
+    def _floor(self) -> int:
+        """Return the smallest tag of the keys that wait."""
+        first = self._backlogged.first()
+        return 0 if first is None else first.start
+
+    def _count(self, num: int, ticket: Ticket[ItemT]) -> None:
+        self.num += num
+        self.tokens += num * ticket.cost
+
+    def _place(self, flow: _Flow[ItemT]) -> None:
+        self._backlogged.place(flow, flow.start, flow.turn)
+
+    def _update(self, flow: _Flow[ItemT]) -> None:
+        """Put a flow in the order of its tag, and forget the flows that need not be remembered."""
+        if flow.waiting:
+            self._place(flow)
+        else:
+            self._backlogged.discard(flow)
+            if not flow.num_unsettled:
+                self._idle.place(flow, flow.start, flow.turn)
+        if not self.num:
+            self.flows.clear()
+            self._idle = RankedSet()
+        floor = self._floor()
+        while (idle := self._idle.first()) is not None and idle.start <= floor:
+            self._idle.discard(idle)
+            del self.flows[idle.key]
+
+
+class FairQueue(Generic[ItemT]):
+    """The requests of one model that wait in one ingress.
+
+    A ticket is added, then popped, removed or expired. One that was popped is put back if its
+    replica died before it began, and settled in every other case, so that its key is charged what
+    it really cost. All operations take O(log n) amortised, but `ahead`, which also looks at each
+    key that waits in the tier.
+    """
+
+    def __init__(self) -> None:
+        ranked = sorted(Tier, key=lambda tier: -tier.rank)
+        self._tiers: dict[Tier, _Shares[ItemT]] = {tier: _Shares() for tier in ranked}
+        self._limits = RankedSet[Ticket[ItemT]]()
+        self._arrivals = count()
+
+    def __len__(self) -> int:
+        return sum(shares.num for shares in self._tiers.values())
+
+    @property
+    def tokens(self) -> int:
+        """Expected tokens of all waiting requests."""
+        return sum(shares.tokens for shares in self._tiers.values())
+
+    def num_of_tiers(self, tier: Tier) -> int:
+        """Return the number of waiting requests of a tier and of those above it."""
+        return sum(shares.num for each, shares in self._tiers.items() if each.rank >= tier.rank)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of pairs of key and tier that are remembered."""
+        return sum(len(shares.flows) for shares in self._tiers.values())
+
+    def add(
+        self,
+        item: ItemT,
+        *,
+        tier: Tier,
+        key: str,
+        cost: int,
+        deadline_s: float,
+        limit_s: float | None = None,
+    ) -> Ticket[ItemT]:
+        """Add a request; see `Ticket` for the arguments. The cost is at least 1."""
+        assert cost >= 1, "a request without cost would be served without end"
+        ticket = Ticket(item, tier, key, cost, deadline_s, limit_s, next(self._arrivals))
+        self._enter(ticket)
+        return ticket
+
+    def peek(self, skipped: str | None = None) -> Ticket[ItemT] | None:
+        """Return the request that is first in order, but for one key's; None if none waits."""
+        for shares in self._tiers.values():
+            if shares.num and (ticket := shares.first(skipped)) is not None:
+                return ticket
+        return None
+
+    def take(self, ticket: Ticket[ItemT]) -> None:
+        """Remove a waiting request, usually that of `peek`, and charge its key for it."""
+        self._leave(ticket, is_served=True)
+
+    def pop(self) -> Ticket[ItemT]:
+        """Remove and return the request that is first in order, and charge its key for it.
+
+        Raises:
+            IndexError: no request waits.
+        """
+        ticket = self.peek()
+        if ticket is None:
+            raise IndexError("no request waits")
+        self.take(ticket)
+        return ticket
+
+    def remove(self, ticket: Ticket[ItemT]) -> bool:
+        """Remove a request without charge; return whether it waited."""
+        flow = ticket._flow
+        if flow is None or ticket not in flow.waiting:
+            return False
+        self._leave(ticket, is_served=False)
+        ticket._flow = None
+        return True
+
+    def put_back(self, ticket: Ticket[ItemT]) -> None:
+        """Let a request that was popped but did not begin wait at its old place.
+
+        Its key gets back what it was charged. So the request is served before those that would
+        have been served after it.
+        """
+        assert self._is_unsettled(ticket), "only what was popped can be put back, once"
+        shares = self._tiers[ticket.tier]
+        shares.settle(ticket, 0)
+        self._enter(ticket, refund=ticket.cost)
+
+    def settle(self, ticket: Ticket[ItemT], cost: int) -> None:
+        """Charge the key of a popped request what the request really cost.
+
+        Args:
+            ticket: the request, which has ended.
+            cost: tokens that were computed for it; 0 if it never began.
+        """
+        assert self._is_unsettled(ticket), "only what was popped can be settled, once"
+        self._tiers[ticket.tier].settle(ticket, cost - ticket.cost)
+
+    def expire(self, now_s: float) -> list[Ticket[ItemT]]:
+        """Remove and return the requests that may wait no longer, earliest limit first."""
+        expired = []
+        while (limit_s := self.first_limit_s()) is not None and limit_s <= now_s:
+            ticket = self._limits.first()
+            assert ticket is not None
+            self.remove(ticket)
+            expired.append(ticket)
+        return expired
+
+    def first_limit_s(self) -> float | None:
+        """Return the time at which the next request expires; None if none does."""
+        first = self._limits.first()
+        return None if first is None else first.limit_s
+
+    def ahead(self, tier: Tier, key: str, deadline_s: float) -> tuple[int, int]:
+        """Return how many requests, and how many tokens, would go before a new request.
+
+        Both are lower bounds as long as no request is removed: requests of higher tiers, those of
+        its key with a deadline that is earlier by a quarter of a second, and what fairness gives
+        to the other keys before the new request's turn. Of these, requests are counted as if each
+        key's were of equal size.
+        """
+        num, tokens = self._tiers[tier].ahead(key, deadline_s)
+        higher = [shares for each, shares in self._tiers.items() if each.rank > tier.rank]
+        return (
+            num + sum(shares.num for shares in higher),
+            tokens + sum(shares.tokens for shares in higher),
+        )
+
+    def __iter__(self) -> Iterator[Ticket[ItemT]]:
+        """Iterate over the waiting requests in no particular order."""
+        for shares in self._tiers.values():
+            for flow in shares.flows.values():
+                yield from flow.waiting
+
+    def _enter(self, ticket: Ticket[ItemT], refund: int = 0) -> None:
+        self._tiers[ticket.tier].enter(ticket, refund)
+        if ticket.limit_s is not None:
+            self._limits.place(ticket, ticket.limit_s, ticket.arrival)
+
+    def _leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
+        self._limits.discard(ticket)
+        self._tiers[ticket.tier].leave(ticket, is_served=is_served)
+
+    def _is_unsettled(self, ticket: Ticket[ItemT]) -> bool:
+        return ticket._flow is not None and ticket not in ticket._flow.waiting

@@ -1,0 +1,136 @@
+"""Chooses the replica for a request, by what replicas have cached and by their load.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+
+_MAX_KEYS = 65_536
+"""Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
+_MAX_SESSIONS = 16_384
+"""Number of sessions remembered; the least recently used are forgotten first."""
+
+
+def load_of(num_requests: int, backlog_tokens: int, tokens_per_request: int) -> float:
+    """Return a replica's load in requests.
+
+    Args:
+        num_requests: requests that it has.
+        backlog_tokens: tokens of their prompts that it has not computed yet.
+        tokens_per_request: backlog that delays a new request as much as one more request in the
+            batch does, in tokens.
+    """
+    return num_requests + backlog_tokens / tokens_per_request
+
+
+class PrefixMap:
+    """Remembers which replicas received which beginnings of prompts."""
+
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._holders = OrderedDict[bytes, tuple[str, ...]]()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def deepest(self, keys: Sequence[bytes], among: Collection[str]) -> list[str]:
+        """Return the replicas among some that hold the longest known beginning."""
+        for key in reversed(keys):
+            holders = [holder for holder in self._holders.get(key, ()) if holder in among]
+            if holders:
+                return holders
+        return []
+
+    def record(self, keys: Sequence[bytes], replica: str) -> None:
+        """Remember a replica as a holder of a prompt's pages."""
+        for key in reversed(keys):  # ends are then forgotten before beginnings
+            holders = self._holders.pop(key, ())
+            self._holders[key] = holders if replica in holders else (*holders, replica)
+        while len(self._holders) > self._max_keys:
+            self._holders.popitem(last=False)
+
+    def retain(self, replicas: Collection[str]) -> None:
+        """Forget all replicas except these."""
+        for key, holders in list(self._holders.items()):
+            left = tuple(holder for holder in holders if holder in replicas)
+            if left:
+                self._holders[key] = left
+            else:
+                del self._holders[key]
+
+
+class Placement:
+    """Chooses replicas that may have cached the prompt's beginning, unless they are busier.
+
+    Only replicas that can take the request now are offered to it: one that has the prompt cached
+    but no room is not waited for, since computing a prompt again takes less than a request's time.
+
+    Bound: the chosen replica's load exceeds the least load by ``slack`` at most. With loads of
+    `load_of`, a prompt is placed behind at most (slack + requests of the least busy replica -
+    requests of the chosen one) x ``tokens_per_request`` more tokens of prompts than the least busy
+    replica has left, so a short prompt does not follow a long one where another replica has less to
+    compute.
+    """
+
+    def __init__(
+        self, slack: float, *, max_keys: int = _MAX_KEYS, max_sessions: int = _MAX_SESSIONS
+    ) -> None:
+        """Start without memory of any prompt.
+
+        Args:
+            slack: load above the least busy replica's from which on neither prefixes nor sessions
+                count: waiting then takes longer than computing the prefix again.
+            max_keys: most pages that are remembered.
+            max_sessions: most sessions that are remembered.
+        """
+        self.slack = slack
+        self.prefixes = PrefixMap(max_keys)
+        self._max_sessions = max_sessions
+        self._sessions = OrderedDict[str, str]()  # least recently used first
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of sessions remembered."""
+        return len(self._sessions)
+
+    def choose(
+        self, keys: Sequence[bytes], loads: Mapping[str, float], session: str | None = None
+    ) -> str:
+        """Return a replica for a prompt, and remember it for the prompt's pages and session.
+
+        The holders of the longest known beginning come first; the session's replica decides
+        between them and stands in where no beginning is known.
+
+        Args:
+            keys: keys of the prompt's leading full pages, each of which names its beginning.
+            loads: load of each replica that can take the request; not empty.
+            session: name of the conversation or user, unique among all callers.
+        """
+        most = min(loads.values()) + self.slack
+        preferred = self.prefixes.deepest(keys, loads) or list(loads)
+        chosen = min(preferred, key=loads.__getitem__)
+        usual = self._sessions.get(session) if session is not None else None
+        if usual in preferred and loads[usual] <= most:
+            chosen = usual
+        if loads[chosen] > most:
+            chosen = min(loads, key=loads.__getitem__)
+        self.prefixes.record(keys, chosen)
+        if session is not None:
+            self._remember(session, chosen)
+        return chosen
+
+    def retain(self, replicas: Collection[str]) -> None:
+        """Forget all replicas except these."""
+        self.prefixes.retain(replicas)
+        gone = [session for session, each in self._sessions.items() if each not in replicas]
+        for session in gone:
+            del self._sessions[session]
+
+    def _remember(self, session: str, replica: str) -> None:
+        self._sessions[session] = replica
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._max_sessions:
+            self._sessions.popitem(last=False)

@@ -1,0 +1,58 @@
+"""Reads in which number type a checkpoint is stored.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from safetensors import SafetensorError, safe_open
+
+from mars_platform.config import read_json
+from mars_platform.errors import UserError, one_line
+
+NumberType = Literal["float32", "bfloat16", "float16"]
+"""Number types of weights that are trained and served, by torch's names."""
+
+_HEADER_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_WIDENING: tuple[NumberType, ...] = ("float16", "bfloat16", "float32")
+_REMEDY = "copy the checkpoint's file again"
+
+
+def stored_dtype(path: Path) -> NumberType:
+    """Return the number type of a checkpoint directory's weights.
+
+    It stands in ``config.json`` as ``dtype`` or ``torch_dtype``; if it does not, the header of the
+    weights decides, with the widest type of its tensors.
+
+    Raises:
+        UserError: a file cannot be read, or the type is none of `NumberType`.
+    """
+    file = path / "config.json"
+    config: dict[str, Any] = read_json(file, _REMEDY)
+    named = config.get("dtype") or config.get("torch_dtype")
+    if named is None:
+        return _dtype_of_tensors(path)
+    for dtype in get_args(NumberType):
+        if str(named).removeprefix("torch.") == dtype:
+            return dtype  # type: ignore[no-any-return]
+    raise UserError(f"{file}: dtype {named!s:.40} cannot be served as it is; set dtype: float32")
+
+
+def _dtype_of_tensors(path: Path) -> NumberType:
+    found = set()
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                names = list(tensors.keys())
+                found |= {_HEADER_NAMES.get(tensors.get_slice(name).get_dtype()) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read ({one_line(error)}); copy it again") from error
+    for dtype in reversed(_WIDENING):
+        if dtype in found:
+            return dtype
+    raise UserError(
+        f"model: {path} says nowhere in which number type it is; set dtype: float32, or another"
+    )

@@ -1,0 +1,375 @@
+"""The queue of one model in one ingress replica: requests wait here until a replica has room.
+
+A replica grants credits for the requests that it can run, and a few to have at hand. A request
+takes one at once if there is one; otherwise it waits in the order of `FairQueue`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mars_autoscale.queueing.estimate import StartPace
+from mars_autoscale.queueing.order import FairQueue, Ticket
+from mars_serve.config.settings import ModelSettings
+from mars_serve.deploy.router import Router
+from mars_serve.engine.ipc.loop import (
+    DeadlineMissed,
+    EngineDied,
+    EngineLoop,
+    QueueFull,
+    QueueTimeout,
+)
+from mars_serve.engine.ipc.messages import Demand
+from mars_serve.engine.request import Request
+
+_OBJECTIVE_S = 1.0
+"""Seconds within which a request is to begin if neither it nor the model's autoscaling says so."""
+_FIRST_OUTPUT_TOKENS = 256
+"""Expected output of a request, in tokens, before the first one has ended."""
+_ENDED_WEIGHT = 0.05
+"""Weight of one ended request in the running mean of output tokens."""
+_SPARE_SHARE = 4
+"""One credit in so many is kept from a key that has all the others, while other keys are active.
+About half of these let a request run at once; the rest are for those at hand in the engine."""
+_ACTIVE_S = 60.0
+"""Seconds for which a key counts as active after its latest request."""
+_TELL_S = 0.1
+"""Least seconds between two messages to the engines about what waits."""
+
+
+class Engines(Protocol):
+    """The engines of a model, as the queue sees them."""
+
+    def usable(self) -> dict[str, EngineLoop]:
+        """Return the engines that may get requests, by replica."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for its turn."""
+
+    request: Request
+    arrived_s: float
+    turn: asyncio.Future[Turn]
+
+
+@dataclass(eq=False)
+class Turn:
+    """The permission to send a request to an engine."""
+
+    replica: str
+    link: EngineLoop
+    ticket: Ticket[_Waiting] | None = None
+    """The request's ticket; None if it did not wait."""
+
+
+class RequestQueue:
+    """The requests of one model that wait in this process; it belongs to one event loop.
+
+    Metrics and autoscaling see what waits as if it waited in the engines: each engine is told an
+    even share of it, and of the arrivals.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        engines: Engines,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            model: settings of the model.
+            engines: the model's engines.
+            clock: returns the time in seconds.
+        """
+        self._engines = engines
+        self._router = Router.of(model)
+        self._clock = clock
+        objective = model.autoscaling.objective_ttft_s if model.autoscaling else _OBJECTIVE_S
+        self._objective_s = objective
+        self._most_replicas = model.most_replicas
+        self._queue = FairQueue[_Waiting]()
+        self._pace = StartPace(clock)
+        self._mean_output = float(_FIRST_OUTPUT_TOKENS)
+        self._held = Counter[str]()
+        """Requests that have had their turn and have not ended, by key."""
+        self._active = OrderedDict[str, float]()
+        """Time of the latest request of each active key, the oldest first."""
+        self._reserved: dict[EngineLoop, int] = {}
+        """Turns that were given and whose requests have not been sent yet, by engine."""
+        self._demand: dict[EngineLoop, Demand] = {}
+        """The message that each engine got last."""
+        self._unannounced = self._unannounced_tokens = 0
+        """Requests that have begun to wait, and their prompt tokens, which no engine counts yet."""
+        self._telling: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def turn(self, request: Request, arrived_s: float) -> Turn:
+        """Wait until a replica has room for a request.
+
+        `sent` must be called once the request is sent or given up, and `ended` when it has ended.
+
+        Args:
+            request: the request, which may have been at another replica before.
+            arrived_s: time of arrival by the clock.
+
+        Raises:
+            QueueFull: the request would surely come too late.
+            QueueTimeout: its turn has not come within the time that it allows.
+        """
+        self._note_active(request.key)
+        if self._next() is None and not self._holds_all(request.key):
+            turn = self._give(request)
+            if turn is not None:
+                return turn
+        waiting = _Waiting(request, arrived_s, asyncio.get_running_loop().create_future())
+        ticket = self._add(waiting)
+        try:
+            turn = await waiting.turn
+        except asyncio.CancelledError:
+            if not self._queue.remove(ticket) and waiting.turn.done():
+                self._withdraw(waiting.turn)
+            raise
+        finally:
+            self._tell_soon()
+        request.waited_s = self._clock() - arrived_s
+        return turn
+
+    def sent(self, turn: Turn) -> None:
+        """Note that a turn's request has been sent, or never will be."""
+        left = self._reserved.get(turn.link, 0) - 1
+        if left > 0:
+            self._reserved[turn.link] = left
+        else:
+            self._reserved.pop(turn.link, None)
+
+    def ended(self, turn: Turn, request: Request, num_output: int, num_hits: int) -> None:
+        """Note that a turn's request has ended, and charge its key what it cost.
+
+        Args:
+            turn: the turn.
+            request: its request.
+            num_output: output tokens that it got.
+            num_hits: tokens of its prompt that were cached.
+        """
+        self._let_go(request.key)
+        if num_output:
+            self._mean_output += _ENDED_WEIGHT * (num_output - self._mean_output)
+        if turn.ticket is not None:
+            cost = max(request.num_prompt - num_hits, 0) + num_output if num_output else 0
+            self._queue.settle(turn.ticket, cost)
+        self.serve()
+
+    def serve(self) -> None:
+        """Give turns to waiting requests while engines have room."""
+        while (ticket := self._next()) is not None:
+            if ticket.item.turn.done():  # cancelled, and its task has not run since
+                self._queue.remove(ticket)
+                continue
+            turn = self._give(ticket.item.request)
+            if turn is None:
+                break
+            turn.ticket = ticket
+            self._queue.take(ticket)
+            self._pace.began(ticket.cost)
+            ticket.item.turn.set_result(turn)
+        self._pace.note_waiting(bool(self._queue))
+        if self._queue or self._unannounced or self._is_counted:
+            self._tell_soon()
+
+    def _next(self) -> Ticket[_Waiting] | None:
+        """Return the request whose turn it is; None if none may have one."""
+        first = self._queue.peek()
+        if first is None or not self._holds_all(first.key):
+            return first
+        return self._queue.peek(skipped=first.key)
+
+    def _holds_all(self, key: str) -> bool:
+        """Whether a key has all credits but those that are kept for other active keys.
+
+        So their requests find room at once. Without them, or with few credits, none are kept.
+        """
+        if len(self._active) < 2:
+            return False
+        free = sum(self._num_free(link) for link in self._engines.usable().values())
+        room = free + self._held.total()
+        return self._held[key] >= room - room // _SPARE_SHARE
+
+    def _note_active(self, key: str) -> None:
+        now_s = self._clock()
+        self._active[key] = now_s
+        self._active.move_to_end(key)
+        while next(iter(self._active.values())) < now_s - _ACTIVE_S:
+            self._active.popitem(last=False)
+
+    def _let_go(self, key: str) -> None:
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+
+    def _give(self, request: Request) -> Turn | None:
+        """Take a credit of the engine that suits a request best; None if none has one."""
+        usable = self._engines.usable()
+        self._router.retain(frozenset(usable))
+        free = {name: link for name, link in usable.items() if self._num_free(link) > 0}
+        if not free:
+            return None
+        name = self._router.choose(request, free)
+        link = free[name]
+        self._reserved[link] = self._reserved.get(link, 0) + 1
+        self._held[request.key] += 1
+        return Turn(name, link)
+
+    def _num_free(self, link: EngineLoop) -> int:
+        return 0 if link.is_overdue else link.credit.num_free - self._reserved.get(link, 0)
+
+    def _add(self, waiting: _Waiting) -> Ticket[_Waiting]:
+        request = waiting.request
+        wanted_s = request.deadline_s or self._objective_s
+        deadline_s = waiting.arrived_s + wanted_s
+        tier, key = request.options.tier, request.key
+        if not request.is_announced:
+            self._announce(request)
+        self._refuse_late(request, deadline_s)
+        limit_s = request.options.max_queue_s
+        ticket = self._queue.add(
+            waiting,
+            tier=tier,
+            key=key,
+            cost=self._expected_cost(request),
+            deadline_s=deadline_s,
+            limit_s=None if limit_s is None else waiting.arrived_s + limit_s,
+        )
+        self._pace.note_waiting(True)
+        self._expire_later()
+        self._tell_soon()
+        return ticket
+
+    def _expected_cost(self, request: Request) -> int:
+        output = min(request.options.max_tokens, round(self._mean_output))
+        return max(request.num_prompt + output, 1)
+
+    def _refuse_late(self, request: Request, deadline_s: float) -> None:
+        """Refuse a request that would come too late.
+
+        A deadline of its own counts if it surely cannot be met. The model's objective counts once
+        every replica says that nothing is left to give.
+
+        Raises:
+            DeadlineMissed: the request sets a deadline that cannot be met.
+            QueueFull: it would miss the model's objective.
+        """
+        usable = self._engines.usable()
+        rules = [link.late_rule for link in usable.values()]
+        if request.deadline_s is not None:
+            _, tokens_ahead = self._queue.ahead(request.options.tier, request.key, deadline_s)
+            wait_s = self._pace.wait_s(tokens_ahead)
+            speedup = max(self._most_replicas / max(len(usable), 1), 1.0)
+            if self._pace.is_hopeless(tokens_ahead, deadline_s, has_credit=False, speedup=speedup):
+                reason = f"the request would wait about {wait_s:.1f} s"
+                raise DeadlineMissed(reason, wait_s)
+        if rules and all(rules):
+            num_ahead = self._queue.num_of_tiers(request.options.tier) / len(rules)
+            late_s = max(rule.late_s(num_ahead) for rule in rules if rule)
+            if late_s > 0:
+                raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)
+
+    def _withdraw(self, given: asyncio.Future[Turn]) -> None:
+        """Take back a turn whose request was cancelled in the same instant."""
+        if given.cancelled() or given.exception() is not None:
+            return
+        turn = given.result()
+        assert turn.ticket is not None
+        self.sent(turn)
+        self._let_go(turn.ticket.key)
+        self._queue.settle(turn.ticket, 0)
+        self.serve()
+
+    # Limits of waiting
+
+    def _expire_later(self) -> None:
+        if self._expiring is not None:
+            self._expiring.cancel()  # the first limit may be another one now
+            self._expiring = None
+        limit_s = self._queue.first_limit_s()
+        if limit_s is not None:
+            wait_s = max(limit_s - self._clock(), 0.0)
+            self._expiring = asyncio.get_running_loop().call_later(wait_s, self._expire)
+
+    def _expire(self) -> None:
+        for ticket in self._queue.expire(self._clock()):
+            if not ticket.item.turn.done():
+                limit_s = ticket.item.request.options.max_queue_s
+                problem = QueueTimeout(f"no replica began the request within {limit_s} s")
+                ticket.item.turn.set_exception(problem)
+        self._pace.note_waiting(bool(self._queue))
+        self._expire_later()
+
+    # The engines' view of the queue
+
+    def _announce(self, request: Request) -> None:
+        request.is_announced = True
+        self._unannounced += 1
+        self._unannounced_tokens += request.num_prompt
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether engines count something as waiting here."""
+        return any(each.share for each in self._demand.values())
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            wait_s = 0.0 if self._queue and not self._is_counted else _TELL_S
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
+
+    def _tell(self) -> None:
+        """Tell every engine how many requests wait, and its part of those and of the arrivals.
+
+        Nothing waits for an engine that gets no more requests; one that drains ends by this.
+        """
+        self._telling = None
+        links = list(self._engines.usable().values())
+        for link in [each for each in self._demand if each not in links]:
+            self._tell_one(link, 0, 0, 0, 0)
+        if not links:
+            return
+        num_waiting = len(self._queue)
+        parts = _shared(num_waiting, len(links))
+        arrived = _shared(self._unannounced, len(links))
+        tokens = _shared(self._unannounced_tokens, len(links))
+        self._unannounced = self._unannounced_tokens = 0
+        for link, *mine in zip(links, parts, arrived, tokens, strict=True):
+            self._tell_one(link, num_waiting, *mine)
+
+    def _tell_one(
+        self, link: EngineLoop, num_waiting: int, share: int, num_arrived: int, tokens: int
+    ) -> None:
+        before = self._demand.get(link, Demand(0, 0, 0, 0))
+        wanted = link.credit.report(num_waiting)
+        now = Demand(
+            before.num_wanted if wanted is None else wanted,
+            share,
+            before.num_arrived + num_arrived,
+            before.prompt_tokens + tokens,
+        )
+        self._demand[link] = now
+        if now == before and link.is_alive:
+            return
+        try:
+            link.note_demand(now)
+        except EngineDied:
+            del self._demand[link]
+
+
+def _shared(total: int, num: int) -> list[int]:
+    """Divide a number into equal parts, the first ones larger by one if need be."""
+    return [total // num + (index < total % num) for index in range(num)]

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_autoscale.queueing.order import FairQueue, Ticket
+from mars_autoscale.queueing.ranked import RankedSet
+from mars_platform.tier import Tier
+
+KEYS = st.sampled_from("abc")
+TIERS = st.sampled_from(list(Tier))
+COSTS = st.integers(1, 50)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def add(queue, item="", key="a", cost=10, deadline_s=0.0, tier=Tier.DEFAULT, limit_s=None):
+    return queue.add(item, tier=tier, key=key, cost=cost, deadline_s=deadline_s, limit_s=limit_s)
+
+
+def drain(queue):
+    return "".join(queue.pop().item for _ in range(len(queue)))
+
+
+def test_a_higher_tier_goes_first():
+    queue = FairQueue[str]()
+    for item, tier in (("f", Tier.FLEX), ("d", Tier.DEFAULT), ("p", Tier.PRIORITY)):
+        add(queue, item, tier=tier, deadline_s=-ord(item))
+    assert drain(queue) == "pdf"
+
+
+def test_a_key_is_served_by_deadline_and_then_by_arrival():
+    queue = FairQueue[str]()
+    for item, deadline_s in (("x", 2.0), ("y", 1.0), ("z", 1.0), ("w", 0.5)):
+        add(queue, item, deadline_s=deadline_s)
+    assert drain(queue) == "wyzx"
+
+
+def test_keys_share_tokens_and_not_requests():
+    queue = FairQueue[str]()
+    for _ in range(3):
+        add(queue, "A", key="a", cost=30)
+    for _ in range(9):
+        add(queue, "b", key="b", cost=10)
+    assert drain(queue) == "AbbbAbbbAbbb"
+
+
+def test_a_key_that_was_idle_brings_no_credit():
+    queue = FairQueue[str]()
+    for _ in range(20):
+        add(queue, "a", key="a")
+    add(queue, "b", key="b")
+    assert "".join(queue.pop().item for _ in range(10)) == "abaaaaaaaa"
+    for _ in range(5):
+        add(queue, "b", key="b")
+    assert drain(queue) == "ba" * 5 + "a" * 6
+
+
+def test_a_key_does_not_leave_its_charge_behind_by_waiting_with_one_request_at_a_time():
+    queue = FairQueue[str]()
+    for _ in range(20):
+        add(queue, "a", key="a")
+    add(queue, "b", key="b", cost=30)
+    order = ""
+    for _ in range(9):
+        order += queue.pop().item
+        if order.endswith("b"):
+            add(queue, "b", key="b", cost=30)
+    assert order == "abaabaaab"
+
+
+def test_what_a_request_really_cost_counts():
+    queue = FairQueue[str]()
+    for _ in range(10):
+        add(queue, "a", key="a")
+        add(queue, "b", key="b")
+    first, second = queue.pop(), queue.pop()
+    queue.settle(first, 40)
+    queue.settle(second, 10)
+    assert "".join(queue.pop().item for _ in range(5)) == "bbbab"
+    late = queue.pop()
+    assert late.item == "a"
+    queue.settle(late, 0)
+    assert "".join(queue.pop().item for _ in range(4)) == "baba"
+
+
+def test_nothing_is_owed_once_nobody_waits():
+    queue = FairQueue[str]()
+    tickets = [add(queue, "a", key="a") for _ in range(5)]
+    assert drain(queue) == "aaaaa"
+    for ticket in tickets:
+        queue.settle(ticket, 1_000)
+    for _ in range(2):
+        add(queue, "a", key="a")
+        add(queue, "b", key="b")
+    assert drain(queue) == "abab"
+    assert queue.num_keys == 0
+
+
+def test_a_request_that_is_put_back_keeps_its_place_and_is_charged_once():
+    queue = FairQueue[str]()
+    for item in "123":
+        add(queue, item, key="a", deadline_s=float(item))
+    for _ in range(3):
+        add(queue, "b", key="b")
+    lost = queue.pop()
+    assert (lost.item, queue.pop().item) == ("1", "b")
+    queue.put_back(lost)
+    assert queue.peek() is lost
+    assert drain(queue) == "1b2b3"
+
+
+def test_a_request_is_put_back_before_those_that_came_once_nobody_waited():
+    queue = FairQueue[str]()
+    lost = add(queue, "lost", key="a")
+    queue.pop()
+    add(queue, "b", key="b")
+    queue.put_back(lost)
+    assert queue.pop() is lost
+    with pytest.raises(AssertionError):
+        queue.put_back(queue.peek())
+
+
+def test_a_ticket_is_settled_or_put_back_once():
+    queue = FairQueue[str]()
+    ticket = add(queue)
+    with pytest.raises(AssertionError):
+        queue.settle(ticket, 10)
+    queue.pop()
+    queue.settle(ticket, 10)
+    for again in (lambda: queue.settle(ticket, 10), lambda: queue.put_back(ticket)):
+        with pytest.raises(AssertionError):
+            again()
+    assert not queue.remove(ticket)
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_requests_expire_by_their_own_limit():
+    queue = FairQueue[str]()
+    add(queue, "late", limit_s=9.0)
+    soon = add(queue, "soon", limit_s=3.0, tier=Tier.FLEX)
+    add(queue, "never")
+    cancelled = add(queue, "cancelled", limit_s=1.0)
+    assert queue.first_limit_s() == 1.0
+    assert queue.remove(cancelled)
+    assert not queue.remove(cancelled)
+    assert queue.expire(2.9) == []
+    assert queue.expire(3.0) == [soon]
+    popped = queue.pop()
+    assert popped.item == "late", "deadlines are equal, so arrival decides"
+    assert queue.expire(99.0) == []
+    queue.put_back(popped)
+    assert queue.expire(99.0) == [popped]
+    assert drain(queue) == "never"
+
+
+def test_what_is_ahead_is_counted_over_tiers_keys_and_deadlines():
+    queue = FairQueue[str]()
+    add(queue, tier=Tier.PRIORITY, cost=7)
+    for index in range(4):
+        add(queue, key="a", cost=10, deadline_s=1_000.0 * index)
+        add(queue, key="b", cost=100)
+    add(queue, tier=Tier.FLEX, cost=1_000)
+    assert queue.ahead(Tier.PRIORITY, "a", 5.0) == (1, 7)
+    assert queue.ahead(Tier.DEFAULT, "a", 0.0) == (1, 7), "the deadlines are equal"
+    assert queue.ahead(Tier.DEFAULT, "a", 1_500.0) == (1 + 2, 7 + 20 + 20)
+    assert queue.ahead(Tier.DEFAULT, "new", 5.0) == (1, 7)
+    assert queue.ahead(Tier.DEFAULT, "b", 1e6) == (1 + 8, 7 + 440)
+    assert queue.ahead(Tier.FLEX, "a", 5.0) == (1 + 8 + 1, 7 + 440 + 1_000)
+
+
+@given(
+    st.lists(st.tuples(TIERS, KEYS, COSTS, st.integers(0, 9_000)), max_size=60),
+    TIERS,
+    KEYS,
+    st.integers(0, 9_000),
+)
+def test_no_fewer_tokens_go_before_a_request_than_was_said(waiting, tier, key, deadline):
+    queue = FairQueue[str]()
+    for each_tier, each_key, cost, each_deadline in waiting:
+        add(queue, "", each_key, cost, each_deadline / 10, each_tier)
+    _, tokens = queue.ahead(tier, key, deadline / 10)
+    added = add(queue, "", key, 10, deadline / 10, tier)
+    before = list(iter(queue.pop, added))
+    assert tokens <= sum(ticket.cost for ticket in before)
+    largest = {ticket.key: 50 for ticket in before if ticket.tier == tier}
+    same_tick = sum(
+        ticket.cost
+        for ticket in before
+        if ticket.tier == tier and ticket.key == key
+        if ticket.deadline_s > deadline / 10 - 0.25
+    )
+    assert tokens + sum(largest.values()) + same_tick * 3 >= sum(each.cost for each in before)
+
+
+@given(SEEDS, st.booleans())
+def test_two_keys_that_wait_are_served_equally_but_for_one_request_each(seed, begin_together):
+    """The bound of start-time fair queueing, over every interval in which both keys wait."""
+    source = random.Random(seed)
+    queue, largest, served = FairQueue[str](), Counter[str](), Counter[str]()
+    gaps: list[int] = []
+    for step in range(300):
+        for key in "ab" if begin_together or step > 50 else "a":
+            while sum(ticket.key == key for ticket in queue) < 2:
+                largest[key] = max(largest[key], cost := source.randint(1, 40))
+                add(queue, key=key, cost=cost, deadline_s=source.random())
+        if source.random() < 0.3:  # a third key comes and goes
+            add(queue, key="c", cost=source.randint(1, 40))
+        ticket = queue.pop()
+        if begin_together or step > 50:
+            served[ticket.key] += ticket.cost
+            gaps.append(served["a"] - served["b"])
+    assert max(gaps) - min(gaps) <= largest["a"] + largest["b"]
+
+
+@given(SEEDS, st.integers(1, 8))
+def test_a_key_that_understates_its_costs_gains_only_what_is_not_known_yet(seed, num_running):
+    source = random.Random(seed)
+    queue, served = FairQueue[str](), Counter[str]()
+    running: list[Ticket[str]] = []
+    for _ in range(400):
+        for key in "ab":
+            while sum(ticket.key == key for ticket in queue) < 2:
+                add(queue, key=key, cost={"a": 1, "b": 20}[key])
+        running.append(queue.pop())
+        served[running[-1].key] += 20
+        if len(running) > num_running:
+            queue.settle(running.pop(source.randrange(len(running))), 20)
+    assert abs(served["a"] - served["b"]) <= 20 * (num_running + 2) + 20
+
+
+class Model:
+    """Keeps what a queue must hold as plain lists."""
+
+    def __init__(self, source: random.Random):
+        self.queue, self.source, self.now = FairQueue[int](), source, 0
+        self.waiting: list[Ticket[int]] = []
+        self.popped: list[Ticket[int]] = []
+
+    def add(self):
+        limit_s = self.source.choice([None, self.now + self.source.randint(0, 40)])
+        key, tier = self.source.choice("abc"), self.source.choice(list(Tier))
+        cost, deadline_s = self.source.randint(1, 9), float(self.source.randint(0, 5))
+        self.waiting.append(add(self.queue, self.now, key, cost, deadline_s, tier, limit_s))
+
+    def pop(self):
+        if not self.waiting:
+            return
+        ticket = self.queue.pop()
+        rank = max(each.tier.rank for each in self.waiting)
+        own = [each for each in self.waiting if each.key == ticket.key and each.tier.rank == rank]
+        assert ticket is min(own, key=lambda each: (each.deadline_s, each.arrival))
+        self.waiting.remove(ticket)
+        self.popped.append(ticket)
+
+    def remove(self):
+        if self.waiting:
+            ticket = self._any_of(self.waiting)
+            assert self.queue.remove(ticket)
+            assert not self.queue.remove(ticket)
+
+    def expire(self):
+        gone = self.queue.expire(self.now)
+        assert gone == sorted(gone, key=lambda each: (each.limit_s, each.arrival))
+        self.waiting = [each for each in self.waiting if each not in gone]
+        assert all(each.limit_s is None or each.limit_s > self.now for each in self.waiting)
+
+    def put_back(self):
+        if self.popped:
+            ticket = self._any_of(self.popped)
+            self.queue.put_back(ticket)
+            self.waiting.append(ticket)
+
+    def settle(self):
+        if self.popped:
+            self.queue.settle(self._any_of(self.popped), self.source.randint(0, 20))
+
+    def check(self):
+        assert len(self.queue) == len(self.waiting) == len(list(self.queue))
+        assert self.queue.tokens == sum(ticket.cost for ticket in self.waiting)
+        assert set(self.queue) == set(self.waiting)
+        limits = [ticket.limit_s for ticket in self.waiting if ticket.limit_s is not None]
+        assert self.queue.first_limit_s() == min(limits, default=None)
+
+    def _any_of(self, tickets):
+        return tickets.pop(self.source.randrange(len(tickets)))
+
+
+@given(SEEDS, st.integers(1, 150))
+def test_a_queue_holds_what_it_should_after_any_operations(seed, num_operations):
+    model = Model(random.Random(seed))
+    kinds = (model.add, model.add, model.pop, model.remove, model.expire, model.put_back)
+    for model.now in range(num_operations):
+        model.source.choice((*kinds, model.settle))()
+        model.check()
+    while model.waiting:
+        model.pop()
+    assert model.queue.num_keys == 0
+
+
+def test_keys_that_went_away_are_forgotten_while_others_wait():
+    queue = FairQueue[str]()
+    for _ in range(2_001):
+        add(queue, key="steady")
+    for number in range(1_000):
+        add(queue, key=f"passing {number}", cost=15)
+        for _ in range(2):
+            queue.settle(queue.pop(), 10)
+        assert queue.num_keys <= 4
+    queue.remove(add(queue, key="cancelled"))
+    while queue:
+        queue.settle(queue.pop(), 10)
+    assert queue.num_keys == 0
+
+
+def test_a_flood_of_cancelled_requests_leaves_nothing_behind():
+    class Item:
+        pass
+
+    queue, items = FairQueue[Item](), weakref.WeakSet[Item]()
+    for tier in Tier:
+        add(queue, Item(), tier=tier, limit_s=0.0)  # is first in every order and stays
+    for number in range(5_000):
+        items.add(item := Item())
+        key, limit_s = str(number % 3), 10.0 + number
+        queue.remove(add(queue, item, key, number + 1, number, limit_s=limit_s))
+        del item
+        assert len(items) <= 100
+    gc.collect()
+    assert len(queue) == 3
+    assert queue.num_keys == 3
+
+
+def test_large_queues_are_handled():
+    queue, source = FairQueue[int](), random.Random(0)
+    for number in range(100_000):
+        deadline_s = number / 100 + source.random()
+        add(queue, number, str(number % 100), 1 + number % 900, deadline_s, limit_s=1e9)
+    tickets = [queue.pop() for _ in range(100_000)]
+    assert len({ticket.item for ticket in tickets}) == 100_000
+    for ticket in tickets:
+        queue.settle(ticket, 10)
+    assert queue.num_keys == 0
+
+
+def test_a_ranked_set_does_not_grow_with_its_history():
+    ranked = RankedSet[str]()
+    ranked.place("first", -1.0, 0)
+    for rank in range(5_000):
+        ranked.place("moves", rank, 1)
+        assert len(ranked._heap) <= 20
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9) | st.none())))
+def test_a_ranked_set_returns_its_smallest_member(operations):
+    ranked, expected = RankedSet[str](), dict[str, int]()
+    for member, rank in operations:
+        if rank is None:
+            ranked.discard(member)
+            expected.pop(member, None)
+        else:
+            ranked.place(member, rank, ord(member))
+            expected[member] = rank
+        smallest = min(expected, key=lambda each: (expected[each], each), default=None)
+        assert ranked.first() == smallest
+        assert set(ranked) == set(expected)
+        assert all((each in ranked) == (each in expected) for each in "abcdef")

@@ -1,0 +1,494 @@
+"""The queue before the replicas, on real engines and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from clusters.local_replicas import LocalReplica, ReplicaHandle
+from decoding.engine_requests import make_request
+from decoding.failing_engines import ControlledEngine, SlowEngine
+from mars_platform.tier import Tier
+from mars_serve.config.settings import ModelSettings
+from mars_serve.deploy.backend import ReplicaBackend
+from mars_serve.deploy.queue import _SPARE_SHARE, RequestQueue, Turn
+from mars_serve.engine.ipc.loop import DeadlineMissed, EngineLoop, QueueFull, QueueTimeout
+from mars_serve.engine.ipc.messages import LateRule
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
+from mars_serve.observability.request_telemetry import RequestTelemetry
+from waiting import soon
+
+MODEL = ModelSettings(name="m", path="p")
+
+Ingress = Callable[..., Coroutine[Any, Any, ReplicaBackend]]
+
+
+@pytest.fixture
+async def ingress(start) -> AsyncIterator[Ingress]:
+    """Connect an ingress to replicas: ``await ingress(*replicas)``."""
+    made = list[tuple[ReplicaHandle, ReplicaBackend]]()
+
+    async def make(*replicas: LocalReplica) -> ReplicaBackend:
+        handle = ReplicaHandle(*replicas)
+        backend = ReplicaBackend(handle, MODEL, "app")
+        made.append((handle, backend))
+        backend._links.start()
+        names = {each.name for each in replicas}
+        await soon(lambda: backend._links.usable().keys() == names)
+        await soon(lambda: all(link.credit.limit for link in links_of(backend)))
+        return backend
+
+    yield make
+    for handle, backend in made:
+        handle.replicas.clear()
+        for link in links_of(backend):
+            link.stop()
+        await soon(lambda backend=backend: not backend._links._all)
+
+
+def links_of(backend: ReplicaBackend) -> list[EngineLoop]:
+    return list(backend._links._all.values())
+
+
+def request(name: str = "r", max_tokens: int = 1, **fields: Any) -> Request:
+    own = {each: fields.pop(each) for each in ("key", "session", "deadline_s") if each in fields}
+    made = make_request(name, fields.pop("prompt", 5), max_tokens, **{"threshold": 1.0, **fields})
+    for name_of_field, value in own.items():
+        setattr(made, name_of_field, value)
+    return made
+
+
+def engine_of(replica: LocalReplica) -> ControlledEngine:
+    engine = replica.loop.engine
+    assert isinstance(engine, ControlledEngine)
+    return engine
+
+
+def ids_at(replica: LocalReplica) -> list[str]:
+    return [each.id for each in engine_of(replica).received]
+
+
+async def block(
+    backend: ReplicaBackend, *replicas: LocalReplica, name: str = "block"
+) -> list[asyncio.Task[Any]]:
+    """Stop the engines' steps and take all credits, by requests called block-0 and so on."""
+    for replica in replicas:
+        engine_of(replica).may_step.clear()
+    num = sum(link.credit.num_free for link in links_of(backend))
+    before = sum(len(ids_at(each)) for each in replicas)
+    tasks = [spawn(backend, request(f"{name}-{index}")) for index in range(num)]
+    await soon(lambda: sum(len(ids_at(each)) for each in replicas) == before + num)
+    return tasks
+
+
+def unblock(*replicas: LocalReplica) -> None:
+    for replica in replicas:
+        engine_of(replica).may_step.set()
+
+
+def spawn(backend: ReplicaBackend, wanted: Request) -> asyncio.Task[list[StepOutput]]:
+    return asyncio.create_task(backend.complete(wanted))
+
+
+async def spawn_waiting(
+    backend: ReplicaBackend, *wanted: Request
+) -> list[asyncio.Task[list[StepOutput]]]:
+    """Send requests that have to wait, and return once they do."""
+    num = len(backend._queue) + len(wanted)
+    tasks = [spawn(backend, each) for each in wanted]
+    await soon(lambda: len(backend._queue) == num)
+    return tasks
+
+
+def at_once(turn: Coroutine[Any, Any, Turn]) -> Turn:
+    """Return the turn that a request gets without waiting."""
+    with pytest.raises(StopIteration) as ended:
+        turn.send(None)
+    found = ended.value.value
+    assert isinstance(found, Turn)
+    return found
+
+
+def give_up(queue: RequestQueue, turn: Turn, wanted: Request) -> None:
+    """End a request that had its turn and was never sent."""
+    queue.sent(turn)
+    queue.ended(turn, wanted, 0, 0)
+
+
+async def assert_all_is_back(backend: ReplicaBackend, *replicas: LocalReplica) -> None:
+    """Wait until all credits are free, and check that nothing of a request is left."""
+    queue = backend._queue
+    for replica in replicas:
+        status = replica.loop.engine.status
+        await soon(lambda status=status: not status().num_requests)
+        assert status().num_free_pages == status().num_pages
+    sizes = [each.loop.engine.settings.max_num_seqs for each in replicas]
+    room = sum(size + max(1, size // 8) for size in sizes)
+    await soon(lambda: sum(link.credit.num_free for link in links_of(backend)) == room)
+    assert (len(queue), queue._reserved, queue._held.total()) == (0, {}, 0)
+
+
+# Credits
+
+
+async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> None:
+    backend = await ingress(replica := start("a"))
+    queue, wanted = backend._queue, request()
+    turn = at_once(queue.turn(wanted, time.monotonic()))
+    assert (turn.replica, turn.ticket, wanted.waited_s) == ("a", None, 0.0)
+    give_up(queue, turn, wanted)
+    assert not wanted.is_announced
+    assert len(await backend.complete(wanted)) == 1
+    await assert_all_is_back(backend, replica)
+
+
+async def test_what_is_more_than_a_replica_runs_waits_before_it(start, ingress) -> None:
+    backend = await ingress(replica := start("a", SlowEngine, max_num_seqs=2))
+    running = [spawn(backend, request(f"{index}", 4)) for index in range(12)]
+    await soon(lambda: len(backend._queue) == 12 - 3)
+    most_requests = 0
+    while not all(task.done() for task in running):
+        most_requests = max(most_requests, replica.loop.engine.status().num_requests)
+        await asyncio.sleep(0.005)
+    assert most_requests == 2 + 1, "one is at hand for when another ends"
+    assert all(len(task.result()) >= 1 for task in running)
+    await assert_all_is_back(backend, replica)
+
+
+async def test_nothing_is_sent_while_pages_are_short_and_nothing_overtakes(start, ingress) -> None:
+    backend = await ingress(replica := start("a", SlowEngine, num_pages=16, max_num_seqs=4))
+    (link,) = links_of(backend)
+    first = backend.stream(request("first", 10, prompt=50))
+    await anext(first)
+    second = spawn(backend, request("second", 1, prompt=50))
+    await soon(lambda: link.credit.num_free == 0)
+    (third,) = await spawn_waiting(backend, request("third", 1))
+    for _ in range(4):  # there would be pages for it
+        await anext(first)
+    assert len(backend._queue) == replica.loop.engine.status().num_waiting == 1
+    await first.aclose()
+    await second
+    await third
+    await assert_all_is_back(backend, replica)
+
+
+async def test_two_ingresses_share_a_replica_by_what_waits(start, ingress) -> None:
+    replica = start("a", max_num_seqs=3)
+    ahead, behind = await ingress(replica), await ingress(replica)
+    (link,) = links_of(ahead)
+    await soon(lambda: link.credit.num_free == 2)
+    blocks = await block(ahead, replica)
+    blocks += await block(behind, replica, name="block too")
+    assert len(blocks) == 4
+    many = await spawn_waiting(ahead, *(request(f"ahead-{index}") for index in range(30)))
+    few = await spawn_waiting(behind, *(request(f"behind-{index}") for index in range(10)))
+    unblock(replica)
+    await asyncio.gather(*blocks, *many, *few)
+    order = [each.split("-")[0] for each in ids_at(replica) if not each.startswith("block")]
+    assert sorted(Counter(order).values()) == [10, 30]
+    assert order[:28].count("behind") >= 8, "the one with more waiting takes no more than its part"
+
+
+# Order
+
+
+async def test_waiting_requests_go_by_tier_then_deadline_then_arrival(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    blocks = await block(backend, replica)
+    waiting = await spawn_waiting(
+        backend,
+        request("flex", tier=Tier.FLEX, deadline_s=0.5),
+        request("late", deadline_s=60.0),
+        request("first"),
+        request("second"),
+        request("soon", deadline_s=20.0),
+        request("priority", tier=Tier.PRIORITY),
+    )
+    unblock(replica)
+    await asyncio.gather(*blocks, *waiting)
+    wanted = ["priority", "first", "second", "soon", "late", "flex"]
+    assert ids_at(replica)[len(blocks) :] == wanted
+    await assert_all_is_back(backend, replica)
+
+
+async def test_keys_that_flood_are_served_in_turn(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    blocks = await block(backend, replica)
+    early = await spawn_waiting(backend, *(request(f"a{i}", key="a") for i in range(16)))
+    late = await spawn_waiting(backend, *(request(f"b{i}", key="b") for i in range(8)))
+    unblock(replica)
+    await asyncio.gather(*blocks, *early, *late)
+    order = [name[0] for name in ids_at(replica)[len(blocks) :]]
+    for end in range(1, 17):
+        assert abs(order[:end].count("a") - order[:end].count("b")) <= 2, order
+
+
+async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=16))
+    await backend.complete(request("before", key="b"))
+    engine_of(replica).may_step.clear()
+    flood = [spawn(backend, request(f"{index}", key="a", prompt=2)) for index in range(40)]
+    await soon(lambda: len(backend._queue) == 40 - (18 - 18 // _SPARE_SHARE))
+    wanted = request("at once", key="b")
+    turn = asyncio.create_task(backend._queue.turn(wanted, time.monotonic()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert turn.done(), "there is room that was kept for it"
+    give_up(backend._queue, turn.result(), wanted)
+    unblock(replica)
+    await asyncio.gather(*flood)
+    await assert_all_is_back(backend, replica)
+
+
+# Ends of a wait
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_is_never_sent(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    blocks = await block(backend, replica)
+    left, stays = await spawn_waiting(backend, request("left"), request("stays"))
+    left.cancel()
+    await soon(lambda: len(backend._queue) == 1)
+    unblock(replica)
+    await asyncio.gather(*blocks, stays)
+    assert ids_at(replica)[len(blocks) :] == ["stays"]
+    await assert_all_is_back(backend, replica)
+
+
+async def test_a_request_cancelled_in_the_instant_of_its_turn_gives_it_back(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    queue, holder = backend._queue, request("holder")
+    turns = [at_once(queue.turn(holder, time.monotonic())) for _ in range(2)]
+    waiting = [
+        asyncio.create_task(queue.turn(request(f"{index}"), time.monotonic())) for index in range(3)
+    ]
+    await soon(lambda: len(queue) == 3)
+    give_up(queue, turns[0], holder)
+    assert len(queue) == 2, "the first has its turn, and its task has not run since"
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    assert waiting[0].cancelled()
+    second = await waiting[1]
+    waiting[2].cancel()
+    give_up(queue, second, request("1"))
+    give_up(queue, turns[1], holder)
+    await asyncio.wait(waiting)
+    assert waiting[2].cancelled()
+    await assert_all_is_back(backend, replica)
+
+
+async def test_no_credit_is_lost_whenever_requests_are_cancelled(start, ingress) -> None:
+    replicas = [start(name, max_num_seqs=2) for name in "ab"]
+    backend = await ingress(*replicas)
+    chance = random.Random(5)
+    tasks = [spawn(backend, request(f"{index}", 3, key=f"{index % 3}")) for index in range(300)]
+    left = [task for task in tasks if chance.random() < 0.7]
+    for task in left:
+        await asyncio.sleep(chance.choice([0.0, 0.0, 0.002]))
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, list | asyncio.CancelledError) for each in results)
+    stayed = [each for task, each in zip(tasks, results, strict=True) if task not in left]
+    assert stayed
+    assert all(isinstance(each, list) for each in stayed)
+    await assert_all_is_back(backend, *replicas)
+
+
+async def test_a_request_waits_no_longer_than_it_may(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    blocks = await block(backend, replica)
+    (stays,) = await spawn_waiting(backend, request("stays", max_queue_s=60.0))
+    with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.2 s"):
+        await backend.complete(request("brief", max_queue_s=0.2))
+    unblock(replica)
+    await asyncio.gather(*blocks, stays)
+    assert "brief" not in ids_at(replica)
+    await assert_all_is_back(backend, replica)
+
+
+# Replicas that come and go
+
+
+async def test_a_new_replica_takes_what_waits(start, ingress) -> None:
+    backend = await ingress(busy := start("a", max_num_seqs=1))
+    blocks = await block(backend, busy)
+    waiting = await spawn_waiting(backend, *(request(f"{index}") for index in range(4)))
+    backend._links._handle.replicas.append(new := start("b", max_num_seqs=1))
+    await asyncio.gather(*waiting)
+    assert ids_at(new) == ["0", "1", "2", "3"]
+    unblock(busy)
+    await asyncio.gather(*blocks)
+    await assert_all_is_back(backend, busy, new)
+
+
+async def test_what_waits_for_a_replica_that_dies_runs_once_elsewhere(start, ingress) -> None:
+    dying, sound = start("a", max_num_seqs=2), start("b", max_num_seqs=2)
+    backend = await ingress(dying, sound)
+    engine_of(dying).fails_between_steps = True
+    running = [spawn(backend, request(f"{index}", 3)) for index in range(20)]
+    results = await asyncio.gather(*running)
+    assert all(sum(len(each.tokens) for each in outputs) == 3 for outputs in results)
+    assert ids_at(dying)
+    names = [name.split("/")[0] for name in ids_at(sound)]
+    assert sorted(names, key=int) == [f"{index}" for index in range(20)]
+    await assert_all_is_back(backend, sound)
+
+
+# Refusals
+
+
+async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, ingress) -> None:
+    replicas = [start(name, max_num_seqs=1) for name in "ab"]
+    backend = await ingress(*replicas)
+    blocks = await block(backend, *replicas)
+    rule = LateRule(each_s=10.0, objective_s=1.0)
+
+    def rules() -> list[LateRule | None]:
+        return [link.late_rule for link in links_of(backend)]
+
+    def early(name: str) -> Request:
+        return request(name, deadline_s=0.2)
+
+    waiting = await spawn_waiting(backend, early("w0"), early("w1"))
+    replicas[0].loop.set_late_rule(rule)
+    await soon(lambda: rule in rules())
+    waiting += await spawn_waiting(backend, early("w2"))
+    replicas[1].loop.set_late_rule(rule)
+    await soon(lambda: rules() == [rule, rule])
+    with pytest.raises(QueueFull, match=r"would come 14\.0 s too late") as refused:
+        await backend.complete(request("late"))
+    assert refused.value.wait_s == pytest.approx(14.0)
+    assert not isinstance(refused.value, DeadlineMissed)
+    waiting += await spawn_waiting(backend, request("first", tier=Tier.PRIORITY))
+    replicas[0].loop.set_late_rule(None)
+    await soon(lambda: None in rules())
+    waiting += await spawn_waiting(backend, request("w3"))
+    unblock(*replicas)
+    await asyncio.gather(*blocks, *waiting)
+    assert "late" not in ids_at(replicas[0]) + ids_at(replicas[1])
+    await assert_all_is_back(backend, *replicas)
+
+
+async def test_a_deadline_that_surely_cannot_be_met_is_refused(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    now_s = 100.0
+    queue = backend._queue = RequestQueue(MODEL, backend._links, lambda: now_s)
+    holder = request("holder")
+    turns = [at_once(queue.turn(holder, now_s)) for _ in range(2)]
+    unsure = request("no pace is known", deadline_s=0.001)
+    waiting = [asyncio.create_task(queue.turn(unsure, now_s))]
+    waiting += [asyncio.create_task(queue.turn(request(f"{index}"), now_s)) for index in range(12)]
+    await soon(lambda: len(queue) == 13)
+    for _ in range(2):  # two of them begin within five seconds
+        give_up(queue, turns.pop(), holder)
+    now_s += 5.5
+    with pytest.raises(DeadlineMissed, match="would wait about") as missed:
+        await queue.turn(request("hopeless", deadline_s=1.0), now_s)
+    # eleven are before it
+    assert missed.value.wait_s == pytest.approx(11 / 2 * 5)
+    meets = asyncio.create_task(queue.turn(request("meets", deadline_s=3600.0), now_s))
+    await soon(lambda: len(queue) == 12)
+    for task in [*waiting[2:], meets]:
+        task.cancel()
+    await asyncio.wait([*waiting, meets])
+    for task in waiting[:2]:
+        give_up(queue, task.result(), holder)
+    await assert_all_is_back(backend, replica)
+
+
+# Load reports
+
+
+async def test_reports_of_replicas_count_what_waits_before_them_once(start, ingress) -> None:
+    replicas = [start(name, max_num_seqs=2) for name in "ab"]
+    backend = await ingress(*replicas)
+    loops = [replica.loop for replica in replicas]
+    blocks = await block(backend, *replicas)
+    waiting = await spawn_waiting(backend, *(request(f"{index}") for index in range(15)))
+    unblock(*replicas)
+    engine_seen = list[int]()
+    most = 0
+    while not all(task.done() for task in waiting):
+        engine_seen.append(max(loop.engine.status().num_waiting for loop in loops))
+        most = max(most, sum(loop.status().num_waiting for loop in loops))
+        await asyncio.sleep(0)
+    assert most > max(engine_seen) + 4, "the reports count what waits outside"
+    await asyncio.gather(*blocks, *waiting)
+    num = len(blocks) + len(waiting)
+
+    def totals() -> tuple[int, int, int]:
+        found = [loop.activity.load.totals for loop in loops]
+        return (
+            sum(each.arrived for each in found),
+            sum(each.prompt_tokens for each in found),
+            sum(each.ended for each in found),
+        )
+
+    await soon(lambda: all(isinstance(loop.activity, RequestTelemetry) for loop in loops))
+    await soon(lambda: totals() == (num, num * 5, num))
+    await soon(lambda: sum(loop.status().num_requests for loop in loops) == 0)
+
+
+async def test_the_shares_of_what_waits_add_up(start, ingress) -> None:
+    replicas = [start(name, SlowEngine, max_num_seqs=1) for name in "ab"]
+    backend = await ingress(*replicas)
+    running = [spawn(backend, request(f"{index}", 200)) for index in range(11)]
+    await soon(lambda: len(backend._queue) == 11 - 4)
+    loops = [replica.loop for replica in replicas]
+    await soon(lambda: sorted(loop.status().num_waiting for loop in loops) == [1 + 3, 1 + 4])
+    assert [loop.status().num_running for loop in loops] == [1, 1]
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    await soon(lambda: not any(loop.status().num_requests for loop in loops))
+    await assert_all_is_back(backend, *replicas)
+
+
+async def test_the_time_in_the_queue_includes_the_wait_before_the_replica(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    blocks = await block(backend, replica)
+    wanted = request("waits")
+    (waiting,) = await spawn_waiting(backend, wanted)
+    await asyncio.sleep(0.1)
+    unblock(replica)
+    outputs = await waiting
+    assert outputs[0].queue_s >= wanted.waited_s >= 0.1
+    await asyncio.gather(*blocks)
+
+
+# Choice of a replica
+
+
+@pytest.mark.parametrize("fields", [{"session": "s"}, {"prompt": list(range(4, 60))}])
+async def test_sessions_and_prefixes_return_to_their_replica_while_it_has_room(
+    start, ingress, fields: dict[str, Any]
+) -> None:
+    replicas = [start(name, SlowEngine, max_num_seqs=2) for name in "ab"]
+    backend = await ingress(*replicas)
+    queue, held = backend._queue, list[tuple[Turn, Request]]()
+
+    def place(**more: Any) -> str:
+        wanted = request(f"{len(held)}", **more)
+        held.append((at_once(queue.turn(wanted, time.monotonic())), wanted))
+        return held[-1][0].replica
+
+    first = place()
+    give_up(queue, *held.pop())
+    running = backend.stream(request("makes the other one less busy", 200))
+    await anext(running)
+    usual = place(**fields)
+    assert usual != first
+    await running.aclose()
+    assert place() == first, "it is chosen without memory"
+    assert [place(**fields) for _ in range(2)] == [usual, usual]
+    assert place(**fields) == first, "no request waits for a credit of its own replica"
+    for turn, wanted in held:
+        give_up(queue, turn, wanted)
+    await assert_all_is_back(backend, *replicas)

@@ -1,0 +1,65 @@
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from mars_serve.config.number_type import with_dtype
+from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.replica import number_type_advice
+from mars_serve.replica.loading import load_engine
+from mars_serve.replica.number_type_advice import advise_bfloat16
+
+SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
+
+
+def settings_of(path, **more):
+    return ModelSettings(name="mars", path=str(path), engine=SIZES, **more)
+
+
+@pytest.fixture
+def half_dir(mars_dir, tmp_path):
+    """Return a checkpoint that says that it is stored in bfloat16."""
+    path = shutil.copytree(mars_dir, tmp_path / "half")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**config, "dtype": "bfloat16"})
+    (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_model_is_loaded_in_its_own_number_type_unless_another_is_set(mars_dir, half_dir):
+    assert load_engine(settings_of(mars_dir)).dtype == torch.float32
+    assert load_engine(settings_of(half_dir)).dtype == torch.bfloat16
+    assert load_engine(settings_of(half_dir, dtype="float32")).dtype == torch.float32
+
+
+def test_the_number_type_that_is_reported_is_the_resolved_one(half_dir):
+    assert with_dtype(settings_of(half_dir)).dtype == "bfloat16"
+    assert with_dtype(settings_of(half_dir, dtype="float16")).dtype == "float16"
+
+
+@pytest.mark.parametrize(("ratio", "is_advised"), [(2.0, True), (1.1, False)])
+def test_bfloat16_is_advised_where_it_is_clearly_faster(
+    mars_dir, monkeypatch, caplog, ratio, is_advised
+):
+    caplog.set_level(logging.INFO)
+
+    def seconds(_rows, _columns, _count, dtype, _device):
+        return ratio if dtype == torch.float32 else 1.0
+
+    monkeypatch.setattr(number_type_advice, "product_seconds", seconds)
+    advise_bfloat16(load_engine(settings_of(mars_dir)))
+    assert ("2.0 times as fast in bfloat16" in caplog.text) == is_advised
+
+
+def test_nothing_is_advised_for_a_model_in_bfloat16(half_dir, caplog):
+    caplog.set_level(logging.INFO)
+    advise_bfloat16(load_engine(settings_of(half_dir)))
+    assert "times as fast" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_takes_some_time(dtype):
+    assert 0 < number_type_advice.product_seconds(64, 32, 4, dtype, torch.device("cpu")) < 1
