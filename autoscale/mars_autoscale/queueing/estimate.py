@@ -1,4 +1,4 @@
-"""How long a new request would wait, from the pace at which requests lately began.
+"""Estimates how long a new request would wait, from the pace at which requests lately began.
 
 Imports no Ray, torch or HTTP library.
 """

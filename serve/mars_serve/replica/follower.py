@@ -1,4 +1,4 @@
-"""How a replica follows its application's governor, and reports its load to it."""
+"""Lets a replica follow its application's governor, and report its load to it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StepTimesFile(Settings):
 
     format_version: Literal[1] = 1
     key: dict[str, str]
-    """What was measured, and where; see `describe`."""
+    """The engine and machine that were measured, as `describe` gives them."""
     positions: list[int] = Field(min_length=1)
     cached_tokens: list[int] = Field(min_length=1)
     seconds: list[list[_Seconds]]

@@ -1,4 +1,4 @@
-"""How the ingress runs requests on replicas that are slow, fall silent or die, on real engines."""
+"""The ingress runs requests on replicas that are slow, fall silent or die; engines are real."""
 
 from __future__ import annotations
 

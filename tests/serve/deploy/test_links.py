@@ -1,4 +1,4 @@
-"""How an ingress follows a model's replicas: real engines behind a stand-in for Ray's handle."""
+"""An ingress follows a model's replicas: real engines behind a stand-in for Ray's handle."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_only_leading_pages_of_a_long_prompt_are_compared():
 
 @dataclass
 class Busy:
-    """How an engine looks to a router."""
+    """Stands for an engine towards a router."""
 
     num_requests: int = 0
     is_overdue: bool = False

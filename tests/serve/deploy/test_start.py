@@ -1,4 +1,4 @@
-"""What ``marsray serve`` loads and tells while it starts."""
+"""``marsray serve`` loads little itself, and says how long each stage of its start took."""
 
 import re
 import subprocess

@@ -103,7 +103,7 @@ def loop(tiny_model: Any, make_engine: Any) -> Iterator[LocalLoop]:
 async def test_all_who_send_requests_are_told_of_an_overdue_engine(
     pulse: Pulse, loop: LocalLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it drains, which others have told, stays as it is."""
+    """An engine that drains still counts as draining once it is overdue."""
     monkeypatch.setattr(watchdog, "_OVERDUE_S", 0.2)
     monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
     ended = threading.Event()

@@ -16,13 +16,13 @@ from mars_serve.engine.ipc.listener import Address
 
 
 class LocalReplica:
-    """What a `mars_serve.replica.replica.ModelReplica` does for those who send it requests."""
+    """Stands for a `mars_serve.replica.replica.ModelReplica` towards those who send it requests."""
 
     def __init__(self, name: str, loop: LocalLoop) -> None:
         self.name = name
         self.loop = loop
         self.reached_at: Address | None = loop.address
-        """Where it is reached, which may be a `StallingProxy`."""
+        """Address at which it is reached, which may be that of a `StallingProxy`."""
         self.num_asked = 0
         self.fails = 0
         """Questions for the address that end with an error of Ray from now on."""

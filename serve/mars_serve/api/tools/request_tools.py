@@ -1,4 +1,4 @@
-"""How a request's tools change its prompt, its grammar and the parsing of its output.
+"""Applies a request's tools to its prompt, its grammar and the parsing of its output.
 
 Some tags that mark calls, such as Llama's and Mistral's, are special tokens, which decoding drops.
 `ToolParser` needs the text of those in `RequestTools.kept_special`, and of no other special tokens.

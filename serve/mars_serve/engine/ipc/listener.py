@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Address:
-    """Where an engine's process listens, and the token that it asks for."""
+    """Host and port at which an engine's process listens, and the token that it asks for."""
 
     host: str
     port: int

@@ -142,7 +142,7 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self.credit = Credit()
-        """How many requests may be sent that are not to wait in the engine."""
+        """Counts the requests that may be sent and are not to wait in the engine."""
         self.late_rule: LateRule | None = None
         """The rule by which requests come too late at this engine; None if none does."""
         self.on_change: Callable[[], None] | None = None
@@ -159,7 +159,7 @@ class EngineLoop:
         self.step_times = ready.times
         """Times that the engine's steps are expected to take; None if they were not measured."""
         self.address = ready.address
-        """Where others may connect to the engine; None if they may not."""
+        """Address at which others may connect to the engine; None if they may not."""
         self.activity: object = None
         """Latest copy of the engine's `Observer`; None before its first report."""
         self._take_all(others)

@@ -101,7 +101,7 @@ class Ready:
     times: StepTimes | None
     """Times that steps are expected to take; None if they were not measured."""
     address: Address | None = None
-    """Where the engine accepts further connections; only its starter is told."""
+    """Address of further connections; only the engine's starter is told."""
 
 
 @dataclass(frozen=True)

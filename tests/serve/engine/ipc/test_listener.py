@@ -114,7 +114,7 @@ def test_each_listener_has_a_token_of_its_own(echo: Echo, opened: ExitStack) -> 
     ids=["zeros", "last bit", "first bit", "http"],
 )
 def test_a_wrong_token_ends_the_connection(echo: Echo, opened: ExitStack, change) -> None:
-    """What follows it is not read, so that nothing of a stranger's is unpickled."""
+    """The bytes behind a wrong token are not read, so nothing of a stranger's is unpickled."""
     stream = raw(echo.address, opened, change(echo.address.token) + b"\x80\x04" * 100)
     assert is_closed(stream)
     assert echo.channels == []
