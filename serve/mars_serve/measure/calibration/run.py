@@ -65,7 +65,7 @@ class CalibrateOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
     dtype: Literal["float32", "bf16", "float16"] | None = None
-    """Type of the weights; None for float32 on the CPU and bf16 on CUDA."""
+    """Type of the weights; None for the one that the model is stored in."""
     plot: Path | None = None
     """Picture to draw; its suffix names the format."""
     thresholds: Sequence[float] = ()

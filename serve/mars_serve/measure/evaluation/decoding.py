@@ -29,8 +29,9 @@ from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.items import EvalItem
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-_SHORT_NAMES = {"bfloat16": "bf16"}
 """Types of weights by the names that the commands have for them."""
+_SHORT_NAMES = {"bfloat16": "bf16"}
+"""Names of the commands for number types that they call otherwise than torch does."""
 _NUM_SEEDS = 2**63
 
 

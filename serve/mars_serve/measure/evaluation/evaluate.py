@@ -63,7 +63,7 @@ class EvalOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
     dtype: Literal["float32", "bf16", "float16"] | None = None
-    """Type of weights, keys and values; None for float32 on the CPU and bf16 on CUDA."""
+    """Type of weights, keys and values; None for the one that the model is stored in."""
 
 
 @dataclass(frozen=True)
