@@ -172,7 +172,6 @@ def test_a_frontier_of_another_machine_is_used_with_a_warning(
     hardware = hardware_name("cpu") if device == "cpu" else device
     write_frontier(model_dir, some_frontier(model_dir, hardware=hardware, dtype=dtype))
     caplog.clear()
-    caplog.set_level(logging.WARNING, "mars_serve.replica.basis")  # whatever others have left
     basis = basis_of(settings_of(model_dir))
     here = f"{hardware_name('cpu')} in float32"
     assert basis.mismatch == f"measured on {hardware} in {named}; the replica runs on {here}"
