@@ -293,15 +293,17 @@ def autoscaled(
 
 
 @contextmanager
-def interrupt_handler_kept() -> Iterator[None]:
-    """Restore the handler of SIGINT after the block.
+def signal_handler_kept(number: signal.Signals) -> Iterator[None]:
+    """Restore the handler of a signal after the block, unless it was the system's default.
 
-    ``trainer.fit()`` of Ray Train installs a handler that aborts the run, and leaves it there when
-    the run has ended; it has no option against that.
+    ``ray.init`` replaces the handler of SIGTERM by one that prints a stack and exits with status
+    15, and ``trainer.fit()`` of Ray Train that of SIGINT by one that aborts the run, which stays
+    when the run has ended. Neither has an option against that.
     """
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            signal.signal(signal.SIGINT, before)
+        is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        if is_main and before is not signal.SIG_DFL:
+            signal.signal(number, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from mars_platform.cluster.ray_private import (
     busy_node_variables,
     clusters_on_loopback,
     clusters_without_monitors,
+    signal_handler_kept,
 )
 from mars_platform.cluster.settings import ClusterSettings
 
@@ -43,26 +45,30 @@ def ray_session(
         yield
         return
     quieten_ray()
-    address = settings.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        ray.init(address=address, logging_level=logging.ERROR)
-    else:
-        variables = {**busy_node_variables(), **(environment or {})}
-        with (
-            _added_to_environment(variables),
-            clusters_on_loopback(),
-            clusters_without_monitors(),
-        ):
-            attempt(
-                lambda: _start_local(settings, min_cpus),
-                name="a local Ray cluster",
-                remedy="end other programs on this machine, or give cluster.address",
-                tell=_log.warning,
-            )
+    with signal_handler_kept(signal.SIGTERM):
+        _connect(settings, min_cpus, environment or {})
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(settings: ClusterSettings, min_cpus: int, environment: Mapping[str, str]) -> None:
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.ERROR)
+        return
+    with (
+        _added_to_environment({**busy_node_variables(), **environment}),
+        clusters_on_loopback(),
+        clusters_without_monitors(),
+    ):
+        attempt(
+            lambda: _start_local(settings, min_cpus),
+            name="a local Ray cluster",
+            remedy="end other programs on this machine, or give cluster.address",
+            tell=_log.warning,
+        )
 
 
 def _start_local(settings: ClusterSettings, min_cpus: int) -> None:

@@ -31,7 +31,7 @@ from mars_platform import __version__
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import locate_model, read_metadata
-from mars_platform.cluster.ray_private import interrupt_handler_kept
+from mars_platform.cluster.ray_private import signal_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError
 from mars_train.data.files import find_files
@@ -269,7 +269,7 @@ def _fitted(trainer: TorchTrainer, stage: Stage) -> Result:
         RuntimeError: the workers failed too often; the message has the first failure's reason.
     """
     try:
-        with interrupt_handler_kept():
+        with signal_handler_kept(signal.SIGINT):
             result: Result = trainer.fit()
     except TrainingFailedError as error:
         reason: Exception = error
