@@ -6,7 +6,6 @@ is the longer half, and the second takes the other modules.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from dataclasses import dataclass
@@ -74,15 +73,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # several threads are far slower on a busy machine
-
-
-@pytest.fixture(autouse=True)
-def _usual_log_level() -> None:
-    """Let warnings reach the log in each test, whatever libraries have set for all loggers.
-
-    Setting a level also makes every logger forget which levels it found enabled before.
-    """
-    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -97,10 +97,11 @@ def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
 def quieten_ray() -> None:
     """Keep Ray's libraries, which log every plan they run, from writing over marsray's progress.
 
-    A library has no handlers before it is imported. Only those of the console change; the log files
-    in Ray's session directory stay complete.
+    A library has no handlers before it is imported. Only its own ones for the console change: not
+    the log files in Ray's session directory, nor handlers that the program has for all loggers.
     """
     for name in ("ray.data", "ray.serve"):
         for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
+            is_own = handler not in logging.getLogger().handlers
+            if is_own and isinstance(handler, logging.StreamHandler):
                 handler.setLevel(logging.ERROR)

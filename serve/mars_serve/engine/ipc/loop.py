@@ -141,6 +141,8 @@ class EngineLoop:
         """Time of the latest message, or of the first request if none ran before."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
+        self._is_cut = False
+        """Whether the engine's end was found closed; reports that it sent before may be unread."""
         self.credit = Credit()
         """Counts the requests that may be sent and are not to wait in the engine."""
         self.late_rule: LateRule | None = None
@@ -167,7 +169,7 @@ class EngineLoop:
     @property
     def is_alive(self) -> bool:
         """Whether the engine is running."""
-        return not self._is_closed and self._worker.is_alive()
+        return not (self._is_closed or self._is_cut) and self._worker.is_alive()
 
     @property
     def live(self) -> LiveDecoding:
@@ -376,6 +378,7 @@ class EngineLoop:
         try:
             self._channel.send(order)
         except ChannelClosed as error:
+            self._is_cut = True
             raise EngineDied("the engine has stopped") from error
 
     def _detach(self) -> None:
