@@ -219,6 +219,7 @@ def families(config: SimulationConfig) -> list[Family]:
         ("ray", tuned(partial(RayDefault, inner_loop=plain), config.rivals.ray_targets)),
         ("knative", knative(plain)),
         (f"knative, τ={static_threshold:g}", knative(static)),
+        # only the server changes τ, so requests wait in its queue, though Knative sets the replicas
         ("knative, PI on τ", knative(integral, ServerQueue)),
         ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer, config.inner))]),
     ]

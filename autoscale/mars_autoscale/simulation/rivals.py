@@ -2,6 +2,7 @@
 
 Ray's arithmetic is Ray's own code. Knative's follows its documentation, "About autoscaling" and
 "Configuring the autoscaler (KPA)": stable and panic window, panic threshold, rates of change.
+Requests wait as they do in each, see `mars_autoscale.simulation.dispatch`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import Look
 from mars_autoscale.queueing.grants import reserve_of
 from mars_autoscale.simulation.cluster import Replica, Served
@@ -35,6 +36,7 @@ class Scaled:
 
     kind: str
     numbers: dict[float, int]
+    is_saturated: bool = False
     period_s: float = 1.0
     told: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
     """Running and waiting requests of each replica, by time."""
@@ -42,7 +44,8 @@ class Scaled:
     def decide(self, snapshot, /):
         loads = [(each.num_running, each.num_waiting) for each in snapshot.replicas]
         self.told[snapshot.now_s] = loads
-        return Target(self.numbers[max(time for time in self.numbers if time <= snapshot.now_s)])
+        number = self.numbers[max(time for time in self.numbers if time <= snapshot.now_s)]
+        return Target(number, ThresholdRange(is_saturated=self.is_saturated))
 
     def inner_loop(self):
         return FixedThreshold(1.0)
@@ -51,9 +54,9 @@ class Scaled:
         return KINDS[self.kind](seed)
 
 
-def simulate(trace, kind, numbers, seed=0):
+def simulate(trace, kind, numbers, seed=0, **options):
     """Run a trace; returns the result and the policy."""
-    policy = Scaled(kind, numbers)
+    policy = Scaled(kind, numbers, **options)
     limits = ReplicaSettings(max=8, initial=numbers[0.0], cold_start_s=COLD_START_S)
     return Simulation(trace, CAPACITY, limits, policy, seed=seed).run(), policy
 
@@ -154,6 +157,17 @@ def most_passed_over(served):
         )
 
     return max(num_passed_over(other) for other in served)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
+    """By hand: a request takes a full batch 20 / 4 steps of .055 s, and may wait for 1 s."""
+    trace = [TraceRequest(0.0, 0, 20)]  # the mean output is known after it
+    trace += [TraceRequest(5.0 + 0.001 * i, 0, 20) for i in range(60)]
+    result, _ = simulate(trace, "server", {0.0: num_replicas}, is_saturated=True)
+    num_waiting = int(num_replicas * 1.0 / (5 * 0.055)) + 1
+    num_kept = sum(not each.is_rejected for each in result.served[1:])
+    assert num_kept == num_replicas * (CAPACITY.max_num_seqs + RESERVE) + num_waiting
 
 
 def test_rivals_serve_in_order_of_arrival():
