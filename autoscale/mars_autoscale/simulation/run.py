@@ -154,10 +154,12 @@ class Simulation:
         self._events.at(self._events.now_s + seconds, lambda: self._finish_step(replica))
 
     def _finish_step(self, replica: Replica) -> None:
-        for served in replica.finish_step(self._events.now_s):
+        ended = replica.finish_step(self._events.now_s)
+        for served in ended:
             weight = _ENDED_WEIGHT if self._mean_output else 1.0
             self._mean_output += weight * (served.request.output_tokens - self._mean_output)
-        self._send()
+        if ended:
+            self._send()
         self._step(replica)
 
     # Replicas
