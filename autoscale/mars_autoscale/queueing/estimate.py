@@ -1,4 +1,4 @@
-"""Estimates how long a new request would wait, from the pace at which requests lately began.
+"""Estimates how long a new request would wait, and whether it would come too late.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _SPAN_S = 5.0
 """Seconds over which a pace is measured: long enough for a wave of requests that begin together."""
@@ -14,6 +15,20 @@ _NUM_SPANS = 24
 """Number of spans that are remembered, the latest two minutes of waiting."""
 _MEMORY_S = 600.0
 """Seconds after which a span no longer tells anything, since the replicas may be others."""
+
+
+@dataclass(frozen=True)
+class LateRule:
+    """Tells which requests would come too late."""
+
+    each_s: float
+    """Seconds that each waiting request takes on average."""
+    objective_s: float
+    """Seconds after which a request comes too late."""
+
+    def late_s(self, num_ahead: float) -> float:
+        """Return by how many seconds a request behind some others would come too late, or 0."""
+        return max(0.0, num_ahead * self.each_s - self.objective_s)
 
 
 class StartPace:

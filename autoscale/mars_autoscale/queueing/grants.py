@@ -22,6 +22,19 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_RESERVE_SHARE = 8
+"""A request waits in the engine for every so many that run, to be there when one of them ends."""
+
+
+def reserve_of(max_num_seqs: int) -> int:
+    """Return how many requests may wait in an engine that runs so many at once."""
+    return max(1, max_num_seqs // _RESERVE_SHARE)
+
+
+def even_parts(total: int, num: int) -> list[int]:
+    """Divide a number into equal parts, the first ones larger by one if need be."""
+    return [total // num + (index < total % num) for index in range(num)]
+
 
 @dataclass
 class Credit:

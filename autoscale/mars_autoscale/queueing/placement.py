@@ -12,18 +12,19 @@ _MAX_KEYS = 65_536
 """Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
 _MAX_SESSIONS = 16_384
 """Number of sessions remembered; the least recently used are forgotten first."""
+TOKENS_PER_REQUEST = 512
+"""Tokens of prompts yet to be computed that delay a new request as much as one more request in the
+batch does."""
 
 
-def load_of(num_requests: int, backlog_tokens: int, tokens_per_request: int) -> float:
+def load_of(num_requests: int, backlog_tokens: int) -> float:
     """Return a replica's load in requests.
 
     Args:
         num_requests: requests that it has.
         backlog_tokens: tokens of their prompts that it has not computed yet.
-        tokens_per_request: backlog that delays a new request as much as one more request in the
-            batch does, in tokens.
     """
-    return num_requests + backlog_tokens / tokens_per_request
+    return num_requests + backlog_tokens / TOKENS_PER_REQUEST
 
 
 class PrefixMap:
@@ -70,7 +71,7 @@ class Placement:
 
     Bound: the chosen replica's load exceeds the least load by ``slack`` at most. With loads of
     `load_of`, a prompt is placed behind at most (slack + requests of the least busy replica -
-    requests of the chosen one) x ``tokens_per_request`` more tokens of prompts than the least busy
+    requests of the chosen one) x ``TOKENS_PER_REQUEST`` more tokens of prompts than the least busy
     replica has left, so a short prompt does not follow a long one where another replica has less to
     compute.
     """

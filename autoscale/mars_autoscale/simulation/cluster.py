@@ -7,7 +7,6 @@ because the randomness of decoding averages out over a request.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,11 +59,10 @@ class _Lane:
 
     rung: Rung
     """Rung of the step at hand, which lasts although the replica's decision changes."""
-    queue: deque[Served] = field(default_factory=deque)
+    num_waiting: int = 0
+    """Requests that have no row yet."""
     rows: list[tuple[float, int, _SimulatedRow]] = field(default_factory=list)
     """Heap of (end, order of admission, row)."""
-    new: list[_SimulatedRow] = field(default_factory=list)
-    """Rows without a first token."""
     tokens: float = 0.0
     """Tokens that a row would have got in all steps so far."""
     loss: float = 0.0
@@ -72,26 +70,21 @@ class _Lane:
     count: int = 0
     """Number of rows that were ever admitted."""
 
-    def admit(self) -> int:
-        """Let the first waiting request run; returns its number of prompt tokens."""
-        served = self.queue.popleft()
+    def admit(self, served: Served) -> None:
+        """Let a waiting request run."""
+        self.num_waiting -= 1
         row = _SimulatedRow(
             served, self.tokens + served.request.output_tokens, self.loss, self.tokens
         )
         self.count += 1
         heapq.heappush(self.rows, (row.end, self.count, row))
-        self.new.append(row)
-        return served.request.prompt_tokens
 
-    def finish_step(self, now_s: float) -> list[Served]:
+    def finish_step(self) -> list[Served]:
         """Give the rows their tokens; returns the requests that have ended."""
         if not self.rows:
             return []
         self.tokens += self.rung.tokens_per_forward
         self.loss += self.rung.loss * self.rung.tokens_per_forward
-        for row in self.new:
-            row.served.first_token_s = now_s
-        self.new.clear()
         ended = []
         while self.rows and self.rows[0][0] <= self.tokens:
             row = heapq.heappop(self.rows)[2]
@@ -102,22 +95,41 @@ class _Lane:
 
 
 class Replica:
-    """One simulated replica.
-
-    It serves tiers in the order of `Tier`, and the requests of a tier in order of arrival.
-    """
+    """One simulated replica."""
 
     def __init__(
-        self, capacity: Capacity, decision: InnerLoopDecision, *, started_s: float, ready_s: float
+        self,
+        capacity: Capacity,
+        decision: InnerLoopDecision,
+        *,
+        is_by_tier: bool,
+        started_s: float,
+        ready_s: float,
     ) -> None:
+        """Start without requests.
+
+        Args:
+            capacity: its speed.
+            decision: how it decodes at first.
+            is_by_tier: whether higher tiers are served first, and only the requests of a tier in
+                order of arrival; otherwise all are served in order of arrival.
+            started_s: time at which it was ordered.
+            ready_s: time from which on it gets requests.
+        """
         self.capacity = capacity
         self.started_s = started_s
         self.ready_s = ready_s
-        self.ended_s: float | None = None
         self.is_draining = False
         self.num_running = 0
         """Rows of the step at hand."""
-        self.num_waiting = 0
+        self.backlog_tokens = 0
+        """Prompt tokens of the requests without a first token."""
+        self._is_by_tier = is_by_tier
+        self._waiting = list[tuple[int, int, Served]]()
+        """Heap of (negative rank of the tier if tiers count, order of arrival, request)."""
+        self._num_arrived = 0
+        self._new = list[Served]()
+        """Running requests without a first token."""
         self._lanes = {tier: _Lane(capacity.rungs[0]) for tier in Tier}
         self._prompt_s = 0.0
         self._busy_s = 0.0
@@ -141,6 +153,11 @@ class Replica:
         return self._prompt_s / self._busy_s if self._busy_s else 0.0
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
     def load(self) -> int:
         """Requests that run or wait."""
         return self.num_running + self.num_waiting
@@ -148,16 +165,17 @@ class Replica:
     def share(self, tier: Tier) -> float:
         """Return a tier's share of the requests that run or wait; 0 if there are none."""
         lane = self._lanes[tier]
-        return (len(lane.rows) + len(lane.queue)) / max(self.load, 1)
-
-    def num_ahead(self, tier: Tier) -> int:
-        """Return the number of waiting requests that are served before a new one of a tier."""
-        return sum(len(lane.queue) for each, lane in self._lanes.items() if each.rank >= tier.rank)
+        return (len(lane.rows) + lane.num_waiting) / max(self.load, 1)
 
     def enqueue(self, served: Served) -> None:
         """Let a request wait for a place in the batch."""
-        self._lanes[served.request.tier].queue.append(served)
-        self.num_waiting += 1
+        tier = served.request.tier
+        heapq.heappush(
+            self._waiting, (-tier.rank if self._is_by_tier else 0, self._num_arrived, served)
+        )
+        self._num_arrived += 1
+        self._lanes[tier].num_waiting += 1
+        self.backlog_tokens += served.request.prompt_tokens
 
     def begin_step(self) -> float | None:
         """Admit requests and begin a step; returns its seconds, or None if there is no request."""
@@ -178,16 +196,21 @@ class Replica:
     def _admit(self) -> float:
         """Fill the batch; returns the seconds that the new rows' prompts take."""
         stall_s = 0.0
-        for lane in self._lanes.values():
-            while lane.queue and self.num_running < self.capacity.max_num_seqs:
-                stall_s += lane.admit() / self.capacity.prefill_tokens_per_s
-                self.num_running += 1
-                self.num_waiting -= 1
+        while self._waiting and self.num_running < self.capacity.max_num_seqs:
+            served = heapq.heappop(self._waiting)[2]
+            self._lanes[served.request.tier].admit(served)
+            self._new.append(served)
+            self.num_running += 1
+            stall_s += served.request.prompt_tokens / self.capacity.prefill_tokens_per_s
         return stall_s
 
     def finish_step(self, now_s: float) -> list[Served]:
         """Give the rows their tokens; returns the requests that have ended."""
-        ended = [served for lane in self._lanes.values() for served in lane.finish_step(now_s)]
+        for served in self._new:
+            served.first_token_s = now_s
+            self.backlog_tokens -= served.request.prompt_tokens
+        self._new.clear()
+        ended = [served for lane in self._lanes.values() for served in lane.finish_step()]
         self.num_running -= len(ended)
         return ended
 

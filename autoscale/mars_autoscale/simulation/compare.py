@@ -97,7 +97,10 @@ def _run_variants(
 ) -> Iterator[ComparedPolicy]:
     name, variants = family
     for variant, make_policy in variants:
-        results = [_run(config, version, make_policy()) for version in versions]
+        results = [
+            _run(config, version, make_policy(), seed)
+            for seed, version in zip(config.seeds, versions, strict=True)
+        ]
         figures = [
             figures_of(
                 result,
@@ -110,13 +113,18 @@ def _run_variants(
 
 
 def _run(
-    config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy
+    config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy, seed: int
 ) -> SimulationResult:
     replicas = config.replicas
     if isinstance(policy, StaticReplicas):  # all of its replicas are there from the start
         replicas = replicas.model_copy(update={"initial": policy.num_replicas})
     return Simulation(
-        trace, config.capacity, replicas, policy, objective_ttft_s=config.objective_ttft_s
+        trace,
+        config.capacity,
+        replicas,
+        policy,
+        objective_ttft_s=config.objective_ttft_s,
+        seed=seed,
     ).run()
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
+from mars_autoscale.simulation.dispatch import Activator, Dispatch, ServerQueue
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import (
     FixedThreshold,
@@ -206,8 +207,10 @@ def families(config: SimulationConfig) -> list[Family]:
     def tuned(policy: Callable[[float], Policy], targets: Iterable[float]) -> list[Variant]:
         return [(f"target {target:g}", partial(policy, target)) for target in targets]
 
-    def knative(inner_loop: Callable[[], InnerLoopPolicy]) -> list[Variant]:
-        policy = partial(Knative, inner_loop=inner_loop, max_replicas=most)
+    def knative(
+        inner_loop: Callable[[], InnerLoopPolicy], queue: Callable[[], Dispatch] = Activator
+    ) -> list[Variant]:
+        policy = partial(Knative, inner_loop=inner_loop, queue=queue, max_replicas=most)
         return tuned(policy, config.rivals.knative_targets)
 
     return [
@@ -216,6 +219,7 @@ def families(config: SimulationConfig) -> list[Family]:
         ("ray", tuned(partial(RayDefault, inner_loop=plain), config.rivals.ray_targets)),
         ("knative", knative(plain)),
         (f"knative, τ={static_threshold:g}", knative(static)),
-        ("knative, PI on τ", knative(integral)),
+        # only the server changes τ, so requests wait in its queue, though Knative sets the replicas
+        ("knative, PI on τ", knative(integral, ServerQueue)),
         ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer, config.inner))]),
     ]

@@ -10,6 +10,7 @@ from mars_autoscale.policy.decision import OuterState
 from mars_autoscale.policy.inner_loop import InnerLoop
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
+from mars_autoscale.simulation.dispatch import Dispatch, ServerQueue
 from mars_autoscale.simulation.policies import InnerLoopPolicy, Target
 
 
@@ -35,3 +36,7 @@ class Joint:
     def inner_loop(self) -> InnerLoopPolicy:
         """Make the inner loop of a new replica."""
         return InnerLoop(self.capacity, self.inner)
+
+    def dispatch(self, _: int, /) -> Dispatch:
+        """Make the server's queue."""
+        return ServerQueue()

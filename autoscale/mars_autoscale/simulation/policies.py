@@ -9,6 +9,7 @@ from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.decision import AT_TARGET, ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
+from mars_autoscale.simulation.dispatch import Dispatch, ServerQueue
 from mars_platform.method.live import LiveDecoding
 
 
@@ -30,7 +31,7 @@ class InnerLoopPolicy(Protocol):
 
 
 class Policy(Protocol):
-    """Chooses the number of replicas, and gives each of them an inner loop."""
+    """Chooses the number of replicas, gives each an inner loop, and makes the queue before all."""
 
     @property
     def period_s(self) -> float:
@@ -41,6 +42,9 @@ class Policy(Protocol):
 
     def inner_loop(self) -> InnerLoopPolicy:
         """Make the inner loop of a new replica."""
+
+    def dispatch(self, seed: int, /) -> Dispatch:
+        """Make the queue before the replicas, which is random by the seed if at all."""
 
 
 @dataclass
@@ -72,3 +76,7 @@ class StaticReplicas:
     def inner_loop(self) -> InnerLoopPolicy:
         """Make an inner loop that keeps the one τ."""
         return FixedThreshold(self.rung.threshold)
+
+    def dispatch(self, _: int, /) -> Dispatch:
+        """Make the server's queue."""
+        return ServerQueue()

@@ -2,6 +2,7 @@
 
 Ray's arithmetic is Ray's own code. Knative's follows its documentation, "About autoscaling" and
 "Configuring the autoscaler (KPA)": stable and panic window, panic threshold, rates of change.
+Requests wait as they do in each, see `mars_autoscale.simulation.dispatch`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ray.serve.config import AutoscalingConfig
 from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
+from mars_autoscale.simulation.dispatch import Activator, Dispatch, TwoChoices
 from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Target
 from mars_platform.cluster.ray_private import autoscaled
@@ -74,6 +76,10 @@ class RayDefault:
         self._num_replicas = number
         return Target(number)
 
+    def dispatch(self, seed: int, /) -> Dispatch:
+        """Make Ray Serve's routing."""
+        return TwoChoices(seed)
+
 
 @dataclass
 class Knative:
@@ -83,6 +89,8 @@ class Knative:
     """Concurrent requests per replica, with Knative's target utilisation already applied."""
     inner_loop: Callable[[], InnerLoopPolicy]
     """Makes the inner loop of a new replica."""
+    queue: Callable[[], Dispatch] = Activator
+    """Makes the queue before the replicas."""
     period_s: float = 2.0
     max_replicas: int = 16
     stable_window_s: float = 60.0
@@ -111,6 +119,10 @@ class Knative:
             return Target(stable)
         self._panic_replicas = max(self._panic_replicas, min(panic, self.max_replicas), stable)
         return Target(self._panic_replicas)
+
+    def dispatch(self, _: int, /) -> Dispatch:
+        """Make the queue before the replicas."""
+        return self.queue()
 
 
 @dataclass

@@ -10,6 +10,8 @@ from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
+from mars_autoscale.queueing.estimate import LateRule
+from mars_autoscale.queueing.grants import even_parts
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import InnerLoopPolicy, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
@@ -57,6 +59,7 @@ class Simulation:
         policy: Policy,
         *,
         objective_ttft_s: float = 1.0,
+        seed: int = 0,
     ) -> None:
         """Prepare a run.
 
@@ -67,6 +70,7 @@ class Simulation:
             policy: what steers them.
             objective_ttft_s: promised seconds to the first token; requests that would wait longer
                 are refused while the policy says that nothing is left to give.
+            seed: determines how requests are divided among replicas, where that is random.
         """
         self._trace = trace
         self._capacity = capacity
@@ -76,12 +80,12 @@ class Simulation:
         self._num_initial = settings.num_initial(trace, capacity)
         self._events = Events()
         self._end_s = trace[-1].arrival_s
+        self._dispatch = policy.dispatch(seed)
         self._replicas: list[Replica] = []
+        """Replicas that have not ended."""
         self._inner_loops: dict[int, InnerLoopPolicy] = {}
         self._stepping: set[int] = set()
         """Identities of the replicas that are in a step."""
-        self._homeless: deque[Served] = deque()
-        """Requests that arrived while no replica was ready."""
         self._window: deque[TraceRequest] = deque()
         """Requests that arrived within the rate window."""
         self._window_prompt_tokens = 0
@@ -99,9 +103,8 @@ class Simulation:
         self._events.at(0.0, self._look)
         self._events.at(self._trace[0].arrival_s, self._arrive)
         self._events.run()
-        for replica in self._replicas:
-            until = self._end_s if replica.ended_s is None else min(replica.ended_s, self._end_s)
-            self._result.replica_seconds += until - replica.started_s
+        for replica in [*self._replicas]:
+            self._end(replica)
         return self._result
 
     # Requests
@@ -115,40 +118,48 @@ class Simulation:
         self._result.served.append(served)
         self._window.append(request)
         self._window_prompt_tokens += request.prompt_tokens
-        self._route(served)
-
-    def _route(self, served: Served) -> None:
-        ready = self._ready()
-        if not ready:
-            self._homeless.append(served)
-            return
-        chosen = min(ready, key=lambda replica: replica.load)
-        if self._target.range.is_saturated and self._is_too_late(chosen, served):
+        if self._target.range.is_saturated and self._is_too_late(request.tier):
             served.is_rejected = True
             return
-        chosen.enqueue(served)
-        if id(chosen) not in self._stepping:
-            self._step(chosen)
+        self._dispatch.add(served, request.arrival_s + self._objective_ttft_s)
+        self._send()
 
-    def _is_too_late(self, replica: Replica, served: Served) -> bool:
+    def _is_too_late(self, tier: Tier) -> bool:
+        """Whether a new request of a tier would come too late by the slowest replica's rule."""
+        ready = self._ready()
+        if not ready:
+            return False
+        gain = min(each.decision.gain for each in ready)
         mean_prompt = self._window_prompt_tokens / max(len(self._window), 1)
-        each_s = self._capacity.busy_s(self._mean_output, mean_prompt, replica.decision.gain)
-        return replica.num_ahead(served.request.tier) * each_s > self._objective_ttft_s
+        each_s = self._capacity.busy_s(self._mean_output, mean_prompt, gain)
+        num_ahead = self._dispatch.num_ahead(tier) / len(ready)
+        return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
+
+    def _send(self) -> None:
+        """Send waiting requests to replicas, and let those begin that are not in a step."""
+        if not len(self._dispatch):
+            return
+        for replica in self._dispatch.send(self._ready()):
+            if id(replica) not in self._stepping:
+                self._step(replica)
 
     def _step(self, replica: Replica) -> None:
         seconds = replica.begin_step()
         if seconds is None:
             self._stepping.discard(id(replica))
             if replica.is_draining:
-                replica.ended_s = self._events.now_s
+                self._end(replica)
             return
         self._stepping.add(id(replica))
         self._events.at(self._events.now_s + seconds, lambda: self._finish_step(replica))
 
     def _finish_step(self, replica: Replica) -> None:
-        for served in replica.finish_step(self._events.now_s):
+        ended = replica.finish_step(self._events.now_s)
+        for served in ended:
             weight = _ENDED_WEIGHT if self._mean_output else 1.0
             self._mean_output += weight * (served.request.output_tokens - self._mean_output)
+        if ended:
+            self._send()
         self._step(replica)
 
     # Replicas
@@ -157,18 +168,24 @@ class Simulation:
         now = self._events.now_s
         inner_loop = self._policy.inner_loop()
         decision = inner_loop.update(Look(now, 0.0))
-        replica = Replica(self._capacity, decision, started_s=now, ready_s=now + cold_start_s)
+        replica = Replica(
+            self._capacity,
+            decision,
+            is_by_tier=self._dispatch.is_by_tier,
+            started_s=now,
+            ready_s=now + cold_start_s,
+        )
         self._replicas.append(replica)
         self._inner_loops[id(replica)] = inner_loop
-        self._events.at(replica.ready_s, self._route_homeless)
+        self._events.at(replica.ready_s, self._send)
 
-    def _route_homeless(self) -> None:
-        waiting, self._homeless = self._homeless, deque()
-        for served in waiting:
-            self._route(served)
+    def _end(self, replica: Replica) -> None:
+        self._replicas.remove(replica)
+        del self._inner_loops[id(replica)]
+        self._result.replica_seconds += min(self._events.now_s, self._end_s) - replica.started_s
 
     def _alive(self) -> list[Replica]:
-        return [each for each in self._replicas if each.ended_s is None and not each.is_draining]
+        return [each for each in self._replicas if not each.is_draining]
 
     def _ready(self) -> list[Replica]:
         now = self._events.now_s
@@ -191,17 +208,17 @@ class Simulation:
         for replica in [*reversed(starting), *running][: max(0, len(alive) - wanted)]:
             replica.is_draining = True
             if id(replica) not in self._stepping:
-                replica.ended_s = now
+                self._end(replica)
         self._sample(now)
         self._events.at(now + self._policy.period_s, self._decide)
 
     def _look(self) -> None:
         now = self._events.now_s
-        for replica in self._ready():
+        for replica, num_before in self._told():
             before = replica.decision.live
             look = Look(
                 now,
-                replica.load,
+                replica.load + num_before,
                 self._target.range,
                 prompt_share=replica.prompt_share,
                 flex_share=replica.share(Tier.FLEX),
@@ -214,27 +231,31 @@ class Simulation:
         if now < self._end_s or self._stepping:
             self._events.at(now + LOOK_PERIOD_S, self._look)
 
+    def _told(self) -> list[tuple[Replica, int]]:
+        """Return the ready replicas, each with its even part of what waits before them."""
+        ready = self._ready()
+        return list(zip(ready, even_parts(len(self._dispatch), len(ready)), strict=True))
+
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s
         while self._window and self._window[0].arrival_s < now - RATE_WINDOW_S:
             self._window_prompt_tokens -= self._window.popleft().prompt_tokens
         span = max(min(now, RATE_WINDOW_S), 1.0)
-        ready = self._ready()
         loads = [
             ReplicaLoad(
                 now,
                 each.num_running,
-                each.num_waiting,
+                each.num_waiting + num_before,
                 gain=each.decision.gain,
                 loss=each.decision.loss,
                 is_lowest=each.decision.is_lowest,
             )
-            for each in ready
+            for each, num_before in self._told()
         ]
         arrivals = Arrivals(
             len(self._window) / span, self._window_prompt_tokens / span, self._mean_output
         )
-        return Snapshot(now, loads, len(self._alive()) - len(ready), arrivals, now)
+        return Snapshot(now, loads, len(self._alive()) - len(loads), arrivals, now)
 
     def _sample(self, now: float) -> None:
         snapshot, ready = self._snapshot(), self._ready()
@@ -245,7 +266,7 @@ class Simulation:
                 time_s=now,
                 num_ready=len(ready),
                 num_starting=snapshot.num_starting,
-                num_waiting=sum(each.num_waiting for each in ready) + len(self._homeless),
+                num_waiting=sum(each.num_waiting for each in ready) + len(self._dispatch),
                 threshold=sum(thresholds) / max(len(ready), 1),
                 requests_per_s=snapshot.arrivals.requests_per_s,
             )

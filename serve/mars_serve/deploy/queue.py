@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mars_autoscale.queueing.estimate import StartPace
+from mars_autoscale.queueing.grants import even_parts
 from mars_autoscale.queueing.order import FairQueue, Ticket
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.router import Router
@@ -343,9 +344,9 @@ class RequestQueue:
         if not links:
             return
         num_waiting = len(self._queue)
-        parts = _shared(num_waiting, len(links))
-        arrived = _shared(self._unannounced, len(links))
-        tokens = _shared(self._unannounced_tokens, len(links))
+        parts = even_parts(num_waiting, len(links))
+        arrived = even_parts(self._unannounced, len(links))
+        tokens = even_parts(self._unannounced_tokens, len(links))
         self._unannounced = self._unannounced_tokens = 0
         for link, *mine in zip(links, parts, arrived, tokens, strict=True):
             self._tell_one(link, num_waiting, *mine)
@@ -368,8 +369,3 @@ class RequestQueue:
             link.note_demand(now)
         except EngineDied:
             del self._demand[link]
-
-
-def _shared(total: int, num: int) -> list[int]:
-    """Divide a number into equal parts, the first ones larger by one if need be."""
-    return [total // num + (index < total % num) for index in range(num)]

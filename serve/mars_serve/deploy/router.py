@@ -17,9 +17,6 @@ from mars_serve.engine.request import Request
 
 _MAX_PAGES = 128
 """Number of leading pages that are compared; prompts that share so many go to the same replica."""
-_TOKENS_PER_REQUEST = 512
-"""Tokens of prompts yet to be computed that delay a new request as much as one more request in the
-batch does."""
 
 
 class Engine(Protocol):
@@ -97,4 +94,4 @@ class Router:
 
 
 def _load(engine: Engine) -> float:
-    return load_of(engine.num_requests, engine.backlog_tokens, _TOKENS_PER_REQUEST)
+    return load_of(engine.num_requests, engine.backlog_tokens)

@@ -15,12 +15,12 @@ from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import LoadReport
+from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
-from mars_serve.engine.ipc.messages import LateRule
 from mars_serve.engine.outputs import EngineStatus
 from mars_serve.observability.request_load import RequestLoad
 

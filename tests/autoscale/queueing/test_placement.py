@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.queueing.placement import Placement, load_of
+from mars_autoscale.queueing.placement import TOKENS_PER_REQUEST, Placement, load_of
 
 PAGE = 4
 SHARED = list(range(100, 140))
@@ -122,12 +122,11 @@ def test_sessions_are_bounded_and_forgotten_with_their_replica():
     st.integers(0, 4),
 )
 def test_a_prompt_waits_behind_few_more_tokens_than_elsewhere(replicas, slack):
-    unit = 500
-    loads = {str(name): load_of(*each, unit) for name, each in enumerate(replicas)}
+    loads = {str(name): load_of(*each) for name, each in enumerate(replicas)}
     placement = Placement(slack)
     for name in loads:  # every replica holds the beginning, and the session was last on the last
         placement.prefixes.record(keys_of(SHARED), name)
         placement.choose([], {name: 0.0}, "user")
     chosen = replicas[int(placement.choose(keys_of(SHARED), loads, "user"))]
     least = replicas[int(min(loads, key=loads.__getitem__))]
-    assert chosen[1] <= least[1] + (slack + least[0] - chosen[0]) * unit + 1e-6
+    assert chosen[1] <= least[1] + (slack + least[0] - chosen[0]) * TOKENS_PER_REQUEST + 1e-6

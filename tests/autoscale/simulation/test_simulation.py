@@ -7,6 +7,7 @@ from ladders import CAPACITY as FAST
 from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.simulation.dispatch import ServerQueue
 from mars_autoscale.simulation.figures import figures_of
 from mars_autoscale.simulation.policies import StaticReplicas, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
@@ -39,6 +40,9 @@ class Script:
 
     def inner_loop(self):
         return self
+
+    def dispatch(self, seed, /):
+        return ServerQueue()
 
     def update(self, look, /):
         return self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
@@ -122,13 +126,16 @@ def test_mode_exact_does_not_replace_a_lower_threshold():
 
 
 def test_tier_flex_is_refused_first():
-    """By hand: outputs of 3 tokens take .33 s each, and three may be ahead of a waiting one."""
-    after = [*[DEFAULT] * 3, FLEX, FLEX, FLEX, DEFAULT, DEFAULT, DEFAULT, PRIORITY]
+    """By hand: outputs of 3 tokens take .33 s each, and three may be ahead of a waiting one.
+
+    The first two are at the replica, one of them in its reserve.
+    """
+    after = [*[DEFAULT] * 4, FLEX, FLEX, FLEX, DEFAULT, DEFAULT, DEFAULT, PRIORITY]
     trace = [TraceRequest(0.0, 0, 3)]  # the mean output is known after it
     trace += [TraceRequest(1.0 + 0.001 * i, 0, 3, tier) for i, tier in enumerate(after)]
     served = simulate(trace, policy=Script((1.0,), is_saturated=True)).served
     refused = [i for i, each in enumerate(served) if each.is_rejected]
-    assert refused == [6, 9], "behind 2 of tier default and 2 of flex; behind 4 of tier default"
+    assert refused == [7, 10], "behind 2 of tier default and 2 of flex; behind 4 of tier default"
     assert all(served[i].ttft_s == np.inf for i in refused)
     assert not any(each.is_rejected for each in simulate(trace).served), "more may be given"
 
@@ -157,6 +164,9 @@ class Steps:
 
     def inner_loop(self):
         return StaticReplicas(1, AR).inner_loop()
+
+    def dispatch(self, seed, /):
+        return ServerQueue()
 
 
 def simulate_steps(seconds, numbers):

@@ -14,12 +14,13 @@ import pytest
 from clusters.local_replicas import LocalReplica, ReplicaHandle
 from decoding.engine_requests import make_request
 from decoding.failing_engines import ControlledEngine, SlowEngine
+from mars_autoscale.queueing.estimate import LateRule
+from mars_autoscale.queueing.grants import reserve_of
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.deploy.queue import _SPARE_SHARE, RequestQueue, Turn
 from mars_serve.engine.ipc.loop import DeadlineMissed, EngineLoop, QueueFull, QueueTimeout
-from mars_serve.engine.ipc.messages import LateRule
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_telemetry import RequestTelemetry
@@ -130,7 +131,7 @@ async def assert_all_is_back(backend: ReplicaBackend, *replicas: LocalReplica) -
         await soon(lambda status=status: not status().num_requests)
         assert status().num_free_pages == status().num_pages
     sizes = [each.loop.engine.settings.max_num_seqs for each in replicas]
-    room = sum(size + max(1, size // 8) for size in sizes)
+    room = sum(size + reserve_of(size) for size in sizes)
     await soon(lambda: sum(link.credit.num_free for link in links_of(backend)) == room)
     assert (len(queue), queue._reserved, queue._held.total()) == (0, {}, 0)
 

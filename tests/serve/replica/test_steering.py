@@ -15,6 +15,7 @@ from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
+from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
@@ -23,7 +24,7 @@ from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.ipc import loop as engine_loop
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
-from mars_serve.engine.ipc.messages import LateRule, LoadUpdate, Ready, SetLateRule, StepReport
+from mars_serve.engine.ipc.messages import LoadUpdate, Ready, SetLateRule, StepReport
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_load import RequestLoad

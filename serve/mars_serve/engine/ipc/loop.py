@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import Credit
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
@@ -22,7 +23,6 @@ from mars_serve.engine.ipc.messages import (
     Condition,
     Demand,
     Grant,
-    LateRule,
     LoadUpdate,
     NotLoaded,
     Order,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.ipc.listener import Address
@@ -34,20 +35,6 @@ class SetLive:
     """An order to change the live decoding from the next step on."""
 
     live: LiveDecoding
-
-
-@dataclass(frozen=True)
-class LateRule:
-    """Tells which requests would come too late."""
-
-    each_s: float
-    """Seconds that each waiting request takes on average."""
-    objective_s: float
-    """Seconds after which a request comes too late."""
-
-    def late_s(self, num_ahead: float) -> float:
-        """Return by how many seconds a request behind some others would come too late, or 0."""
-        return max(0.0, num_ahead * self.each_s - self.objective_s)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
-from mars_autoscale.queueing.grants import Grants
+from mars_autoscale.queueing.grants import Grants, reserve_of
 from mars_platform.errors import UserError
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
@@ -41,9 +41,6 @@ _BEAT_S = 1.0
 """Seconds between two signs of life while there is nothing to run."""
 _UPDATE_S = 0.1
 """Least seconds between two reports on all requests while steps run."""
-
-_RESERVE_SHARE = 8
-"""A request waits in the engine for every so many that run, to be there when one of them ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +98,8 @@ class EngineWorker:
         self._engine = engine
         engine.on_launch = self._launching
         sizes = engine.settings
-        reserve = max(1, sizes.max_num_seqs // _RESERVE_SHARE)
-        self._connections = Connections(channel, Grants(sizes.max_num_seqs, reserve))
+        grants = Grants(sizes.max_num_seqs, reserve_of(sizes.max_num_seqs))
+        self._connections = Connections(channel, grants)
         self._observer = observer
         self._on_closed = on_closed
         self._basis = basis

@@ -1,0 +1,163 @@
+"""Queues before the simulated replicas, which bind each request to a replica.
+
+A policy brings the queue of the system that it runs on: marsray's, Ray Serve's or Knative's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+from mars_autoscale.queueing.grants import reserve_of
+from mars_autoscale.queueing.order import FairQueue
+from mars_autoscale.queueing.placement import load_of
+from mars_autoscale.simulation.cluster import Replica, Served
+from mars_platform.tier import Tier
+
+
+class Dispatch(Protocol):
+    """Holds requests that wait before the replicas, and binds them to replicas."""
+
+    is_by_tier: bool
+    """Whether a replica serves higher tiers first; otherwise it serves in order of arrival."""
+
+    def __len__(self) -> int:
+        """Return the number of requests that are not bound to a replica yet."""
+
+    def num_ahead(self, tier: Tier, /) -> int:
+        """Return the number of those that go before a new request of a tier."""
+
+    def add(self, served: Served, deadline_s: float, /) -> None:
+        """Take in a request that is to begin by a time."""
+
+    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+        """Send the requests that may go now to replicas that are ready; return these replicas."""
+
+
+class ServerQueue:
+    """The server's own queue with one ingress.
+
+    Credits take no time to travel here, so a replica's credits are its free room. Traces name no
+    keys, so there is one; and a request's cost is known from the start.
+    """
+
+    is_by_tier = True
+
+    def __init__(self) -> None:
+        self._queue = FairQueue[Served]()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def num_ahead(self, tier: Tier, /) -> int:
+        """Return the number of waiting requests of a tier and of those above it."""
+        return self._queue.num_of_tiers(tier)
+
+    def add(self, served: Served, deadline_s: float, /) -> None:
+        """Let a request wait in the order of `FairQueue`."""
+        request = served.request
+        cost = request.prompt_tokens + request.output_tokens
+        self._queue.add(served, tier=request.tier, key="", cost=cost, deadline_s=deadline_s)
+
+    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+        """Send requests in order, each to the least loaded replica with a credit."""
+        free = [each for each in ready if _has_credit(each)] if self._queue else []
+        sent = list[Replica]()
+        while free and self._queue:
+            ticket = self._queue.pop()
+            self._queue.settle(ticket, ticket.cost)
+            chosen = min(free, key=lambda each: load_of(each.load, each.backlog_tokens))
+            chosen.enqueue(ticket.item)
+            sent.append(chosen)
+            if not _has_credit(chosen):
+                free.remove(chosen)
+        return sent
+
+
+def _has_credit(replica: Replica) -> bool:
+    most = replica.capacity.max_num_seqs
+    return replica.load < most + reserve_of(most)
+
+
+class _ArrivalOrder:
+    """Requests of all tiers in order of arrival."""
+
+    is_by_tier = False
+
+    def __init__(self) -> None:
+        self._waiting = deque[Served]()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def num_ahead(self, _: Tier, /) -> int:
+        """Return the number of all requests that wait."""
+        return len(self._waiting)
+
+    def add(self, served: Served, _: float, /) -> None:
+        """Let a request wait behind all others, whatever its deadline."""
+        self._waiting.append(served)
+
+
+class TwoChoices(_ArrivalOrder):
+    """Ray Serve's routing with the limits of Ray Serve LLM.
+
+    Ray Serve's ``PowerOfTwoChoicesRequestRouter`` looks at two random replicas and binds a request
+    to the one with fewer requests. It would hold requests back once replicas have
+    ``max_ongoing_requests``, but Ray Serve LLM sets this to a billion, so requests wait inside the
+    engines. Both are as in Ray 2.60: ``ray.serve._private.request_router.pow_2_router`` and
+    ``ray.llm._internal.serve.constants``.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Start empty; ``seed`` determines which replicas are looked at."""
+        super().__init__()
+        self._random = Random(seed)
+
+    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+        """Bind all requests at once."""
+        sent = list[Replica]()
+        while ready and self._waiting:
+            candidates = self._random.sample(ready, min(2, len(ready)))
+            chosen = min(candidates, key=lambda each: each.load)
+            chosen.enqueue(self._waiting.popleft())
+            sent.append(chosen)
+        return sent
+
+
+class Activator(_ArrivalOrder):
+    """Knative's activator, which holds back what replicas cannot run at once.
+
+    Knative's documentation ("Load balancing", "Configuring concurrency") and
+    ``pkg/activator/net/lb_policy.go`` of knative/serving say: with a ``containerConcurrency``, a
+    replica never has more requests than that, the others wait in the activator, and above a
+    ``containerConcurrency`` of 3 replicas with room take turns. Here it is the number of requests
+    that a replica runs, which is what the targets of `Knative` are a share of. Knative takes the
+    activator out of the way while room for a burst is left; here it always stays, as with a
+    ``target-burst-capacity`` of -1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0
+        """Index of the replica whose turn is next."""
+
+    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+        """Send requests in order of arrival while replicas have room."""
+        sent = list[Replica]()
+        while self._waiting and (chosen := self._take_turn(ready)) is not None:
+            chosen.enqueue(self._waiting.popleft())
+            sent.append(chosen)
+        return sent
+
+    def _take_turn(self, ready: Sequence[Replica]) -> Replica | None:
+        """Return the next replica with room, if any has room, and end its turn."""
+        start = self._next if self._next < len(ready) else 0
+        for offset in range(len(ready)):
+            index = (start + offset) % len(ready)
+            if ready[index].load < ready[index].capacity.max_num_seqs:
+                self._next = index + 1
+                return ready[index]
+        return None

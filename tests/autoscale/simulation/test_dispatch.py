@@ -1,0 +1,198 @@
+"""Checks of the queues before simulated replicas: the server's, Ray Serve's and Knative's."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.policy.decision import ThresholdRange
+from mars_autoscale.policy.inner_loop import Look
+from mars_autoscale.queueing.grants import reserve_of
+from mars_autoscale.simulation.cluster import Replica, Served
+from mars_autoscale.simulation.dispatch import Activator, ServerQueue, TwoChoices
+from mars_autoscale.simulation.policies import FixedThreshold, Target
+from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.run import Simulation
+from mars_autoscale.traces.files import TraceRequest
+from mars_platform.tier import Tier
+
+AR = Rung(1.0, 1.0, 0.0)
+CAPACITY = Capacity(linear_step_time(0.05, 40), (AR,), 4, 1000.0)
+RESERVE = reserve_of(CAPACITY.max_num_seqs)
+LONGEST_STEP_S = CAPACITY.step_time.at(CAPACITY.max_num_seqs)
+COLD_START_S = 5.0
+KINDS = {
+    "server": lambda _: ServerQueue(),
+    "ray": TwoChoices,
+    "knative": lambda _: Activator(),
+}
+
+
+@dataclass
+class Scaled:
+    """Orders some replicas from each time on, and records what it is told."""
+
+    kind: str
+    numbers: dict[float, int]
+    is_saturated: bool = False
+    period_s: float = 1.0
+    told: dict[float, list[tuple[float, float]]] = field(default_factory=dict)
+    """Running and waiting requests of each replica, by time."""
+
+    def decide(self, snapshot, /):
+        loads = [(each.num_running, each.num_waiting) for each in snapshot.replicas]
+        self.told[snapshot.now_s] = loads
+        number = self.numbers[max(time for time in self.numbers if time <= snapshot.now_s)]
+        return Target(number, ThresholdRange(is_saturated=self.is_saturated))
+
+    def inner_loop(self):
+        return FixedThreshold(1.0)
+
+    def dispatch(self, seed, /):
+        return KINDS[self.kind](seed)
+
+
+def simulate(trace, kind, numbers, seed=0, **options):
+    """Run a trace; returns the result and the policy."""
+    policy = Scaled(kind, numbers, **options)
+    limits = ReplicaSettings(max=8, initial=numbers[0.0], cold_start_s=COLD_START_S)
+    return Simulation(trace, CAPACITY, limits, policy, seed=seed).run(), policy
+
+
+def random_trace(seed, *, num=400, length_s=40.0):
+    """Return requests of all tiers, without prompts, that come in bursts."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.sort(np.round(rng.uniform(0, length_s, num) ** 2 / length_s, 1))
+    outputs = rng.integers(1, 30, num)
+    tiers = rng.choice(list(Tier), num)
+    return [
+        TraceRequest(float(at), 0, int(output), Tier(tier))
+        for at, output, tier in zip(arrivals, outputs, tiers, strict=True)
+    ]
+
+
+def backlog(num):
+    """Return long requests that come at once, and a last one that keeps decisions going."""
+    return [*(TraceRequest(0.001 * i, 0, 100) for i in range(num)), TraceRequest(40.0, 0, 1)]
+
+
+def first_tokens(result, since_s):
+    """Return the times of first tokens after a time, in order."""
+    times = [each.first_token_s for each in result.served]
+    return sorted(time for time in times if time > since_s)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_runs_exactly_once(kind, seed, monkeypatch):
+    sent = Counter()
+    enqueue = Replica.enqueue
+
+    def counted(replica, served):
+        assert not replica.is_draining
+        sent[id(served)] += 1
+        enqueue(replica, served)
+
+    monkeypatch.setattr(Replica, "enqueue", counted)
+    trace = random_trace(seed)
+    result, _ = simulate(trace, kind, {0.0: 2, 8.0: 4, 20.0: 1, 28.0: 3}, seed)
+    assert [each.request for each in result.served] == trace
+    assert sent == {id(each): 1 for each in result.served}
+    assert all(0 < each.ttft_s < np.inf for each in result.served)
+
+
+@pytest.mark.parametrize("kind", ["server", "knative"])
+def test_a_new_replica_takes_over_what_waits(kind):
+    """The first replica's batch would not have room for them: see what Ray Serve does."""
+    ready_s = 2.0 + COLD_START_S
+    result, _ = simulate(backlog(20), kind, {0.0: 1, 2.0: 2})
+    begun = first_tokens(result, ready_s)[: CAPACITY.max_num_seqs]
+    assert begun == pytest.approx([ready_s + LONGEST_STEP_S] * CAPACITY.max_num_seqs)
+
+
+def test_ray_serve_lets_a_new_replica_idle_beside_a_backlog():
+    result, policy = simulate(backlog(20), "ray", {0.0: 1, 2.0: 2})
+    assert policy.told[10.0] == [(4, 12), (0, 0)], "four have ended"
+    alone, _ = simulate(backlog(20), "ray", {0.0: 1})
+    assert [each.ttft_s for each in alone.served[:20]] == [
+        each.ttft_s for each in result.served[:20]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_replica_has_room_while_requests_wait(seed):
+    """Only the queue before the replicas holds more than one replica's slots and reserve."""
+    trace, numbers = random_trace(seed), {0.0: 2, 8.0: 4, 20.0: 2}
+    for kind, most in (("server", 4 + RESERVE), ("knative", 4)):
+        policy = simulate(trace, kind, numbers)[1]
+        for loads in policy.told.values():
+            running = [num for num, _ in loads]
+            waiting = [num for _, num in loads]
+            assert max(waiting) - min(waiting) <= 1 + RESERVE, "even parts of the queue"
+            if sum(waiting) > (most - 4) * len(loads):  # more than reserves hold
+                assert min(running) == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiers_are_strict_across_replicas(seed):
+    """A request of a higher tier may only be passed over in the reserve of another replica."""
+    result, _ = simulate(random_trace(seed), "server", {0.0: 3})
+    assert most_passed_over(result.served) <= (3 - 1) * RESERVE
+    for kind in ("ray", "knative"):
+        assert most_passed_over(simulate(random_trace(seed), kind, {0.0: 3})[0].served) > 10
+
+
+def most_passed_over(served):
+    """Return how many requests of higher tiers wait at most while another begins."""
+
+    def num_passed_over(other):
+        begin_s = other.first_token_s - LONGEST_STEP_S  # or later
+        return sum(
+            each.request.tier.rank > other.request.tier.rank
+            and each.request.arrival_s < begin_s
+            and each.first_token_s > other.first_token_s + LONGEST_STEP_S
+            for each in served
+        )
+
+    return max(num_passed_over(other) for other in served)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
+    """By hand: a request takes a full batch 20 / 4 steps of .055 s, and may wait for 1 s."""
+    trace = [TraceRequest(0.0, 0, 20)]  # the mean output is known after it
+    trace += [TraceRequest(5.0 + 0.001 * i, 0, 20) for i in range(60)]
+    result, _ = simulate(trace, "server", {0.0: num_replicas}, is_saturated=True)
+    num_waiting = int(num_replicas * 1.0 / (5 * 0.055)) + 1
+    num_kept = sum(not each.is_rejected for each in result.served[1:])
+    assert num_kept == num_replicas * (CAPACITY.max_num_seqs + RESERVE) + num_waiting
+
+
+def test_rivals_serve_in_order_of_arrival():
+    trace = [TraceRequest(0.001 * i, 0, 2, tier) for i, tier in enumerate([*Tier] * 5)]
+    for kind in ("ray", "knative"):
+        times = [each.first_token_s for each in simulate(trace, kind, {0.0: 1})[0].served]
+        assert times == sorted(times)
+
+
+def test_the_seed_determines_ray_serves_choices():
+    trace = random_trace(0)
+    runs = [simulate(trace, "ray", {0.0: 5}, seed)[0].served for seed in (0, 0, 1)]
+    same, again, other = ([each.ttft_s for each in served] for served in runs)
+    assert same == again
+    assert same != other
+
+
+def test_knatives_replicas_take_turns():
+    decision = FixedThreshold(1.0).update(Look(0.0, 0.0))
+    replicas = [
+        Replica(CAPACITY, decision, is_by_tier=False, started_s=0.0, ready_s=0.0) for _ in range(3)
+    ]
+    dispatch, turns = Activator(), list[int]()
+    for request in backlog(12):
+        dispatch.add(Served(request), 1.0)
+        turns += [replicas.index(each) for each in dispatch.send(replicas)]
+    assert turns == [0, 1, 2] * CAPACITY.max_num_seqs
+    assert len(dispatch) == 1, "no replica has room"
