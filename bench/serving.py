@@ -1,227 +1,282 @@
-"""Measures served latency and throughput beside ``transformers serve``, with aiperf.
+"""Measures served decoding beside vLLM for CPUs, ``transformers serve`` and the bare engine.
 
-    python -m bench.serving MODEL --data eval.jsonl --aiperf .venv-clients/bin/aiperf \\
-        --transformers OTHER_VENV/bin/transformers --out serving.json
+    python -m bench.serving MODEL --dtype bfloat16 --vllm VENV/bin/vllm \\
+        --transformers VENV/bin/transformers --out serving.json
 
-A round starts each server alone, measures it at every concurrency and ends it. The next round does
-the same in another order, and the table shows medians over the rounds. All servers stream the same
-chats, greedily, with the same limit of tokens. aiperf counts the tokens with the model's tokenizer,
-because one event may hold several; the time to the first token is that of the first event with
-text. ``transformers`` needs an environment of its own with ``transformers[serving]``. Set
-OMP_NUM_THREADS=1 where the load shares the server's cores: more threads wait for each other.
+A round starts each server alone, measures it with each number of clients and ends it. The next
+round does the same in another order, and the table shows medians over the rounds. All servers get
+the same prompts by ``/v1/completions`` and stream greedily. With ``--draws`` marsray's engines draw
+how many tokens a pass accepts (`bench.draws`), for weights that are random. vLLM and transformers
+need an environment of their own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+import random
 import statistics
 import subprocess
-import tempfile
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
+import psutil
 import typer
+from bench.bare_engine import Level
 from bench.servers import SERVE, running
 from rich.console import Console
 from rich.table import Table
 
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cluster.processes import free_port
 
-_NAME = "mars"
-_WARM_UP_REQUESTS = 8
-_METRICS = {
-    "ttft_ms": ("time_to_first_token", "p50"),
-    "inter_token_ms": ("inter_token_latency", "p50"),
-    "latency_ms": ("request_latency", "p50"),
-    "tokens_per_s": ("output_token_throughput", "avg"),
-    "output_tokens": ("output_sequence_length", "avg"),
-    "num_requests": ("request_count", "avg"),
-}
-"""Each figure's name here, its name in aiperf, and the statistic over a run's requests."""
+_ROOT = Path(__file__).parent.parent
+_DRAWING = {"PYTHONPATH": f"{_ROOT / 'bench' / 'drawing_engines'}:{_ROOT}"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
+_ENGINE = "mars_serve.replica.engine_main"
 _MODES: dict[str, dict[str, Any]] = {
-    "marsray ar": {"mode": "ar"},
-    "marsray threshold .95": {"mode": "threshold", "confidence_threshold": 0.95},
-    "marsray exact": {"mode": "exact"},
+    "ar": {"mode": "ar"},
+    "threshold": {"mode": "threshold", "confidence_threshold": 0.95},
+    "exact": {"mode": "exact"},
 }
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A model as requests name it, with the fields that choose how it decodes."""
-
-    name: str
-    model: str
-    """Model that requests name."""
-    extra: dict[str, Any]
-    """Fields that its requests have beside the common ones."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server's command line, and the contenders that it serves."""
+    """A server's command line, and the requests that it gets."""
 
+    name: str
     command: list[str]
-    ready_url: str
-    address: str
-    contenders: list[Contender]
+    ready_path: str
+    model: str
+    """Model that requests name."""
+    modes: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    """Further fields of requests, by the mode that they choose."""
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load that aiperf sends in every run."""
+    """The requests of a run."""
 
-    aiperf: Path
-    tokenizer: Path
-    prompts: Path
-    num_requests: int
+    prompts: list[str]
     max_tokens: int
 
-    def run(self, server: Server, contender: Contender, concurrency: int) -> dict[str, float]:
-        """Send the load once and return the run's figures by name.
+    async def run(self, address: str, fields: dict[str, Any], level: Level) -> dict[str, float]:
+        """Send requests to a server, and as many before as there are clients, to warm it up.
 
         Raises:
-            RuntimeError: aiperf or one of its requests failed.
+            RuntimeError: a request failed.
         """
-        extra = {"temperature": 0, "max_tokens": self.max_tokens, **contender.extra}
-        with tempfile.TemporaryDirectory() as folder:
-            command = [str(self.aiperf), "profile", "--model", contender.model]
-            command += ["--url", server.address, "--endpoint-type", "chat", "--streaming"]
-            command += ["--input-file", str(self.prompts), "--custom-dataset-type", "single_turn"]
-            command += ["--tokenizer", str(self.tokenizer), "--extra-inputs", json.dumps(extra)]
-            command += ["--concurrency", str(concurrency), "--ui", "none"]
-            command += ["--request-count", str(self.num_requests)]
-            command += ["--warmup-request-count", str(max(_WARM_UP_REQUESTS, concurrency))]
-            command += ["--output-artifact-dir", folder, "--no-gpu-telemetry"]
-            command += ["--no-server-metrics"]
-            result = subprocess.run(  # noqa: S603 - the caller's own program, no shell
-                command, capture_output=True, text=True, env={**os.environ, "DO_NOT_TRACK": "1"}
-            )
-            if result.returncode:
-                raise RuntimeError(f"aiperf failed: {(result.stdout + result.stderr)[-2000:]}")
-            found = json.loads((Path(folder) / "profile_export_aiperf.json").read_text())
-        if found.get("error_request_count", {"avg": 0})["avg"]:
-            raise RuntimeError(f"{contender.name}: requests failed: {found['error_summary']}")
-        return {name: found[theirs][statistic] for name, (theirs, statistic) in _METRICS.items()}
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=1200)
+        async with aiohttp.ClientSession(address, connector=connector, timeout=timeout) as session:
+            await self._send(session, fields, level.num_clients, level.num_clients)
+            begin, cpu_s = time.perf_counter(), time.process_time()
+            sent = await self._send(session, fields, level.num_clients, level.num_requests)
+            seconds = time.perf_counter() - begin
+        num_tokens = sum(each.num_tokens for each in sent)
+        return {
+            "tokens_per_s": num_tokens / seconds,
+            "first_token_ms": 1e3 * statistics.median(each.first_s for each in sent),
+            "client_cpu_share": (time.process_time() - cpu_s) / seconds,
+            "output_tokens": num_tokens / len(sent),
+        }
+
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        fields: dict[str, Any],
+        num_clients: int,
+        num_requests: int,
+    ) -> list[_Answer]:
+        waiting, answers = iter(range(num_requests)), list[_Answer]()
+
+        async def client() -> None:
+            for index in waiting:  # shared: each client takes the next one
+                body = {"prompt": self.prompts[index % len(self.prompts)], **fields}
+                answers.append(await _complete(session, body | {"max_tokens": self.max_tokens}))
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return answers
 
 
-def _servers(model: Path, transformers: Path | None, port: int | None) -> list[Server]:
-    port = port or free_port()
-    address = f"http://127.0.0.1:{port}"
-    servers = []
-    for suffix, options in (("", []), (", compiled", ["--set", "models.0.engine.compile=true"])):
-        contenders = [Contender(name + suffix, _NAME, extra) for name, extra in _MODES.items()]
-        command = [*SERVE, "--port", str(port), "--model", f"{_NAME}={model}", *options]
-        servers.append(Server(command, f"{address}/ready", address, contenders))
-    if transformers is None:
-        return servers
-    for name, options in (
-        ("transformers serve", []),
-        ("transformers serve, continuous batching", ["--continuous-batching"]),
-    ):
-        command = [str(transformers), "serve", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--device", "cpu", "--dtype", "float32", *options, str(model)]
-        contender = Contender(name, str(model), {})
-        servers.append(Server(command, f"{address}/health", address, [contender]))
+@dataclass(frozen=True)
+class _Answer:
+    first_s: float
+    num_tokens: int
+
+
+async def _complete(session: aiohttp.ClientSession, body: dict[str, Any]) -> _Answer:
+    body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    begin, first_s, num_tokens = time.perf_counter(), 0.0, 0
+    async with session.post("/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {await response.text()}")
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("choices"):
+                first_s = first_s or time.perf_counter() - begin
+            if event.get("usage"):
+                num_tokens = event["usage"]["completion_tokens"]
+    return _Answer(first_s, num_tokens)
+
+
+class _CpuTime:
+    """CPU time of a server's processes, without its engine's and from the start of the block."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = psutil.Process(process.pid)
+
+    def __enter__(self) -> _CpuTime:
+        self._before = self._by_process()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = self._by_process()
+        self.seconds = sum(spent - self._before.get(pid, 0.0) for pid, spent in after.items())
+
+    def _by_process(self) -> dict[int, float]:
+        spent = {}
+        for each in [self._process, *self._process.children(recursive=True)]:
+            try:
+                if _ENGINE not in each.cmdline():
+                    times = each.cpu_times()
+                    spent[each.pid] = times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        return spent
+
+
+def _servers(
+    model: Path, dtype: str, vllm: Path | None, transformers: Path | None, *, draws: bool
+) -> list[Server]:
+    ours = [*SERVE, "--model", f"mars={model}", "--set", f"models.0.dtype={dtype}"]
+    servers = [
+        Server("marsray", ours, "/ready", "mars", _MODES, _DRAWING if draws else {}),
+    ]
+    theirs = [str(model), "--dtype", dtype, "--host", "127.0.0.1"]
+    if vllm is not None:
+        command = [str(vllm), "serve", *theirs, "--max-model-len", "2048"]
+        servers.append(Server("vLLM", command, "/health", str(model), environment=_OFFLINE))
+    if transformers is not None:
+        command = [str(transformers), "serve", *theirs, "--device", "cpu"]
+        served = Server("transformers", command, "/health", str(model), environment=_OFFLINE)
+        servers.append(served)
     return servers
 
 
-@contextmanager
-def _prompts(data: Path, count: int) -> Iterator[Path]:
-    """Write the first questions of a file as aiperf reads them; yields the new file."""
-    lines = data.read_text(encoding="utf-8").splitlines()[:count]
-    texts = [json.loads(line)["messages"][0]["content"] for line in lines]
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
-        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        file.flush()
-        yield Path(file.name)
-
-
-def _measure(
-    servers: list[Server], load: Load, rounds: int, concurrencies: list[int], log: Path
+def _measure_server(
+    server: Server, load: Load, levels: list[Level], log: Path
 ) -> list[dict[str, Any]]:
-    console, runs = Console(stderr=True), []
-    for number in range(rounds):
-        start = number % len(servers)
-        for server in servers[start:] + servers[:start]:
-            with running(server.command, server.ready_url, log):
-                for concurrency in concurrencies:
-                    for contender in server.contenders:
-                        figures = load.run(server, contender, concurrency)
-                        run = {"round": number, "concurrency": concurrency, **figures}
-                        runs.append({"contender": contender.name, **run})
-                        console.print(f"round {number + 1}/{rounds}: {runs[-1]}")
+    port, runs = free_port(), []
+    address = f"http://127.0.0.1:{port}"
+    command = [*server.command, "--port", str(port)]
+    with running(command, f"{address}{server.ready_path}", log, server.environment) as process:
+        for mode, fields in server.modes.items():
+            for level in levels:
+                with _CpuTime(process) as cpu:
+                    sending = load.run(address, {"model": server.model, **fields}, level)
+                    figures = asyncio.run(sending)
+                num_sent = level.num_clients + level.num_requests
+                figures["other_cpu_ms_per_request"] = 1e3 * cpu.seconds / num_sent
+                name = f"{server.name} {mode}".strip()
+                runs.append({"name": name, "clients": level.num_clients, **figures})
     return runs
 
 
-def _medians(runs: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, float]]:
+def _measure_bare(
+    model: Path, dtype: str, levels: list[Level], max_tokens: int, num_threads: int, *, draws: bool
+) -> list[dict[str, Any]]:
+    """Measure the engine in a process of its own."""
+    command = [sys.executable, "-m", "bench.bare_engine", str(model), "--dtype", dtype]
+    command += [f"--max-tokens={max_tokens}", f"--threads={num_threads}", *["--draws"] * draws]
+    for level in levels:
+        command.append(f"--level={level.num_clients}:{level.num_requests}")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _prompts(model: Path, num_tokens: int, count: int) -> list[str]:
+    """Return texts of about so many tokens, each of which begins otherwise."""
+    tokenizer = read_checkpoint(model).tokenizer
+    source = random.Random(1)
+    size = min(len(tokenizer), 10_000)
+    return [
+        tokenizer.decode([source.randrange(size // 2, size) for _ in range(num_tokens)])
+        for _ in range(count)
+    ]
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, float]]:
     groups = defaultdict(list)
     for run in runs:
-        groups[run["concurrency"], run["contender"]].append(run)
+        groups[run["name"], run["clients"]].append(run)
     return {
-        key: {name: statistics.median(run[name] for run in group) for name in _METRICS}
-        for key, group in sorted(groups.items(), key=lambda item: item[0][0])
+        key: {
+            name: statistics.median(run[name] for run in group)
+            for name, value in group[0].items()
+            if isinstance(value, float)
+        }
+        for key, group in groups.items()
     }
 
 
-def _table(medians: dict[tuple[int, str], dict[str, float]], title: str) -> Table:
-    columns = ("concurrency", "server", "first token, ms", "between tokens, ms", "request, ms")
-    table = Table(*columns, "tokens/s", "tokens a request", title=title)
-    previous = None
-    for (concurrency, name), row in medians.items():
-        if previous not in (None, concurrency):
-            table.add_section()
-        previous = concurrency
-        table.add_row(
-            str(concurrency),
-            name,
-            f"{row['ttft_ms']:.1f}",
-            f"{row['inter_token_ms']:.2f}",
-            f"{row['latency_ms']:.1f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['output_tokens']:.1f}",
-        )
+def _table(medians: dict[tuple[str, int], dict[str, float]], levels: list[Level]) -> Table:
+    """Draw tokens/s and, behind the stroke, milliseconds to the first token."""
+    table = Table("", *(f"{level.num_clients} clients" for level in levels))
+    for name in dict.fromkeys(name for name, _ in medians):
+        cells = []
+        for level in levels:
+            row = medians.get((name, level.num_clients), {})
+            first = f" / {row['first_token_ms']:.0f}" if "first_token_ms" in row else ""
+            cells.append(f"{row['tokens_per_s']:,.1f}{first}" if row else "")
+        table.add_row(name, *cells)
     return table
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
-    data: Annotated[Path, typer.Option(help="Conversations, JSONL; their first turns are sent.")],
-    aiperf: Annotated[Path, typer.Option(help="Program.")] = Path(".venv-clients/bin/aiperf"),
+    model: Annotated[Path, typer.Argument(help="MARS checkpoint directory.")],
+    dtype: Annotated[str, typer.Option(help="Number type of the weights.")] = "bfloat16",
+    vllm: Annotated[Path | None, typer.Option(help="Program; without it, left out.")] = None,
     transformers: Annotated[
-        Path | None, typer.Option(help="Program; without it, only marsray is measured.")
+        Path | None, typer.Option(help="Program; without it, left out.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 5,
-    concurrency: Annotated[
-        list[int] | None, typer.Option(help="Concurrent requests; may be repeated; 1, 4 and 16.")
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 3,
+    level: Annotated[
+        list[Level] | None,
+        typer.Option(parser=Level.parse, help="CLIENTS:REQUESTS of a run; may be repeated."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in each run.")] = 96,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="About so many in a prompt.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 64,
-    port: Annotated[int | None, typer.Option(help="Port of the servers; a free one.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the bare engine.")] = 2,
+    draws: Annotated[bool, typer.Option(help="Draw the accepted lengths.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for every run.")] = None,
     log: Annotated[Path, typer.Option(help="File for the servers' output.")] = Path("serving.log"),
 ) -> None:
-    """Print latency and throughput of each server at each concurrency."""
-    levels = concurrency or [1, 4, 16]
-    servers = _servers(model.resolve(), transformers, port)
-    with _prompts(data, requests) as prompts:
-        load = Load(aiperf, model.resolve(), prompts, requests, max_tokens)
-        runs = _measure(servers, load, rounds, levels, log)
-    medians = _medians(runs)
-    if out is not None:
-        rows = [
-            {"concurrency": level, "contender": name, **row}
-            for (level, name), row in medians.items()
-        ]
-        told = {key: str(value) for key, value in asdict(load).items()}
-        content = {"load": told, "rounds": rounds, "medians": rows, "runs": runs}
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    title = f"{requests} streamed chats a run, at most {max_tokens} tokens, medians of {rounds}"
-    Console().print(_table(medians, title))
+    """Print tokens/s and the time to the first token of each server with each number of clients."""
+    levels = level or [Level(1, 8), Level(4, 16), Level(16, 64), Level(32, 96)]
+    model, console, runs = model.resolve(), Console(stderr=True), list[dict[str, Any]]()
+    prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
+    load = Load(prompts, max_tokens)
+    servers = _servers(model, dtype, vllm, transformers, draws=draws)
+    for number in range(rounds):
+        found = _measure_bare(model, dtype, levels, max_tokens, threads, draws=draws)
+        turn = number % len(servers)
+        for server in servers[turn:] + servers[:turn]:
+            found += _measure_server(server, load, levels, log)
+        runs += [{"round": number, **run} for run in found]
+        console.print(f"round {number + 1} of {rounds}", _table(_medians(found), levels))
+        if out is not None:
+            out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    Console().print(_table(_medians(runs), levels))
 
 
 if __name__ == "__main__":

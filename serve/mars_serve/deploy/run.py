@@ -14,6 +14,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.metadata import read_metadata_of
 from mars_platform.cluster.ray_private import local_cluster_has_failed
+from mars_platform.cluster.scheduling import children_wait_for_cores
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
@@ -55,6 +56,7 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
     stages.end("command")
     with (
         proxy_environment(settings) as environment,
+        children_wait_for_cores(),
         ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),
     ):
         from mars_serve.deploy.start import deploy, end

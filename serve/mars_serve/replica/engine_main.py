@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
@@ -39,6 +40,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles a terminal's Ctrl-C
     sys.setswitchinterval(_SWITCH_S)
+    preempt_others()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     (start,) = channel.receive()
     assert isinstance(start, EngineStart)

@@ -1,0 +1,13 @@
+"""Lets the engines of a server draw how many tokens each pass accepts, see `bench.draws`.
+
+Python imports this module at its start where this directory is in ``PYTHONPATH``.
+"""
+
+import sys
+
+if "mars_serve.replica.engine_main" in sys.orig_argv:
+    from bench.draws import DrawingEngine
+
+    from mars_serve.replica import loading
+
+    loading.Engine = DrawingEngine  # type: ignore[misc]
