@@ -15,7 +15,7 @@ from bench.autoscaling.live import OBJECTIVE_TTFT_S, Bench, Contender, Request, 
 
 from mars_autoscale.model.frontier import Frontier
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
-from mars_autoscale.simulation.joint import Joint
+from mars_autoscale.simulation.policies import Joint
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation, SimulationResult
 from mars_autoscale.traces.files import TraceRequest

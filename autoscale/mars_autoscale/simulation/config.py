@@ -13,10 +13,10 @@ from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import Activator, Dispatch, ServerQueue
-from mars_autoscale.simulation.joint import Joint
 from mars_autoscale.simulation.policies import (
     FixedThreshold,
     InnerLoopPolicy,
+    Joint,
     Policy,
     StaticReplicas,
 )

@@ -1,14 +1,16 @@
-"""The interface by which policies steer a simulated cluster, and the simplest policies."""
+"""The interface by which policies steer a simulated cluster, the joint policy, and the simplest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from mars_autoscale.model.capacity import Rung
-from mars_autoscale.policy.decision import AT_TARGET, ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
+from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.policy.decide import decide
+from mars_autoscale.policy.decision import AT_TARGET, OuterState, ThresholdRange
+from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
+from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import Dispatch, ServerQueue
 from mars_platform.method.live import LiveDecoding
 
@@ -45,6 +47,34 @@ class Policy(Protocol):
 
     def dispatch(self, seed: int, /) -> Dispatch:
         """Make the queue before the replicas, which is random by the seed if at all."""
+
+
+@dataclass
+class Joint:
+    """The real server's policy: carries sudden load by a lower τ, and lasting load by replicas."""
+
+    capacity: Capacity
+    outer: OuterSettings
+    inner: InnerSettings
+    state: OuterState = field(default_factory=OuterState)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two decisions of the outer loop."""
+        return self.outer.period_s
+
+    def decide(self, snapshot: Snapshot, /) -> Target:
+        """Take a decision."""
+        decision, self.state = decide(snapshot, self.state, self.capacity, self.outer)
+        return Target(decision.num_replicas, decision.range)
+
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make the inner loop of a new replica."""
+        return InnerLoop(self.capacity, self.inner)
+
+    def dispatch(self, _: int, /) -> Dispatch:
+        """Make the server's queue."""
+        return ServerQueue()
 
 
 @dataclass

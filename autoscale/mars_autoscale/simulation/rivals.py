@@ -19,8 +19,7 @@ from mars_autoscale.model.capacity import Rung
 from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.simulation.dispatch import Activator, Dispatch, TwoChoices
-from mars_autoscale.simulation.joint import Joint
-from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Target
+from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Joint, Target
 from mars_platform.cluster.ray_private import autoscaled
 from mars_platform.method.live import LiveDecoding
 

@@ -342,19 +342,6 @@ async def test_what_waits_for_a_replica_that_dies_runs_once_elsewhere(start, ing
     await assert_all_is_back(backend, sound)
 
 
-async def test_requests_that_find_an_engine_gone_are_sent_elsewhere_once(start, ingress) -> None:
-    """The event loop does not learn of the engine's end before they try it."""
-    dying, sound = start("a", max_num_seqs=2), start("b", max_num_seqs=2)
-    backend = await ingress(dying, sound)
-    engine_of(dying).fails_between_steps = True
-    dying.loop.stop()
-    sent = [request(f"{index}") for index in range(20)]
-    await asyncio.gather(*(spawn(backend, each) for each in sent))
-    assert max(each.num_moves for each in sent) == 1
-    assert len(ids_at(sound)) == 20
-    await assert_all_is_back(backend, sound)
-
-
 # Refusals
 
 
