@@ -157,6 +157,10 @@ class Replica:
         """Requests without a row."""
         return len(self._waiting)
 
+    def num_waiting_from(self, tier: Tier) -> int:
+        """Return the number of waiting requests of a tier and of those above it."""
+        return sum(lane.num_waiting for each, lane in self._lanes.items() if each.rank >= tier.rank)
+
     @property
     def load(self) -> int:
         """Requests that run or wait."""

@@ -11,7 +11,7 @@ from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
 from mars_autoscale.queueing.estimate import LateRule
-from mars_autoscale.queueing.grants import even_parts
+from mars_autoscale.queueing.grants import even_parts, reserve_of
 from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import InnerLoopPolicy, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
@@ -132,7 +132,9 @@ class Simulation:
         gain = min(each.decision.gain for each in ready)
         mean_prompt = self._window_prompt_tokens / max(len(self._window), 1)
         each_s = self._capacity.busy_s(self._mean_output, mean_prompt, gain)
-        num_ahead = self._dispatch.num_ahead(tier) / len(ready)
+        reserve = reserve_of(self._capacity.max_num_seqs)
+        num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
+        num_ahead = (self._dispatch.num_ahead(tier) + num_sent) / len(ready)
         return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
 
     def _send(self) -> None:

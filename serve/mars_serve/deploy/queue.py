@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mars_autoscale.queueing.estimate import StartPace
-from mars_autoscale.queueing.grants import even_parts
+from mars_autoscale.queueing.grants import even_parts, reserve_of
 from mars_autoscale.queueing.order import FairQueue, Ticket
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.router import Router
@@ -95,6 +95,7 @@ class RequestQueue:
         objective = model.autoscaling.objective_ttft_s if model.autoscaling else _OBJECTIVE_S
         self._objective_s = objective
         self._most_replicas = model.most_replicas
+        self._reserve = reserve_of(model.engine.max_num_seqs)
         self._queue = FairQueue[_Waiting]()
         self._pace = StartPace(clock)
         self._mean_output = float(_FIRST_OUTPUT_TOKENS)
@@ -269,17 +270,19 @@ class RequestQueue:
             DeadlineMissed: the request sets a deadline that cannot be met.
             QueueFull: it would miss the model's objective.
         """
-        usable = self._engines.usable()
+        usable, tier = self._engines.usable(), request.options.tier
         rules = [link.late_rule for link in usable.values()]
         if request.deadline_s is not None:
-            _, tokens_ahead = self._queue.ahead(request.options.tier, request.key, deadline_s)
+            _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s)
             wait_s = self._pace.wait_s(tokens_ahead)
             speedup = max(self._most_replicas / max(len(usable), 1), 1.0)
             if self._pace.is_hopeless(tokens_ahead, deadline_s, has_credit=False, speedup=speedup):
                 reason = f"the request would wait about {wait_s:.1f} s"
                 raise DeadlineMissed(reason, wait_s)
         if rules and all(rules):
-            num_ahead = self._queue.num_of_tiers(request.options.tier) / len(rules)
+            # of those that wait in engines, these alone do not begin at the next step
+            num_sent = sum(min(link.num_waiting(tier), self._reserve) for link in usable.values())
+            num_ahead = (self._queue.num_of_tiers(tier) + num_sent) / len(rules)
             late_s = max(rule.late_s(num_ahead) for rule in rules if rule)
             if late_s > 0:
                 raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)

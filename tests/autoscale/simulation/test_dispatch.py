@@ -167,7 +167,7 @@ def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
     result, _ = simulate(trace, "server", {0.0: num_replicas}, is_saturated=True)
     num_waiting = int(num_replicas * 1.0 / (5 * 0.055)) + 1
     num_kept = sum(not each.is_rejected for each in result.served[1:])
-    assert num_kept == num_replicas * (CAPACITY.max_num_seqs + RESERVE) + num_waiting
+    assert num_kept == num_replicas * CAPACITY.max_num_seqs + num_waiting
 
 
 def test_rivals_serve_in_order_of_arrival():

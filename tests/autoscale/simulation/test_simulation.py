@@ -128,14 +128,14 @@ def test_mode_exact_does_not_replace_a_lower_threshold():
 def test_tier_flex_is_refused_first():
     """By hand: outputs of 3 tokens take .33 s each, and three may be ahead of a waiting one.
 
-    The first two are at the replica, one of them in its reserve.
+    The first two are at the replica; the second waits there and counts.
     """
     after = [*[DEFAULT] * 4, FLEX, FLEX, FLEX, DEFAULT, DEFAULT, DEFAULT, PRIORITY]
     trace = [TraceRequest(0.0, 0, 3)]  # the mean output is known after it
     trace += [TraceRequest(1.0 + 0.001 * i, 0, 3, tier) for i, tier in enumerate(after)]
     served = simulate(trace, policy=Script((1.0,), is_saturated=True)).served
     refused = [i for i, each in enumerate(served) if each.is_rejected]
-    assert refused == [7, 10], "behind 2 of tier default and 2 of flex; behind 4 of tier default"
+    assert refused == [6, 7, 9, 10], "four are ahead, and of those of tier default no flex"
     assert all(served[i].ttft_s == np.inf for i in refused)
     assert not any(each.is_rejected for each in simulate(trace).served), "more may be given"
 

@@ -14,6 +14,7 @@ from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import Credit
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
+from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import (
@@ -203,6 +204,13 @@ class EngineLoop:
         """
         self.condition = condition
         self._send(Tell(condition))
+
+    def num_waiting(self, tier: Tier) -> int:
+        """Return the requests sent from here, of a tier or above, that no step has held yet."""
+        return sum(
+            stream.waits and stream.request.options.tier.rank >= tier.rank
+            for stream in self._streams.values()
+        )
 
     @property
     def is_overdue(self) -> bool:
