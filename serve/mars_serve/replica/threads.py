@@ -13,7 +13,7 @@ from mars_serve.replica.engine_process import Threads
 _STEP_TOKENS = 16
 """Positions of the timed steps, those of a batch of moderate size."""
 _REPEATS, _ROUNDS = 5, 3
-_CLEARLY_FASTER = 1.2
+_CLEARLY_FASTER = 1.1
 """Speed at which more threads pay, as a multiple of that with fewer: the further ones run on a core
 that HTTP needs as well, and all threads of a step wait for the slowest."""
 
