@@ -64,7 +64,7 @@ class Connection:
     sent: dict[Job, Ticket[Job]] = field(default_factory=dict)
     """Requests that the replica has, as far as the ingress knows."""
     begun: set[Job] = field(default_factory=set)
-    """Those that are known to have begun."""
+    """Requests of the ingress that are known to have begun."""
     num_received: int = 0
     limit: int = 0
     """Limit that the replica has told last."""
