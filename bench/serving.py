@@ -1,6 +1,6 @@
 """Measures served decoding beside vLLM for CPUs, ``transformers serve`` and the bare engine.
 
-    python -m bench.serving MODEL --dtype bfloat16 --vllm VENV/bin/vllm \\
+    python -m bench.serving --dtype bfloat16 --vllm VENV/bin/vllm \\
         --transformers VENV/bin/transformers --out serving.json
 
 A round starts each server alone, measures it with each number of clients and ends it. The next
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -32,9 +34,20 @@ from bench.servers import SERVE, running
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.directory import (
+    add_mask_token,
+    load_model,
+    read_checkpoint,
+    save_checkpoint,
+)
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.cluster.processes import free_port
+from mars_serve.bench.decode.models import PRESETS
+from mars_train.recipe import ScratchModel
+from mars_train.run.scratch import create_model
 
+_SIZES = ("vocab_size", "max_position_embeddings")
+_BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048
 _ROOT = Path(__file__).parent.parent
 _DRAWING = {"PYTHONPATH": f"{_ROOT / 'bench' / 'drawing_engines'}:{_ROOT}"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
@@ -44,6 +57,25 @@ _MODES: dict[str, dict[str, Any]] = {
     "threshold": {"mode": "threshold", "confidence_threshold": 0.95},
     "exact": {"mode": "exact"},
 }
+
+
+def make_checkpoint(path: Path) -> None:
+    """Write a MARS checkpoint of about 100 million random weights to ``path / "mars"``.
+
+    Its tokenizer is trained on made-up words.
+    """
+    source = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(source.choices(letters, k=source.randint(3, 9))) for _ in range(_NUM_WORDS)]
+    texts = [" ".join(words[start : start + 20]) for start in range(0, _NUM_WORDS, 20)]
+    config = {key: value for key, value in PRESETS["qwen2-100m"].items() if key not in _SIZES}
+    scratch = ScratchModel(config=config, vocabulary_size=_VOCABULARY)
+    plain = path / "plain"
+    create_model(scratch, texts, max_length=_MAX_LENGTH // 2, path=plain, seed=0)
+    model, tokenizer = load_model(plain), read_checkpoint(plain).tokenizer
+    mask, _ = add_mask_token(model, tokenizer)
+    metadata = MarsMetadata(block_size=_BLOCK_SIZE, mask_token_id=mask)
+    save_checkpoint(path / "mars", model, tokenizer, metadata)
 
 
 @dataclass(frozen=True)
@@ -156,9 +188,17 @@ class _CpuTime:
 
 
 def _servers(
-    model: Path, dtype: str, vllm: Path | None, transformers: Path | None, *, draws: bool
+    model: Path,
+    dtype: str,
+    vllm: Path | None,
+    transformers: Path | None,
+    num_threads: int | None,
+    *,
+    draws: bool,
 ) -> list[Server]:
     ours = [*SERVE, "--model", f"mars={model}", "--set", f"models.0.dtype={dtype}"]
+    if num_threads is not None:
+        ours += ["--set", f"models.0.num_threads={num_threads}"]
     servers = [
         Server("marsray", ours, "/ready", "mars", _MODES, _DRAWING if draws else {}),
     ]
@@ -243,7 +283,9 @@ def _table(medians: dict[tuple[str, int], dict[str, float]], levels: list[Level]
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="MARS checkpoint directory.")],
+    model: Annotated[
+        Path | None, typer.Argument(help="MARS checkpoint; by default 100M random weights.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Number type of the weights.")] = "bfloat16",
     vllm: Annotated[Path | None, typer.Option(help="Program; without it, left out.")] = None,
     transformers: Annotated[
@@ -256,26 +298,39 @@ def main(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="About so many in a prompt.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the bare engine.")] = 2,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPU threads of marsray's engines; by default all cores bare, and "
+            "as many as it chooses served.",
+        ),
+    ] = None,
     draws: Annotated[bool, typer.Option(help="Draw the accepted lengths.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for every run.")] = None,
     log: Annotated[Path, typer.Option(help="File for the servers' output.")] = Path("serving.log"),
 ) -> None:
     """Print tokens/s and the time to the first token of each server with each number of clients."""
     levels = level or [Level(1, 8), Level(4, 16), Level(16, 64), Level(32, 96)]
-    model, console, runs = model.resolve(), Console(stderr=True), list[dict[str, Any]]()
-    prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
-    load = Load(prompts, max_tokens)
-    servers = _servers(model, dtype, vllm, transformers, draws=draws)
-    for number in range(rounds):
-        found = _measure_bare(model, dtype, levels, max_tokens, threads, draws=draws)
-        turn = number % len(servers)
-        for server in servers[turn:] + servers[:turn]:
-            found += _measure_server(server, load, levels, log)
-        runs += [{"round": number, **run} for run in found]
-        console.print(f"round {number + 1} of {rounds}", _table(_medians(found), levels))
-        if out is not None:
-            out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    console, runs = Console(stderr=True), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        if model is None:
+            make_checkpoint(Path(folder))
+            model = Path(folder) / "mars"
+        model = model.resolve()
+        prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
+        load = Load(prompts, max_tokens)
+        servers = _servers(model, dtype, vllm, transformers, threads, draws=draws)
+        for number in range(rounds):
+            num_bare = threads or os.cpu_count() or 1
+            found = _measure_bare(model, dtype, levels, max_tokens, num_bare, draws=draws)
+            turn = number % len(servers)
+            for server in servers[turn:] + servers[:turn]:
+                found += _measure_server(server, load, levels, log)
+            runs += [{"round": number, **run} for run in found]
+            console.print(f"round {number + 1} of {rounds}", _table(_medians(found), levels))
+            if out is not None:
+                out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     Console().print(_table(_medians(runs), levels))
 
 

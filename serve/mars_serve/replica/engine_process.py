@@ -29,8 +29,8 @@ class Threads:
 
     num: int
     """Threads to use."""
-    num_if_faster: int
-    """Threads to use instead if steps are then clearly faster."""
+    num_if_slow: int
+    """Threads to use instead if steps are long."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chooses an engine's number of CPU threads by timing its steps. Imports no Ray or HTTP library."""
+"""Chooses an engine's number of CPU threads by a step's time. Imports no Ray or HTTP library."""
 
 from __future__ import annotations
 
@@ -13,42 +13,39 @@ from mars_serve.replica.engine_process import Threads
 _STEP_TOKENS = 16
 """Positions of the timed steps, those of a batch of moderate size."""
 _REPEATS, _ROUNDS = 5, 3
-_CLEARLY_FASTER = 1.1
-"""Speed at which more threads pay, as a multiple of that with fewer: the further ones run on a core
-that HTTP needs as well, and all threads of a step wait for the slowest."""
+_WORTH_S = 0.0075
+"""Seconds of a step that further threads must save at best. The last of them runs on the core that
+HTTP needs for about 5 ms for as many tokens, and all threads of a step wait for the slowest."""
 
 _log = logging.getLogger(__name__)
 
 
 def set_threads(engine: Engine, threads: Threads) -> None:
     """Set torch's number of threads to the better one for an engine that has no requests."""
-    if engine.overlaps or threads.num_if_faster == threads.num:
-        torch.set_num_threads(threads.num)
-        return
-    chosen = better_threads(lambda: engine.measure_prefill(_STEP_TOKENS, _REPEATS), threads)
-    torch.set_num_threads(chosen)
+    torch.set_num_threads(threads.num)
+    if not engine.overlaps and threads.num_if_slow > threads.num:
+        chosen = better_threads(lambda: engine.measure_prefill(_STEP_TOKENS, _REPEATS), threads)
+        torch.set_num_threads(chosen)
 
 
 def better_threads(measure: Callable[[], float], threads: Threads) -> int:
     """Return the better number of threads.
 
+    Steps are timed with the smaller number alone: one with every core would be slowed down by the
+    processes that start at the same time, and hide what it gains.
+
     Args:
         measure: returns the present speed in tokens per second.
-        threads: the two numbers.
+        threads: the two numbers; the smaller one is set.
     """
-    both = (threads.num, threads.num_if_faster)
-    best = dict.fromkeys(both, 0.0)
-    for _ in range(_ROUNDS):  # in turn, as the machine's speed drifts
-        for num in both:
-            torch.set_num_threads(num)
-            best[num] = max(best[num], measure())
-    gain = best[threads.num_if_faster] / best[threads.num]
-    chosen = threads.num_if_faster if gain >= _CLEARLY_FASTER else threads.num
+    step_s = _STEP_TOKENS / max(measure() for _ in range(_ROUNDS))
+    saved_s = step_s * (1 - threads.num / threads.num_if_slow)
+    chosen = threads.num_if_slow if saved_s >= _WORTH_S else threads.num
     _log.info(
-        "%d threads: steps with %d are %.2f times as fast as with %d",
+        "%d threads: a step of %d positions takes %.1f ms with %d",
         chosen,
-        threads.num_if_faster,
-        gain,
+        _STEP_TOKENS,
+        step_s * 1e3,
         threads.num,
     )
     return chosen

@@ -18,16 +18,24 @@ def threads_kept() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("gain", "expected"), [(0.6, 3), (1.05, 3), (1.15, 4)])
-def test_more_threads_are_used_if_steps_are_clearly_faster(gain: float, expected: int) -> None:
-    speeds = {3: 100.0, 4: 100.0 * gain}
-    chosen = better_threads(lambda: speeds[torch.get_num_threads()], Threads(3, 4))
-    assert chosen == expected
+@pytest.mark.parametrize(
+    ("step_s", "threads", "expected"),
+    [
+        (0.014, Threads(1, 2), 1),
+        (0.016, Threads(1, 2), 2),
+        (0.016, Threads(15, 16), 15),
+        (0.130, Threads(15, 16), 16),
+    ],
+)
+def test_more_threads_are_used_if_they_can_save_much_of_a_step(
+    step_s: float, threads: Threads, expected: int
+) -> None:
+    assert better_threads(lambda: 16 / step_s, threads) == expected
 
 
 def test_a_disturbed_measurement_does_not_decide() -> None:
-    speeds = iter([100, 60, 20, 150, 90, 70])  # with 3 and 4 threads in turn
-    assert better_threads(lambda: next(speeds), Threads(3, 4)) == 4
+    speeds = iter([500, 2000, 300])  # tokens per second; the second is a step of 8 ms
+    assert better_threads(lambda: next(speeds), Threads(1, 2)) == 1
 
 
 @pytest.mark.parametrize(

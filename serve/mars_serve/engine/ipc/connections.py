@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from mars_autoscale.queueing.grants import Grants
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import Beat, Condition, Demand, Grant, SetLateRule
-from mars_serve.engine.outputs import StepOutput
+
+_ItemT = TypeVar("_ItemT")
 
 _BEAT_S = 2.0
 """Seconds between two signs of life; an `EngineLoop` may miss a few of them before it takes the
@@ -104,22 +106,15 @@ class Connections:
             self._is_short_of_pages = is_short_of_pages
             self._tell_limits()
 
-    def by_sender(self, outputs: Iterable[StepOutput]) -> dict[Connection, list[StepOutput]]:
-        """Return the outputs by the connection that their requests came over."""
-        found = defaultdict[Connection, list[StepOutput]](list)
-        for output in outputs:
-            connection = self._of_request.get(output.request_id)
+    def by_sender(
+        self, items: Iterable[_ItemT], id_of: Callable[[_ItemT], str]
+    ) -> dict[Connection, list[_ItemT]]:
+        """Return items by the connection that their requests came over; ``id_of`` names these."""
+        found = defaultdict[Connection, list[_ItemT]](list)
+        for item in items:
+            connection = self._of_request.get(id_of(item))
             if connection is not None:
-                found[connection].append(output)
-        return found
-
-    def senders(self, request_ids: Iterable[str]) -> dict[Connection, list[str]]:
-        """Return the ids of requests by the connection that they came over."""
-        found = defaultdict[Connection, list[str]](list)
-        for request_id in request_ids:
-            connection = self._of_request.get(request_id)
-            if connection is not None:
-                found[connection].append(request_id)
+                found[connection].append(item)
         return found
 
     def send(self, connection: Connection, message: object) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -43,6 +44,7 @@ _UPDATE_S = 0.1
 """Least seconds between two reports on all requests while steps run."""
 
 _log = logging.getLogger(__name__)
+_request_of = attrgetter("request_id")
 
 
 class Observer(Protocol):
@@ -170,7 +172,7 @@ class EngineWorker:
     def _launching(self, rows: Sequence[ScheduledRow]) -> None:
         """Say what the step is about to run, as nothing can be said if it never returns."""
         begun = [row.request.id for row in rows if row.request.queue_s is None]
-        for connection, names in self._connections.senders(begun).items():
+        for connection, names in self._connections.by_sender(begun, str).items():
             self._connections.send(connection, Begun(names))
         status = self._engine.status()
         self._is_short_of_pages = bool(
@@ -225,7 +227,7 @@ class EngineWorker:
 
     def _report(self, outputs: list[StepOutput]) -> None:
         now_s = time.monotonic()
-        reports = self._connections.by_sender(self._due(outputs))
+        reports = self._connections.by_sender(self._due(outputs), _request_of)
         for output in outputs:
             request = self._running.get(output.request_id)
             if request is not None:
@@ -371,7 +373,7 @@ class EngineWorker:
 
     def _refuse(self, request: Request, reason: FinishReason, error: str) -> None:
         output = StepOutput(request.id, [], reason, error=error)
-        reports = self._connections.by_sender([output])
+        reports = self._connections.by_sender([output], _request_of)
         self._connections.ended(request.id)
         with suppress(ChannelClosed):
             for connection, outputs in reports.items():
