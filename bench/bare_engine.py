@@ -22,7 +22,6 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
 _PROMPT_TOKENS = 32
-_MODES = (Mode.AR, Mode.THRESHOLD, Mode.EXACT)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Decoding:
 def main(
     model: Annotated[Path, typer.Argument(help="MARS checkpoint directory.")],
     level: Annotated[list[Level], typer.Option(parser=Level.parse, help="CLIENTS:REQUESTS.")],
+    mode: Annotated[list[Mode], typer.Option(help="Decoding mode; may be repeated.")],
     dtype: Annotated[str, typer.Option(help="Number type of the weights.")] = "bfloat16",
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
@@ -90,11 +90,11 @@ def main(
     engine = kind(checkpoint, sizes, dtype=getattr(torch, dtype))
     engine.warm_up()
     decoding = Decoding(engine, max_tokens, checkpoint.config.vocab_size)
-    for mode in _MODES:
+    for name in mode:
         for each in level:
-            decoding.run(mode, Level(each.num_clients, each.num_clients))  # warms up
-            figures = decoding.run(mode, each)
-            print(json.dumps({"name": f"bare {mode}", "clients": each.num_clients, **figures}))
+            decoding.run(name, Level(each.num_clients, each.num_clients))  # warms up
+            figures = decoding.run(name, each)
+            print(json.dumps({"name": f"bare {name}", "clients": each.num_clients, **figures}))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.cluster.processes import free_port
+from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.models import PRESETS
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
@@ -52,11 +53,7 @@ _ROOT = Path(__file__).parent.parent
 _DRAWING = {"PYTHONPATH": f"{_ROOT / 'bench' / 'drawing_engines'}:{_ROOT}"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
 _ENGINE = "mars_serve.replica.engine_main"
-_MODES: dict[str, dict[str, Any]] = {
-    "ar": {"mode": "ar"},
-    "threshold": {"mode": "threshold", "confidence_threshold": 0.95},
-    "exact": {"mode": "exact"},
-}
+_MODES = [Mode.AR, Mode.THRESHOLD, Mode.EXACT]
 
 
 def make_checkpoint(path: Path) -> None:
@@ -194,14 +191,17 @@ def _servers(
     transformers: Path | None,
     num_threads: int | None,
     *,
+    modes: list[Mode],
     draws: bool,
 ) -> list[Server]:
     ours = [*SERVE, "--model", f"mars={model}", "--set", f"models.0.dtype={dtype}"]
     if num_threads is not None:
         ours += ["--set", f"models.0.num_threads={num_threads}"]
-    servers = [
-        Server("marsray", ours, "/ready", "mars", _MODES, _DRAWING if draws else {}),
-    ]
+    fields = {str(mode): {"mode": str(mode)} for mode in modes}
+    if Mode.THRESHOLD in modes:
+        fields[Mode.THRESHOLD] |= {"confidence_threshold": 0.95}
+    environment = _DRAWING if draws else {}
+    servers = [Server("marsray", ours, "/ready", "mars", fields, environment)]
     theirs = [str(model), "--dtype", dtype, "--host", "127.0.0.1"]
     if vllm is not None:
         command = [str(vllm), "serve", *theirs, "--max-model-len", "2048"]
@@ -233,11 +233,19 @@ def _measure_server(
 
 
 def _measure_bare(
-    model: Path, dtype: str, levels: list[Level], max_tokens: int, num_threads: int, *, draws: bool
+    model: Path,
+    dtype: str,
+    levels: list[Level],
+    max_tokens: int,
+    num_threads: int,
+    *,
+    modes: list[Mode],
+    draws: bool,
 ) -> list[dict[str, Any]]:
     """Measure the engine in a process of its own."""
     command = [sys.executable, "-m", "bench.bare_engine", str(model), "--dtype", dtype]
     command += [f"--max-tokens={max_tokens}", f"--threads={num_threads}", *["--draws"] * draws]
+    command += [f"--mode={mode}" for mode in modes]
     for level in levels:
         command.append(f"--level={level.num_clients}:{level.num_requests}")
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
@@ -306,12 +314,16 @@ def main(
             "as many as it chooses served.",
         ),
     ] = None,
+    mode: Annotated[
+        list[Mode] | None, typer.Option(help="Decoding mode; by default all of them.")
+    ] = None,
     draws: Annotated[bool, typer.Option(help="Draw the accepted lengths.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for every run.")] = None,
     log: Annotated[Path, typer.Option(help="File for the servers' output.")] = Path("serving.log"),
 ) -> None:
     """Print tokens/s and the time to the first token of each server with each number of clients."""
     levels = level or [Level(1, 8), Level(4, 16), Level(16, 64), Level(32, 96)]
+    modes = mode or _MODES
     console, runs = Console(stderr=True), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
@@ -320,10 +332,12 @@ def main(
         model = model.resolve()
         prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
         load = Load(prompts, max_tokens)
-        servers = _servers(model, dtype, vllm, transformers, threads, draws=draws)
+        servers = _servers(model, dtype, vllm, transformers, threads, modes=modes, draws=draws)
         for number in range(rounds):
             num_bare = threads or os.cpu_count() or 1
-            found = _measure_bare(model, dtype, levels, max_tokens, num_bare, draws=draws)
+            found = _measure_bare(
+                model, dtype, levels, max_tokens, num_bare, modes=modes, draws=draws
+            )
             turn = number % len(servers)
             for server in servers[turn:] + servers[:turn]:
                 found += _measure_server(server, load, levels, log)
