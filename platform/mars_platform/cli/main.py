@@ -16,12 +16,6 @@ from rich.console import Console
 from mars_platform import __version__
 from mars_platform.errors import Stopped, UserError
 
-_SPIN_COUNT = "20000"
-"""Turns that an idle CPU thread of OpenMP spins before it sleeps.
-
-Waking a thread costs more than an operation of a small model. With the default of 300,000 turns, a
-step can take ten times as long while other processes compete for its cores (both measured).
-"""
 _INTERRUPTED, _TERMINATED = 130, 143  # the shell's statuses for SIGINT and SIGTERM
 
 
@@ -67,8 +61,6 @@ def main() -> None:
     """Entry point of the ``marsray`` script."""
     if not sys.stderr.isatty():  # progress bars belong on terminals only
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # OpenMP reads this variable when it is loaded, in this process and in Ray's workers.
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     sys.exit(run(sys.argv[1:]))
 
 

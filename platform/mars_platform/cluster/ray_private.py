@@ -132,8 +132,13 @@ def busy_node_variables() -> dict[str, str]:
 
     Relies on internal settings. ``ray.init`` waits 30 s for a node's processes, and all workers get
     the niceness 15, so that two busy programs leave a server or a training a tenth of their speed.
+    A node reports its resources ten times a second, which takes 1% of a core.
     """
-    return {"RAY_gcs_server_port_wait_time_s": "120", "RAY_worker_niceness": "0"}
+    return {
+        "RAY_gcs_server_port_wait_time_s": "120",
+        "RAY_worker_niceness": "0",
+        "RAY_raylet_report_resources_period_milliseconds": "1000",
+    }
 
 
 def _patient_proxy_variables() -> dict[str, str]:
@@ -166,6 +171,15 @@ def _replacement_variables() -> dict[str, str]:
     return {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
 
 
+def _idle_variables() -> dict[str, str]:
+    """Return the variable that makes Serve's controller look after deployments less often.
+
+    Relies on an internal setting, .1 s by default, with which an idle controller takes 4% of a
+    core. All threads of an engine's step wait for the one that it interrupts.
+    """
+    return {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
+
+
 def python_proxy_variables(*, guard: str) -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through Serve's Python proxies.
 
@@ -179,6 +193,7 @@ def python_proxy_variables(*, guard: str) -> dict[str, str]:
         **_patient_proxy_variables(),
         **_guard_variables(guard),
         **_replacement_variables(),
+        **_idle_variables(),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     }
@@ -212,6 +227,7 @@ def haproxy_variables(
         **_patient_proxy_variables(),
         **_guard_variables(guard),
         **_replacement_variables(),
+        **_idle_variables(),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),

@@ -50,11 +50,13 @@ def main() -> None:
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
-    set_threads(engine, start.threads)
+    num_threads = set_threads(engine, start.threads)
     advise_bfloat16(engine)
     engine.grammars.isolate()  # clients write them
     times = warm_up(start.settings, engine)
     basis = autoscaling_basis(start.settings, engine, times)
+    if num_threads > start.threads.num:
+        engine.adapt_threads(times, start.threads.num, num_threads)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
     pulse = Pulse(int(sys.argv[2]))
     EngineWorker(

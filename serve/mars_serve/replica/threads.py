@@ -20,12 +20,18 @@ HTTP needs for about 5 ms for as many tokens, and all threads of a step wait for
 _log = logging.getLogger(__name__)
 
 
-def set_threads(engine: Engine, threads: Threads) -> None:
-    """Set torch's number of threads to the better one for an engine that has no requests."""
+def set_threads(engine: Engine, threads: Threads) -> int:
+    """Set torch's number of threads to the better one for an engine that has no requests.
+
+    Returns:
+        The number that is set.
+    """
     torch.set_num_threads(threads.num)
-    if not engine.overlaps and threads.num_if_slow > threads.num:
-        chosen = better_threads(lambda: engine.measure_prefill(_STEP_TOKENS, _REPEATS), threads)
-        torch.set_num_threads(chosen)
+    if engine.overlaps or threads.num_if_slow == threads.num:
+        return threads.num
+    chosen = better_threads(lambda: engine.measure_prefill(_STEP_TOKENS, _REPEATS), threads)
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 def better_threads(measure: Callable[[], float], threads: Threads) -> int:
