@@ -144,9 +144,7 @@ class Engine:
         """Outputs of requests whose time in the queue ended at the start of the current step."""
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
-        self._threads: ThreadChoice | None = None
-        self._times: StepTimes | None = None
-        """Expected times of steps, if the number of threads is chosen by them."""
+        self._thread_choice: ThreadChoice | None = None
         self._num_failures = 0
         self._launched_at = 0.0
         self._finished_at: float | None = None
@@ -221,7 +219,7 @@ class Engine:
             many: the larger number.
         """
         if not self.settings.compile:  # compiled code holds its number of threads
-            self._threads, self._times = ThreadChoice(few, many), times
+            self._thread_choice = ThreadChoice(times, few, many)
 
     def measure_step_times(
         self,
@@ -414,9 +412,8 @@ class Engine:
         if self._chooser is not None and self._finished_at is not None and is_usable:
             self._chooser.observe_step(positions, cached_tokens, now - self._finished_at)
         self._finished_at = now
-        if self._threads is not None and self._times is not None:
-            expected_s = self._times.at(positions, cached_tokens)
-            self._threads.observe((now - self._launched_at) / expected_s)
+        if self._thread_choice is not None:
+            self._thread_choice.observe(positions, cached_tokens, now - self._launched_at)
 
     def _results(self, step: Step) -> list[Accepted | Exception]:
         """Wait for each row's result or error.

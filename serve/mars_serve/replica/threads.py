@@ -13,7 +13,7 @@ from mars_serve.replica.engine_process import Threads
 _STEP_TOKENS = 16
 """Positions of the timed steps, those of a batch of moderate size."""
 _REPEATS, _ROUNDS = 5, 3
-_WORTH_S = 0.0075
+_WORTH_S = 0.0125
 """Seconds of a step that further threads must save at best. The last of them runs on the core that
 HTTP needs for about 5 ms for as many tokens, and all threads of a step wait for the slowest."""
 

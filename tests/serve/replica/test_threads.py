@@ -21,10 +21,10 @@ def threads_kept() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("step_s", "threads", "expected"),
     [
-        (0.014, Threads(1, 2), 1),
-        (0.016, Threads(1, 2), 2),
-        (0.016, Threads(15, 16), 15),
-        (0.130, Threads(15, 16), 16),
+        (0.024, Threads(1, 2), 1),
+        (0.026, Threads(1, 2), 2),
+        (0.026, Threads(15, 16), 15),
+        (0.210, Threads(15, 16), 16),
     ],
 )
 def test_more_threads_are_used_if_they_can_save_much_of_a_step(
@@ -34,7 +34,7 @@ def test_more_threads_are_used_if_they_can_save_much_of_a_step(
 
 
 def test_a_disturbed_measurement_does_not_decide() -> None:
-    speeds = iter([500, 2000, 300])  # tokens per second; the second is a step of 8 ms
+    speeds = iter([500, 1000, 300])  # tokens per second; the second is a step of 16 ms
     assert better_threads(lambda: next(speeds), Threads(1, 2)) == 1
 
 
