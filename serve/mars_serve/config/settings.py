@@ -101,8 +101,8 @@ class ModelSettings(Settings):
     """GPUs of a replica; 0 runs it on the CPU."""
     num_threads: int | None = Field(default=None, ge=1)
     """Number of CPU threads of a replica; by default an equal share of the machine's cores. HTTP
-    keeps one core unless steps are long, which is measured at load, and as long as they are faster
-    with its help, which is measured while the replica runs."""
+    keeps one core unless steps are long, which is measured at load. While other programs slow such
+    steps down, the replica does without that core."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
     in."""
