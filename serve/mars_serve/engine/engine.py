@@ -144,9 +144,8 @@ class Engine:
         """Outputs of requests whose time in the queue ended at the start of the current step."""
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
-        self._thread_choice: ThreadChoice | None = None
+        self.thread_choice: ThreadChoice | None = None  # without one, threads stay as many
         self._num_failures = 0
-        self._launched_at = 0.0
         self._finished_at: float | None = None
         """Time at which the last step ended; None if the engine has been idle since."""
 
@@ -209,17 +208,6 @@ class Engine:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         if self.window and self.settings.adaptive_windows:
             self._chooser = WindowChooser(times, self.window)
-
-    def adapt_threads(self, times: StepTimes, few: int, many: int) -> None:
-        """From now on, run each step with the number of CPU threads that is faster at present.
-
-        Args:
-            times: expected times of steps.
-            few: the smaller number.
-            many: the larger number.
-        """
-        if not self.settings.compile:  # compiled code holds its number of threads
-            self._thread_choice = ThreadChoice(times, few, many)
 
     def measure_step_times(
         self,
@@ -335,7 +323,6 @@ class Engine:
         if self.on_launch is not None:
             self.on_launch(rows)
         self._note_begun(rows)
-        self._launched_at = time.perf_counter()
         return launch(self._runner, rows)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
@@ -405,15 +392,15 @@ class Engine:
 
     def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
         now = time.perf_counter()
-        positions = sum(row.num_positions for row in rows)
-        cached_tokens = sum(row.request.num_cached for row in rows)
         # A pacer adds prompts to a step's time at another rate than that of the table.
         is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
-        if self._chooser is not None and self._finished_at is not None and is_usable:
-            self._chooser.observe_step(positions, cached_tokens, now - self._finished_at)
+        if self._finished_at is not None and is_usable:
+            positions = sum(row.num_positions for row in rows)
+            cached_tokens = sum(row.request.num_cached for row in rows)
+            for choice in (self._chooser, self.thread_choice):
+                if choice is not None:
+                    choice.observe_step(positions, cached_tokens, now - self._finished_at)
         self._finished_at = now
-        if self._thread_choice is not None:
-            self._thread_choice.observe(positions, cached_tokens, now - self._launched_at)
 
     def _results(self, step: Step) -> list[Accepted | Exception]:
         """Wait for each row's result or error.

@@ -18,6 +18,7 @@ import torch
 
 from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
+from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.pulse import Pulse
@@ -55,8 +56,8 @@ def main() -> None:
     engine.grammars.isolate()  # clients write them
     times = warm_up(start.settings, engine)
     basis = autoscaling_basis(start.settings, engine, times)
-    if num_threads > start.threads.num:
-        engine.adapt_threads(times, start.threads.num, num_threads)
+    if num_threads > start.threads.num and not engine.settings.compile:  # its code holds the number
+        engine.thread_choice = ThreadChoice(times, start.threads.num, num_threads)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
     pulse = Pulse(int(sys.argv[2]))
     EngineWorker(

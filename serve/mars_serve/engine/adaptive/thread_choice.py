@@ -51,8 +51,8 @@ class ThreadChoice:
         self._num = next(self._trials)
         apply(self._num)
 
-    def observe(self, positions: int, cached_tokens: int, seconds: float) -> None:
-        """Note how long a step took, and set the next step's threads."""
+    def observe_step(self, positions: int, cached_tokens: int, seconds: float) -> None:
+        """Note the seconds of a step, and set the next one's threads."""
         num = self._trials.send(seconds / self._times.at(positions, cached_tokens))
         if num != self._num:
             self._num = num

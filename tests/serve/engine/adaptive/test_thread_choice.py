@@ -34,7 +34,7 @@ class Machine:
         used = Counter[int]()
         for _ in range(num_steps):
             used[self.num] += 1
-            self.choice.observe(1, 0, 0.01 * slowness(self.num))
+            self.choice.observe_step(1, 0, 0.01 * slowness(self.num))
         return used
 
     def _apply(self, num: int) -> None:
@@ -105,7 +105,7 @@ def test_an_engine_tries_both_numbers_and_gives_the_same_tokens(
 
     engine, used = Engine(checkpoint, EngineSettings(max_num_seqs=2, num_pages=100)), set[int]()
     expected = outputs(engine)
-    engine.adapt_threads(_TIMES, 1, 2)
+    engine.thread_choice = ThreadChoice(_TIMES, 1, 2)
     engine.on_launch = note_threads
     assert outputs(engine) == expected
     assert used == {1, 2}
