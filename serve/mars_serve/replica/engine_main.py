@@ -56,7 +56,9 @@ def main() -> None:
     engine.grammars.isolate()  # clients write them
     times = warm_up(start.settings, engine)
     basis = autoscaling_basis(start.settings, engine, times)
-    if num_threads > start.threads.num and not engine.settings.compile:  # its code holds the number
+    # Compiled code holds the number, and rounding may depend on it.
+    is_fixed = engine.settings.compile or engine.settings.batch_invariant
+    if num_threads > start.threads.num and not is_fixed:
         engine.thread_choice = ThreadChoice(times, start.threads.num, num_threads)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
     pulse = Pulse(int(sys.argv[2]))
