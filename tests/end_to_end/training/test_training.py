@@ -17,7 +17,7 @@ from mars_platform.checkpoint.directory import (
     read_checkpoint,
 )
 from mars_platform.config import load_settings
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once

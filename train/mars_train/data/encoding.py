@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import read_tokenizer
-from mars_platform.data.conversations import Conversation, render_turns
+from mars_platform.data.conversations import Conversation
 from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
+from mars_platform.data.rendering import render_turns
 from mars_platform.errors import UserError, one_line
 from mars_train.data.files import parse_row
 
