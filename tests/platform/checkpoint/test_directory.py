@@ -141,12 +141,10 @@ def test_the_seed_decides_the_weights_of_a_new_model(plain_path, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {},
         {"model_type": "no-such-model"},
         {"model_type": "t5"},
         {**CONFIG, "hidden_act": "no-such-function"},
         {**CONFIG, "num_hidden_layers": "two"},
-        {**CONFIG, "vocab_size": 100},
     ],
 )
 def test_an_impossible_config_of_a_new_model_is_refused(config, tmp_path):
