@@ -9,13 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from mars_platform.checkpoint.directory import (
-    MASK_TOKEN,
     add_mask_token,
     load_model,
     read_checkpoint,
     save_checkpoint,
 )
-from mars_platform.checkpoint.metadata import MarsMetadata, locate_model
+from mars_platform.checkpoint.metadata import MASK_TOKEN, MarsMetadata, locate_model
 from mars_platform.errors import UserError
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import TURN_END, create_model

@@ -1,10 +1,11 @@
-"""Runs the stages of a recipe on Ray Train, one after the other, and resumes an unfinished run."""
+"""Prepares a run's data on Ray, and trains its stages on Ray Train, one after the other."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,17 +29,20 @@ from ray.train.torch import TorchTrainer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.manifest import Damaged
-from mars_platform.checkpoint.metadata import locate_model, read_metadata
+from mars_platform.checkpoint.metadata import read_metadata
 from mars_platform.cluster.ray_private import signal_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError
-from mars_train.data.files import find_files
+from mars_train.data.encoding import check_vocabulary
+from mars_train.data.pipeline import prepare
+from mars_train.data.row_report import refuse_few_rows
+from mars_train.data.token_store import TokenStore
 from mars_train.recipe import Recipe, Stage
 from mars_train.run.curves import plot_curves
 from mars_train.run.notice_board import shown_progress
-from mars_train.run.preparation import prepare_run
+from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.worker import StageResult, run_worker
 from mars_train.stage.held_out import HeldOutSet
@@ -51,55 +55,32 @@ _DATA, _RAY_RUNS = "data", "ray"
 """Names in the storage: the shared token store, and the files of Ray Train itself."""
 
 
-def run_recipe(recipe: Recipe, console: Console) -> Path:
-    """Run all stages that are not trained yet; the last one's model is ``output/model``.
+def train_stages(directory: RunDirectory, start: Start, console: Console) -> None:
+    """Prepare the data and train all stages that are not trained yet.
 
-    The recipe is kept in ``output/recipe.yaml``, earlier stages' checkpoints in
-    ``output/stages/NAME``, the tokenised data and its report in ``output/data`` and
-    ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
-
-    Returns:
-        The directory of the final checkpoint.
+    Args:
+        directory: the directory of the run; it is cleared if the run is refused.
+        start: what the first stage begins with.
+        console: the console to print to.
 
     Raises:
-        UserError: something the recipe names is missing, unusable or in the way.
+        UserError: the cluster, the data or a setting of a stage is unusable.
         Stopped: the process was told to terminate; the run can be resumed.
     """
-    directory = RunDirectory(recipe, recipe.output.resolve())
-    base = _check_before_start(directory)
-    storage = Storage(recipe.checkpoints.storage or str(directory.path / "checkpoints"))
-    with directory.claimed():
-        if directory.is_resumed():
-            console.print(f"resuming the run in {directory.path}", highlight=False)
-        min_cpus = int(recipe.scaling.most_workers * recipe.scaling.cpus_per_worker) + 1
-        with (
-            ray_session(recipe.cluster, min_cpus=min_cpus),  # one CPU for Ray Data
-            _termination() as terminated,  # comes second, because Ray's start installs a handler
-        ):
-            _check_resources(recipe, console)
-            start, held_out = prepare_run(directory, base, console)
-            run = _Run(directory, storage, start, held_out, console)
-            for stage in recipe.stages:
-                run.train(stage, terminated)
-            run.tidy()
-    return directory.model
-
-
-def _check_before_start(directory: RunDirectory) -> Path | None:
-    """Refuse unusable output, model and data before anything is written or started.
-
-    Returns:
-        The model to start from; None for a new one.
-    """
     recipe = directory.recipe
-    directory.is_resumed()  # refuses a directory with other content
-    base = None if recipe.model.base is None else locate_model(recipe.model.base)
-    if base is not None:
-        read_checkpoint(base)
-    find_files(recipe.data.train)
-    if recipe.evaluation is not None:
-        find_files(recipe.evaluation.data, "evaluation.data")
-    return base
+    storage = Storage(recipe.checkpoints.storage or str(directory.path / "checkpoints"))
+    min_cpus = int(recipe.scaling.most_workers * recipe.scaling.cpus_per_worker) + 1
+    with (
+        ray_session(recipe.cluster, min_cpus=min_cpus),  # one CPU for Ray Data
+        _termination() as terminated,  # comes second, because Ray's start installs a handler
+    ):
+        with directory.cleared_if_refused():
+            _check_resources(recipe, console)
+            _prepare_data(directory, start.checkpoint, console)
+        run = _Run(directory, storage, start.checkpoint.path, start.held_out, console)
+        for stage in recipe.stages:
+            run.train(stage, terminated)
+        run.tidy()
 
 
 @contextmanager
@@ -250,6 +231,27 @@ def _check_resources(recipe: Recipe, console: Console) -> None:
     free = ray.available_resources()
     if any(free.get(n, 0) < amount * scaling.least_workers for n, amount in needed.items()):
         console.print(f"waiting for {scaling.least_workers} x {wanted}, which others use now")
+
+
+def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
+    """Tokenise the training data, unless that is done already."""
+    if directory.data.exists():
+        store = TokenStore(directory.data)
+        text = f"{len(store):,} conversations, {store.num_tokens:,} tokens, prepared before"
+        console.print(f"data: {text}", highlight=False)
+        return
+    recipe, started = directory.recipe, time.monotonic()
+    with console.status("tokenising the training data"):
+        counts = prepare(recipe.data, checkpoint.path, directory.data)
+    console.print(
+        f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "
+        f"{counts.num_supervised:,} of them supervised; {counts.num_truncated:,} conversations "
+        f"cut to length, {counts.num_bad:,} bad rows skipped ({directory.report}); "
+        f"{time.monotonic() - started:.0f} s",
+        highlight=False,
+    )
+    check_vocabulary(counts.max_token_id, checkpoint.config.vocab_size)
+    refuse_few_rows(counts.num_examples, recipe.stages)
 
 
 def _scaling_config(recipe: Recipe) -> ScalingConfig:

@@ -1,0 +1,41 @@
+"""Runs a recipe: checks it, prepares its model and data, and trains its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from mars_train.recipe import Recipe
+from mars_train.run.checks import check_before_start
+from mars_train.run.run_directory import RunDirectory
+
+
+def run_recipe(recipe: Recipe, console: Console) -> Path:
+    """Run all stages that are not trained yet; the last one's model is ``output/model``.
+
+    The recipe is kept in ``output/recipe.yaml``, earlier stages' checkpoints in
+    ``output/stages/NAME``, the tokenised data and its report in ``output/data`` and
+    ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
+
+    Returns:
+        The directory of the final checkpoint.
+
+    Raises:
+        UserError: something the recipe names is missing, unusable or in the way.
+        Stopped: the process was told to terminate; the run can be resumed.
+    """
+    directory = RunDirectory(recipe, recipe.output.resolve())
+    checked = check_before_start(directory)
+    with directory.claimed():
+        if directory.is_resumed():
+            console.print(f"resuming the run in {directory.path}", highlight=False)
+        # Both take seconds to import, and a refusal should not: most have come by now, and those
+        # that take transformers come before Ray starts.
+        from mars_train.run.preparation import prepare_start
+
+        start = prepare_start(directory, checked, console)
+        from mars_train.run.stages import train_stages
+
+        train_stages(directory, start, console)
+    return directory.model
