@@ -153,8 +153,9 @@ def test_held_out_files_without_rows_are_refused(content, tmp_path):
 
 
 def test_compressed_held_out_files_are_refused(content, tmp_path):
-    content["evaluation"]["data"] = [str(write_lines(tmp_path / "held-out.jsonl.gz", GOOD))]
-    assert refusal(content).startswith(f"evaluation.data: {tmp_path}/held-out.jsonl.gz is compres")
+    file = write_lines(tmp_path / "held-out.jsonl.gz", GOOD)
+    content["evaluation"]["data"] = [str(file)]
+    assert refusal(content) == f"evaluation.data: {file} is compressed; unpack it"
 
 
 def test_an_output_that_is_used_is_refused(content, tmp_path):

@@ -53,6 +53,9 @@ from mars_train.storage.directories import Storage, copy_into, share
 
 _DATA, _RAY_RUNS = "data", "ray"
 """Names in the storage: the shared token store, and the files of Ray Train itself."""
+_ENVIRONMENT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+"""Ray Train takes one report of the workers at this interval, 2 s by default. A stage's last two
+are taken before it ends, and at a step with a score and a checkpoint the workers wait for one."""
 
 
 def train_stages(directory: RunDirectory, start: Start, console: Console) -> None:
@@ -71,7 +74,8 @@ def train_stages(directory: RunDirectory, start: Start, console: Console) -> Non
     storage = Storage(recipe.checkpoints.storage or str(directory.path / "checkpoints"))
     min_cpus = int(recipe.scaling.most_workers * recipe.scaling.cpus_per_worker) + 1
     with (
-        ray_session(recipe.cluster, min_cpus=min_cpus),  # one CPU for Ray Data
+        # one CPU for Ray Data
+        ray_session(recipe.cluster, min_cpus=min_cpus, environment=_ENVIRONMENT),
         _termination() as terminated,  # comes second, because Ray's start installs a handler
     ):
         with directory.cleared_if_refused():
