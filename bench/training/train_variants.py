@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mars_platform.data.conversations import render_turns, validate_conversation
+from mars_platform.data.conversations import validate_conversation
+from mars_platform.data.rendering import render_turns
 from mars_train.data.demo import Task, draw_task
 from mars_train.method.attention import FLEX_MULTIPLE, attention_mask
 from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out, pack

@@ -87,7 +87,11 @@ def test_differences_are_the_settings_that_change_the_trained_model(changes, dif
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [{}, {"base": "x", "scratch": {"config": {}}}])
+def scratch(**config):
+    return {"scratch": {"config": {"model_type": "qwen2", **config}}}
+
+
+@pytest.mark.parametrize("model", [{}, {"base": "x", **scratch()}])
 def test_a_model_has_exactly_one_source(model):
     assert "model: give either base (a directory or hub id) or scratch" in refusal(model=model)
 
@@ -106,7 +110,9 @@ INVALID = """
     evaluation.data=[] evaluation.every_steps=0 evaluation.max_items=0 evaluation.max_tokens=0
     evaluation.thresholds.1=0 evaluation.thresholds.0=1.01 evaluation.max_accuracy_drop=1.1
     evaluation.max_loss_rise=-1
-    model.scratch.vocabulary_size=263
+    model.scratch.vocabulary_size=263 model.scratch.config={}
+    evaluation.data=[s3://bucket/held-out.jsonl]
+    stages.0.name=start stages.0.name=start-mars stages.0.name=data stages.0.name=ray
 """
 
 
@@ -114,7 +120,7 @@ INVALID = """
 def test_invalid_settings_are_refused_by_name(override):
     changes = content(evaluation=EVALUATION | {"thresholds": [1, 0.5]})
     if override.startswith("model.scratch"):
-        changes["model"] = {"scratch": {"config": {}}}
+        changes["model"] = scratch()
     apply_overrides(changes, [override])
     assert f"{override.partition('=')[0]}: " in refusal(**changes)
 
@@ -166,6 +172,27 @@ def test_a_block_longer_than_the_data_is_refused():
     message = refusal(stages=stages(block_size=32), **changes)
     assert "stages.0.block_size: 32 exceeds data.max_length = 31" in message
     assert Recipe.model_validate(content(stages=stages(block_size=31), **changes))
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"])
+def test_a_new_models_tokenizer_decides_about_its_tokens(key):
+    message = refusal(model=scratch(**{key: 100}))
+    assert f"model.scratch.config: {key} follows from the new tokenizer; leave it out" in message
+
+
+def test_data_longer_than_a_new_models_context_is_refused():
+    model = scratch(max_position_embeddings=64)
+    data = {"train": ["a"], "max_length": 65}
+    assert refusal(model=model, data=data) == (
+        "recipe.yaml: data.max_length: 65 exceeds the 64 tokens that the model's context holds; "
+        "lower it"
+    )
+    assert Recipe.model_validate(content(model=model, data=data | {"max_length": 64}))
+
+
+def test_flex_attention_needs_gpus():
+    assert "attention: flex trains on GPUs only; use sdpa" in refusal(attention="flex")
+    assert Recipe.model_validate(content(attention="flex", scaling={"use_gpu": True}))
 
 
 def test_an_unknown_key_of_a_stage_is_refused():

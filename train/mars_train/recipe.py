@@ -8,10 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
+from mars_platform.errors import UserError
+
+_OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Keys of a new model's configuration that follow from the tokenizer trained for it."""
+_OTHER_CONTENT = {"data", "ray", "start"}
+"""Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
 
 
 class ScratchModel(Settings):
@@ -21,6 +27,15 @@ class ScratchModel(Settings):
     """Hugging Face model configuration; ``model_type`` is required."""
     vocabulary_size: int = Field(default=512, ge=264)
     """Most entries of the byte-level BPE tokenizer."""
+
+    @field_validator("config")
+    @classmethod
+    def _is_of_a_family(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(config.get("model_type"), str):
+            raise ValueError("model_type is required; name a family, such as qwen2")
+        if taken := sorted(_OF_TOKENIZER & config.keys()):
+            raise ValueError(f"{taken[0]} follows from the new tokenizer; leave it out")
+        return config
 
 
 class ModelSource(Settings):
@@ -51,6 +66,18 @@ class DataSettings(Settings):
     max_bad_rows: int = Field(default=0, ge=0)
     """Most unusable rows that are skipped; with more the run is refused."""
 
+    def check_context(self, context: int) -> None:
+        """Refuse conversations that are longer than a model's context of some tokens.
+
+        Raises:
+            UserError: ``max_length`` exceeds the context.
+        """
+        if self.max_length > context:
+            raise UserError(
+                f"data.max_length: {self.max_length} exceeds the {context} tokens that the model's "
+                "context holds; lower it"
+            )
+
 
 class _StageSettings(Settings):
     """Settings that stages of either kind have."""
@@ -75,6 +102,13 @@ class _StageSettings(Settings):
     """Gradients are clipped to this norm."""
     row_slots: int = Field(default=1024, ge=16)
     """Most slots of a packed row, clean and noisy tokens together."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str) -> str:
+        if name in _OTHER_CONTENT or name.startswith("start-"):
+            raise ValueError("a run keeps other content under this name; choose another")
+        return name
 
 
 class ArStage(_StageSettings):
@@ -181,6 +215,13 @@ class EvaluationSettings(Settings):
     """Rise of the AR loss since the stage's start, in nats per token, above which a warning is
     given."""
 
+    @field_validator("data")
+    @classmethod
+    def _is_local(cls, data: list[str]) -> list[str]:
+        if any("://" in source for source in data):
+            raise ValueError("give local files; remote ones are read for training only")
+        return data
+
 
 _MAY_CHANGE: dict[str, Any] = {
     "output": True,
@@ -240,4 +281,20 @@ class Recipe(Settings):
                     f"stages.{index}.block_size: {stage.block_size} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _new_model_holds_the_data(self) -> Recipe:
+        config = {} if self.model.scratch is None else self.model.scratch.config
+        context = config.get("max_position_embeddings")
+        if isinstance(context, int):
+            self.data.check_context(context)
+        return self
+
+    @model_validator(mode="after")
+    def _attention_has_its_device(self) -> Recipe:
+        if self.attention == "flex" and not self.scaling.use_gpu:
+            raise ValueError(
+                "attention: flex trains on GPUs only; use sdpa or auto, or set scaling.use_gpu"
+            )
         return self

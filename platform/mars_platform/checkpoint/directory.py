@@ -22,14 +22,19 @@ from transformers import (
 )
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
-from mars_platform.checkpoint.metadata import METADATA_FILE, MarsMetadata, read_metadata_of
+from mars_platform.checkpoint.metadata import (
+    MASK_TOKEN,
+    METADATA_FILE,
+    MarsMetadata,
+    check_mask_token,
+    read_metadata_of,
+)
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
-MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
 _REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -90,11 +95,8 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
     refuse_unsupported(config, path)
-    if metadata is not None and metadata.mask_token_id != _token_id(tokenizer, MASK_TOKEN):
-        raise UserError(
-            f"{path / METADATA_FILE}: mask_token_id is {metadata.mask_token_id}, but the tokenizer "
-            f"has {MASK_TOKEN} at {_token_id(tokenizer, MASK_TOKEN)}; use one checkpoint's files"
-        )
+    if metadata is not None:
+        check_mask_token(path, metadata, _token_id(tokenizer, MASK_TOKEN))
     special = _special_tokens(path, tokenizer, metadata)
     calibration = None
     if with_calibration and metadata is not None:

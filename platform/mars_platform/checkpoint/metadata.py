@@ -15,6 +15,7 @@ from mars_platform.checkpoint.references import refuse_foreign_files
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 
+MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
 METADATA_FILE = "mars.json"
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -96,3 +97,21 @@ def read_metadata(path: Path) -> MarsMetadata | None:
     if not file.is_file():
         return None
     return build_settings(read_json(file, _REMEDY), MarsMetadata, source=str(file))
+
+
+def check_mask_token(path: Path, metadata: MarsMetadata, found: int | None) -> None:
+    """Refuse a checkpoint whose ``mars.json`` and tokenizer disagree about the mask token.
+
+    Args:
+        path: the checkpoint directory.
+        metadata: content of its ``mars.json``.
+        found: id of the mask token in its tokenizer; None if that has none.
+
+    Raises:
+        UserError: the ids differ.
+    """
+    if found != metadata.mask_token_id:
+        raise UserError(
+            f"{path / METADATA_FILE}: mask_token_id is {metadata.mask_token_id}, but the tokenizer "
+            f"has {MASK_TOKEN} at {found}; use one checkpoint's files"
+        )

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.data.client_text import Shield, strings_in
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 
 _BARRED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)

@@ -37,11 +37,20 @@ def test_the_run_restores_the_handler_of_ctrl_c(uninterrupted):
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(uninterrupted, recipe_file):
+    rows = (recipe_file.parent / "data" / "a.jsonl").read_text().splitlines()
+    late = recipe_file.parent / "late.jsonl"  # bad rows that are not among the first
+    late.write_text("\n".join([*rows[:10] * 60, rows[10], rows[10]]) + "\n")
     settings = load_settings(
-        recipe_file, Recipe, ["data.max_bad_rows=1", f"output={recipe_file.parent / 'other'}"]
+        recipe_file,
+        Recipe,
+        [
+            f"data.train=[{late}]",
+            "data.max_bad_rows=1",
+            f"output={recipe_file.parent / 'other'}",
+        ],
     )
     with pytest.raises(
-        UserError, match=r"2 bad rows, and data.max_bad_rows allows 1: .*a.jsonl:11"
+        UserError, match=r"2 bad rows, and data.max_bad_rows allows 1: .*late.jsonl:601"
     ):
         run_recipe(settings, Console(quiet=True))
     left = {item.name for item in settings.output.iterdir()}

@@ -10,14 +10,10 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_platform.checkpoint.directory import (
-    MASK_TOKEN,
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-)
+from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
+from mars_platform.checkpoint.metadata import MASK_TOKEN
 from mars_platform.config import load_settings
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_families import ORDINARY, TEMPLATES, control_texts, tokenizer_of
 from mars_platform.data import prompt_encoding
-from mars_platform.data.conversations import render_prompt
 from mars_platform.data.prompt_encoding import PromptEncoder, TooManyTokens
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 
 FAMILIES = list(TEMPLATES)

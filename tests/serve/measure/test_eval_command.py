@@ -14,7 +14,7 @@ from mars_platform.checkpoint.calibration import Calibration, DepthCalibration, 
 from mars_platform.checkpoint.directory import load_model, read_checkpoint, save_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli import main as cli
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import encode
 from mars_serve.engine.decoding_options import FinishReason

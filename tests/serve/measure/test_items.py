@@ -10,7 +10,7 @@ import pytest
 
 from conversations import read, row, write
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 from mars_serve.api.text import encode
 

@@ -1,12 +1,21 @@
 import json
+import re
 
 import pyarrow as pa
 import pytest
 
-from chats import GOOD, LONG, chat
+from chats import GOOD, LONG, chat, write_lines
 from mars_platform.data.conversations import parse_conversation
 from mars_platform.errors import UserError
-from mars_train.data.encoding import encode_conversation, encode_rows, training_encoder
+from mars_train.data.encoding import (
+    check_first_rows,
+    check_vocabulary,
+    encode_conversation,
+    encode_rows,
+    training_encoder,
+)
+from mars_train.data.first_rows import read_first_rows
+from mars_train.recipe import Recipe
 from mars_train.run.scratch import TURN_END
 
 
@@ -130,3 +139,63 @@ def test_control_tokens_in_the_data_are_text(encode, tokenizer):
     ]
     assert supervised_text(tokenizer, row) == f"one{typed}{TURN_END}two{typed}{TURN_END}"
     assert tokenizer.decode(row["input_ids"]).count(typed) == 4
+
+
+# --- the first rows -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check(tmp_path, tokenizer):
+    """Check the first rows of a file, as the data of a recipe of one AR stage."""
+
+    def run(*lines, vocabulary_size=10_000, batch_size=1, **data):
+        file = write_lines(tmp_path / "chat.jsonl", *lines)
+        recipe = Recipe.model_validate(
+            {
+                "model": {"base": "some/model"},
+                "data": {"train": [str(file)], **data},
+                "stages": [{"objective": "ar", "batch_size": batch_size}],
+                "output": "out",
+            }
+        )
+        check_first_rows(read_first_rows([str(file)]), recipe, tokenizer, vocabulary_size)
+
+    return run
+
+
+def test_first_rows_that_can_be_encoded_are_accepted(check):
+    check(GOOD, GOOD, batch_size=2)
+    check(GOOD, LONG, "{", max_bad_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"max_length": 8}, "none of the 2 rows read is usable: "),
+        ({"vocabulary_size": 8}, "model: the data's labels are out of vocabulary: "),
+        ({"batch_size": 3}, "data.train: 2 conversations do not fill one batch of stages.ar."),
+    ],
+)
+def test_first_rows_that_cannot_be_trained_on_are_refused(check, data, problem):
+    with pytest.raises(UserError, match=re.escape(problem)):
+        check(GOOD, LONG, **data)
+
+
+def test_only_some_of_many_rows_are_encoded_beforehand(check):
+    too_long = json.dumps(chat("Count " * 50, "x"))
+    with pytest.raises(UserError, match=r":200: no supervised token within data\.max_length = 64"):
+        check(*[GOOD] * 199, too_long, max_length=64)
+    check(*[GOOD] * 200, too_long, max_length=64)
+
+
+def test_a_template_that_cannot_render_is_refused(check, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('No such role') }}")
+    with pytest.raises(UserError, match=r"chat\.jsonl:1: messages: the chat template cannot rend"):
+        check(GOOD)
+
+
+def test_tokens_out_of_vocabulary_are_refused():
+    check_vocabulary(151_645, 151_646)
+    with pytest.raises(UserError) as caught:
+        check_vocabulary(151_645, 32_000)
+    assert "token ids go up to 151645, but the embedding has 32000 rows" in str(caught.value)

@@ -6,7 +6,6 @@ Imports no Ray.
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +14,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import read_tokenizer
-from mars_platform.data.conversations import Conversation, render_turns
+from mars_platform.data.conversations import Conversation
 from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
+from mars_platform.data.rendering import render_turns
 from mars_platform.errors import UserError, one_line
 from mars_train.data.files import parse_row
+from mars_train.data.first_rows import FirstRows
+from mars_train.data.row_report import RowCounts
+from mars_train.recipe import Recipe
 
 ENCODED_SCHEMA = pa.schema(
     [
@@ -30,22 +33,55 @@ ENCODED_SCHEMA = pa.schema(
         ("reason", pa.string()),  # null if used
     ]
 )
+_ENCODED_ROWS = 200
+"""Most of the first rows that are encoded before all of them: a fraction of a second's work."""
 
 
-def check_tokenizer(path: Path) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that cannot encode conversations.
 
     Raises:
-        UserError: it has no chat template, or does not report the offsets of tokens.
+        UserError: it does not report the offsets of tokens.
     """
-    tokenizer = read_tokenizer(path)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "model: the tokenizer has no chat template; add the model's as chat_template.jinja"
-        )
     if not tokenizer.is_fast:
         raise UserError(
             "model: the tokenizer does not report the offsets of tokens; add tokenizer.json"
+        )
+
+
+def check_first_rows(
+    first: FirstRows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
+) -> None:
+    """Refuse data whose first rows a model's tokenizer and chat template cannot encode.
+
+    Raises:
+        UserError: see `FirstRows.check` and `check_vocabulary`.
+    """
+    rows, dropped, max_token_id = first.rows[:_ENCODED_ROWS], list[str](), 0
+    encoder, data = training_encoder(tokenizer), recipe.data
+    for row in rows:
+        content = {"line": row.line, "content": row.content}
+        columns = _encode_row(content, encoder, data.loss_on, data.max_length)
+        if columns["status"] == "dropped":
+            dropped.append(f"{row.file}:{row.line}: {columns['reason']}")
+        max_token_id = max([max_token_id, *columns["input_ids"]])
+    counts = RowCounts(num_examples=len(rows) - len(dropped), num_bad=len(dropped))
+    encoded = FirstRows(rows, are_all=first.are_all and len(rows) == len(first.rows))
+    encoded.check(counts, dropped, recipe)
+    check_vocabulary(max_token_id, vocabulary_size)
+
+
+def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:
+    """Refuse data with tokens beyond the model's embedding of ``vocabulary_size`` rows.
+
+    Raises:
+        UserError: the tokenizer belongs to another model.
+    """
+    if max_token_id >= vocabulary_size:
+        raise UserError(
+            f"model: the data's labels are out of vocabulary: token ids go up to {max_token_id}, "
+            f"but the embedding has {vocabulary_size} rows; the tokenizer does not match the "
+            "model, so take both from one checkpoint"
         )
 
 

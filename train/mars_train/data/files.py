@@ -1,6 +1,6 @@
 """Finds files of conversations and reads their rows: JSONL, plain or compressed, and Parquet.
 
-Imports no Ray.
+Imports no Ray or torch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import ray.data
 
 from mars_platform.errors import UserError, one_line
-from mars_train.data.encoding import check_tokenizer, encode_rows
+from mars_train.data.encoding import encode_rows
 from mars_train.data.files import absolute_url, find_files, read_rows
 from mars_train.data.row_report import REPORT_FILE, RowCounts, RowReport, refuse_bad_data
 from mars_train.data.token_store import TokenStoreWriter
@@ -41,11 +41,10 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCo
         Sums over the input's rows.
 
     Raises:
-        UserError: a file is missing or broken, the tokenizer has no chat template, more rows are
-            bad than allowed, none is usable, or ``output`` exists or cannot be written.
+        UserError: a file is missing or broken, more rows are bad than allowed, none is usable, or
+            ``output`` exists or cannot be written.
     """
     files = find_files(settings.train)
-    check_tokenizer(tokenizer_path)
     counts = RowCounts()
     hopeless = max(HOPELESS_ROWS, settings.max_bad_rows)
     try:
@@ -69,20 +68,6 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCo
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({one_line(error)}); make room") from error
     return counts
-
-
-def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:
-    """Refuse data with tokens beyond the model's embedding of ``vocabulary_size`` rows.
-
-    Raises:
-        UserError: the tokenizer belongs to another model.
-    """
-    if max_token_id >= vocabulary_size:
-        raise UserError(
-            f"model: the data's labels are out of vocabulary: token ids go up to {max_token_id}, "
-            f"but the embedding has {vocabulary_size} rows; the tokenizer does not match the "
-            "model, so take both from one checkpoint"
-        )
 
 
 def encoded_tables(

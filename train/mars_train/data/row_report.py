@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mars_platform.errors import UserError
+from mars_train.recipe import Stage
 
 REPORT_FILE = "report.jsonl"
 _SHOWN_ROWS = 3
@@ -89,25 +91,43 @@ class RowReport:
         return dropped
 
 
-def refuse_bad_data(counts: RowCounts, max_bad_rows: int, dropped: list[str], report: Path) -> None:
+def refuse_bad_data(
+    counts: RowCounts, max_bad_rows: int, dropped: Sequence[str], report: Path | None = None
+) -> None:
     """Refuse data without a usable row or with too many bad ones.
 
     Args:
-        counts: sums over all rows.
+        counts: sums over the rows read.
         max_bad_rows: bad rows that the recipe allows.
-        dropped: the first bad rows, for the message.
-        report: the file that lists all of them.
+        dropped: ``file:line: reason`` of bad rows, of which the message shows the first.
+        report: the file that lists all of them; None if there is none.
 
     Raises:
         UserError: no row is usable, or more are bad than allowed.
     """
     if not counts.num_examples and not counts.num_bad:
-        raise UserError("data.train: the files hold no row")
+        raise UserError("data.train: the files hold no row; name files with conversations")
     if counts.num_examples and counts.num_bad <= max_bad_rows:
         return
     problem = f"{counts.num_bad} bad rows, and data.max_bad_rows allows {max_bad_rows}"
     if not counts.num_examples:
         problem = f"none of the {counts.num_bad} rows read is usable"
-    num_more = counts.num_bad - len(dropped)
-    more = f"; and {num_more} more, listed in {report}" if num_more else ""
-    raise UserError(f"data.train: {problem}: {'; '.join(dropped)}{more}")
+    shown = dropped[:_SHOWN_ROWS]
+    num_more = counts.num_bad - len(shown)
+    more = f"; and {num_more} more" if num_more else ""
+    listed = f", listed in {report}" if num_more and report is not None else ""
+    raise UserError(f"data.train: {problem}: {'; '.join(shown)}{more}{listed}")
+
+
+def refuse_few_rows(num_examples: int, stages: Sequence[Stage]) -> None:
+    """Refuse data that does not fill one batch of each stage.
+
+    Raises:
+        UserError: a stage's batch is larger than the data.
+    """
+    for stage in stages:
+        if num_examples < stage.batch_size:
+            raise UserError(
+                f"data.train: {num_examples} conversations do not fill one batch of "
+                f"stages.{stage.name}.batch_size = {stage.batch_size}; lower it or add data"
+            )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -73,8 +74,10 @@ class RunDirectory:
         """Return whether the directory holds an unfinished run of this recipe.
 
         Raises:
-            UserError: it holds a finished run, one of another recipe, or other files.
+            UserError: it holds a finished run, one of another recipe, or other files, or is a file.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"output: {self.path} is a file; name a directory")
         if not self.kept_recipe.exists():
             if (
                 self.path.exists()
@@ -103,10 +106,9 @@ class RunDirectory:
         """Create and lock the directory during the block.
 
         Raises:
-            UserError: another run has locked it.
+            UserError: another run has locked it, or it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / _LOCK).open("w") as lock:
+        with self._opened_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
             except BlockingIOError as error:
@@ -116,13 +118,35 @@ class RunDirectory:
                 ) from error
             yield
 
+    def _opened_lock(self) -> IO[str]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return (self.path / _LOCK).open("w")
+        except OSError as error:
+            raise UserError(
+                f"output: {self.path} cannot be written ({error.strerror}); name another directory"
+            ) from error
+
     def keep_recipe(self) -> None:
         """Write the recipe into the directory."""
         text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
         self.kept_recipe.write_text(text, encoding="utf-8")
 
-    def clear(self) -> None:
-        """Remove everything but the report on the data, so that a refused run can be repeated."""
+    @contextmanager
+    def cleared_if_refused(self) -> Iterator[None]:
+        """Let a run that is refused in the block, before its data is prepared, be repeated.
+
+        What it has written is removed, but for the report on the data.
+        """
+        is_prepared = self.data.exists()
+        try:
+            yield
+        except UserError:
+            if not is_prepared:
+                self._clear()
+            raise
+
+    def _clear(self) -> None:
         for item in self.path.iterdir():
             if item.is_dir():
                 shutil.rmtree(item)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.optim import AdamW
@@ -14,14 +13,12 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.errors import UserError
-from mars_train.recipe import Recipe
 from mars_train.stage.history import HISTORY_FILE, History, read_history
 from mars_train.stage.job import Reporter, StageJob
 from mars_train.stage.parallel import Workers
+from mars_train.stage.stored_state import CHECKPOINT_PREFIX, STATE_FILE, refuse_other_run
 from mars_train.storage.directories import SaveFailed, Storage
 from mars_train.storage.shards import load_shards, save_shards
-
-STATE_FILE = "state.json"
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Checkpoints:
         Raises:
             UserError: saving failed and ``must_succeed`` is set.
         """
-        name = f"step-{state.step:08d}"
+        name = f"{CHECKPOINT_PREFIX}{state.step:08d}"
         if name in self._workers.gather(self._storage.names())[0]:
             return
         tensors = state.tensors()
@@ -100,18 +97,18 @@ class Checkpoints:
             return
         directory = self._storage.fetch(name)
         content = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-        self._refuse_other_run(content, name)
+        location = self._storage.path(name)
+        refuse_other_run(self._job.recipe, content, location, fingerprint=self._fingerprint)
         load_shards(directory, state.tensors())
         state.schedule.load_state_dict(content["schedule"])
         rates = state.schedule.get_last_lr()
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         state.history = read_history(directory / HISTORY_FILE)
-        stage, location = self._job.stage.name, self._storage.path(name)
-        self._reporter.say(f"stage {stage}: resumed from {location}")
+        self._reporter.say(f"stage {self._job.stage.name}: resumed from {location}")
 
     def _names(self) -> list[str]:
-        return [name for name in self._storage.names() if name.startswith("step-")]
+        return [name for name in self._storage.names() if name.startswith(CHECKPOINT_PREFIX)]
 
     def _write_state(self, state: TrainingState, directory: Path) -> None:
         content = {
@@ -124,16 +121,6 @@ class Checkpoints:
         text = json.dumps(content, indent=1)
         (directory / STATE_FILE).write_text(text + "\n", encoding="utf-8")
         state.history.write(directory / HISTORY_FILE)
-
-    def _refuse_other_run(self, content: dict[str, Any], name: str) -> None:
-        changed = self._job.recipe.differences(Recipe.model_validate(content["recipe"]))
-        if content["data_fingerprint"] != self._fingerprint:
-            changed.append("its data")
-        if changed:
-            raise UserError(
-                f"checkpoints.storage: {self._storage.path(name)} belongs to another run, which "
-                f"differs in {', '.join(changed)}; name another storage"
-            )
 
     def _newest_intact(self) -> str | None:
         self._storage.remove_partial()

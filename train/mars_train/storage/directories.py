@@ -2,7 +2,7 @@
 
 A directory is written under a temporary name, flushed to disk, described by a manifest of sizes
 and SHA-256 sums, and only then renamed. Object stores have no atomic rename; there the manifest is
-uploaded last, and a directory without one does not count. Imports no Ray.
+uploaded last, and a directory without one does not count. Imports no Ray or torch.
 """
 
 from __future__ import annotations
@@ -81,6 +81,22 @@ class Storage:
     def file_path(self, *parts: str) -> str:
         """Return the path on `file_system` of a directory, or of a file in it."""
         return "/".join([self._root.rstrip("/"), *parts])
+
+    def check(self) -> None:
+        """Refuse a root that cannot be listed or, on local disk, not be written.
+
+        Raises:
+            UserError: see above.
+        """
+        try:
+            if self.is_local:
+                _try_to_write(Path(self.root))
+            self._listed()
+        except Exception as error:  # file systems raise errors of many types
+            raise UserError(
+                f"checkpoints.storage: {self.root} cannot be used ({_reason(error)}); name a "
+                "directory or URL that can be written"
+            ) from error
 
     def names(self) -> list[str]:
         """Return the completed directories, sorted; `verify` checks their content."""
@@ -279,6 +295,12 @@ def _own_cache() -> Path:
             "there; remove it, or set TMPDIR to a directory of your own"
         )
     return cache
+
+
+def _try_to_write(directory: Path) -> None:
+    """Write an unnamed file into a directory, or where it would be created."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    tempfile.TemporaryFile(dir=existing).close()
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"

@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
-from mars_platform.data.conversations import render_prompt
+from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError
