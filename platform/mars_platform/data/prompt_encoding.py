@@ -136,6 +136,7 @@ class PromptEncoder:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
@@ -146,6 +147,7 @@ class PromptEncoder:
             tools: functions that the model may call.
             template_kwargs: further variables of the template, set by the sender of a request.
             add_generation_prompt: whether the prompt ends with the header of an assistant turn.
+            continue_final_message: whether the prompt ends where the last turn's text does.
             add_special_tokens: whether the tokenizer adds its special tokens; a template usually
                 writes them itself.
             max_tokens: number of tokens beyond which a long prompt is given up.
@@ -161,6 +163,7 @@ class PromptEncoder:
             tools,
             template_kwargs=template_kwargs,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             shield=shield,
         )
         if shield is None:

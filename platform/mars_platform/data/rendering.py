@@ -20,6 +20,8 @@ from mars_platform.errors import UserError, one_line
 
 _MISTRAL_CALLS = "[TOOL_CALLS]"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands behind a text that is to be continued while the template runs."""
 
 
 def render_prompt(
@@ -29,6 +31,7 @@ def render_prompt(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     shield: Shield | None = None,
 ) -> str:
     """Render the prompt that asks the model for the next assistant turn.
@@ -39,6 +42,7 @@ def render_prompt(
         tools: functions that the model may call: objects with ``type`` and ``function``.
         template_kwargs: further variables of the template, set by the sender of a request.
         add_generation_prompt: whether the text ends with the header of an assistant turn.
+        continue_final_message: whether the text ends where that of the last turn does.
         shield: keeps what the other arguments say apart from control tokens, and seals the text.
 
     Raises:
@@ -56,9 +60,33 @@ def render_prompt(
             f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
             "of the template's own variables"
         )
-    return _render(
-        tokenizer, messages, add_generation_prompt, tools or None, template_kwargs, shield
+    if not continue_final_message:
+        return _render(
+            tokenizer, messages, add_generation_prompt, tools or None, template_kwargs, shield
+        )
+    marked = _render(
+        tokenizer, messages, False, tools or None, template_kwargs, shield, end_mark=_END_MARK
     )
+    return _up_to_mark(marked, messages[-1]["content"])
+
+
+def _up_to_mark(text: str, content: str) -> str:
+    """Cut a rendered text at the mark behind its last turn's content.
+
+    Source: transformers, ``render_jinja_template`` with ``continue_final_message``.
+
+    Raises:
+        UserError: the template has changed the content.
+    """
+    end = text.rfind(_END_MARK.strip())
+    if end < 0 or content.strip() not in text:
+        raise UserError(
+            "continue_final_message: this model's chat template does not write the last message as "
+            "it is; leave it out, or shorten the message to what the template keeps"
+        )
+    if text.startswith(_END_MARK, end):
+        return text[:end]
+    return text[:end].rstrip()  # the template has cut white space off the end of the content
 
 
 def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -117,16 +145,17 @@ def _render(
     tools: list[dict[str, Any]] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     shield: Shield | None = None,
+    end_mark: str = "",
 ) -> str:
     template = _template_of(tokenizer, tools)
     turns = _adapted(messages, template)
     try:
         if shield is not None:
             return _render_shielded(
-                tokenizer, template, turns, add_generation_prompt, tools, kwargs, shield
+                tokenizer, template, turns, add_generation_prompt, tools, kwargs, shield, end_mark
             )
         text = tokenizer.apply_chat_template(
-            turns,
+            _marked(turns, end_mark),
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -148,6 +177,7 @@ def _render_shielded(
     tools: list[dict[str, Any]] | None,
     kwargs: Mapping[str, Any] | None,
     shield: Shield,
+    end_mark: str,
 ) -> str:
     """Render as ``apply_chat_template`` does, which would make plain strings of shielded ones."""
     shielded = [
@@ -156,7 +186,8 @@ def _render_shielded(
     ]
     text = _compile_jinja_template(template).render(
         messages=[
-            {key: each for key, each in turn.items() if each is not None} for turn in shielded
+            {key: each for key, each in turn.items() if each is not None}
+            for turn in _marked(shielded, end_mark)
         ],
         tools=shield.of(tools),
         documents=None,
@@ -164,6 +195,13 @@ def _render_shielded(
         **{**tokenizer.special_tokens_map, **shield.of(kwargs or {})},
     )
     return shield.seal(text)
+
+
+def _marked(turns: list[dict[str, Any]], end_mark: str) -> list[dict[str, Any]]:
+    """Return the turns with a mark behind the content of the last one."""
+    if not end_mark:
+        return turns
+    return [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end_mark}]
 
 
 def _template_of(

@@ -5,10 +5,11 @@ Every fast path of the engine is compared with it, token for token. Imports no R
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
@@ -40,6 +41,7 @@ def decode(
     num_masks: int | Sequence[int] = 0,
     mask_token_id: int | None = None,
     measure: Confidence = Confidence.PROBABILITY,
+    forbidden: Callable[[list[int]], Sequence[int]] | None = None,
 ) -> ReferenceOutput:
     """Decode greedily with a sliding window of masks (arXiv 2604.07023, section 3.3).
 
@@ -57,6 +59,8 @@ def decode(
         num_masks: W, number of masks fed by a pass; likewise one number or one for each pass.
         mask_token_id: id of the mask; required if masks are fed.
         measure: confidence measure that is compared with the threshold.
+        forbidden: function from the output so far, the earlier proposals of a pass included, to the
+            tokens that may not follow it.
 
     Raises:
         UserError: decoding takes more passes than a sequence has entries.
@@ -70,7 +74,8 @@ def decode(
         ids = torch.tensor([committed + masks], device=model.device)  # [1, c + W]
         logits = model(input_ids=ids, use_cache=False).logits[0]
         logits = logits[len(committed) - 1 :]  # [W + 1, vocabulary]
-        proposed = logits.index_fill(-1, banned, -torch.inf).argmax(-1)  # [W + 1]
+        allowed = logits.index_fill(-1, banned, -torch.inf)
+        proposed = _likeliest(allowed, committed[len(prompt) :], forbidden)  # [W + 1]
         sure = confidence(logits, proposed, measure).cpu()  # [W + 1]
         count = num_accepted(sure[None], torch.tensor([tau]), torch.tensor([window + 1]))
         accepted = proposed[: int(count)].tolist()[: max_tokens - num_output]
@@ -80,6 +85,18 @@ def decode(
         if ends:
             break
     return ReferenceOutput(passes)
+
+
+def _likeliest(
+    logits: Tensor, output: list[int], forbidden: Callable[[list[int]], Sequence[int]] | None
+) -> Tensor:
+    """Return the likeliest token at each depth that may follow the output: int64 [depths]."""
+    if forbidden is None:
+        return logits.argmax(-1)
+    for scores in logits:
+        scores[list(forbidden(output))] = -torch.inf
+        output = [*output, int(scores.argmax())]
+    return logits.argmax(-1)
 
 
 def _value_for_pass(name: str, given: float | Sequence[float], index: int) -> float:

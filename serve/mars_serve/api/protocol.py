@@ -1,8 +1,8 @@
 """Request bodies of the generating endpoints: OpenAI's fields with marsray's beside them.
 
-Unknown fields are ignored. Known fields that this server does not implement are refused unless
-their value has no effect. Ranges that do not depend on the model are checked here, all others in
-`mars_serve.api.incoming`.
+Fields that nobody knows are ignored, and named in a header of the response. Known fields that this
+server does not implement are refused unless their value has no effect. Ranges that do not depend on
+the model are checked here, all others in `mars_serve.api.incoming`.
 
 Source: OpenAI API reference, "Completions" and "Chat"; vLLM's OpenAI-compatible server for the
 additional fields, which stand at the top level as they do there.
@@ -11,19 +11,25 @@ additional fields, which stand at the top level as they do there.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
+from pydantic_core import PydanticCustomError
 
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.api.bounds import at_most
-from mars_serve.api.errors import invalid_value, shown, unsupported_value
+from mars_serve.api.errors import invalid_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
+from mars_serve.api.neutral import Body, Neutral
 
 MAX_GRAMMAR_LENGTH = 65_536
 """Longest JSON schema, regular expression or grammar, in characters."""
@@ -32,6 +38,8 @@ _MAX_INT32 = 2**31 - 1
 _SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers as floats
 _MAX_PROMPTS = 2048
 _MAX_BIASES = 1024
+_MAX_BAD_WORDS = 128
+_ID = "^[A-Za-z0-9._:/+=@-]{1,128}$"
 
 
 class ServiceTier(StrEnum):
@@ -45,34 +53,28 @@ class ServiceTier(StrEnum):
     """Served first, and decoded without loss."""
 
 
-@dataclass(frozen=True)
-class Neutral:
-    """Marks a field that is not implemented: only null and ``values`` are accepted."""
-
-    values: tuple[Any, ...]
-
-    def has(self, value: Any) -> bool:
-        """Return whether a value changes nothing; true and 1 are different values here."""
-        return value is None or any(
-            value == each and isinstance(value, bool) == isinstance(each, bool)
-            for each in self.values
-        )
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: Callable[[CoreSchema], JsonSchemaValue]
-    ) -> JsonSchemaValue:
-        """Describe the accepted values in the OpenAPI document."""
-        return {"enum": [None, *self.values]}
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError(
+            "keeps_nothing", "0 would keep nothing; give a number of tokens, or -1 for all that fit"
+        )
+    return value
 
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT32, strict=True)]
 Threshold = Annotated[float, Field(gt=0, le=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)]
+NumKept = Annotated[
+    int,
+    Field(ge=-1, le=_MAX_INT32, strict=True, json_schema_extra={"not": {"const": 0}}),
+    AfterValidator(_not_zero),
+]
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 """Token id as the key of a JSON object."""
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
@@ -81,6 +83,7 @@ _StopList = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
 StopStrings = Annotated[
     _StopList, BeforeValidator(_as_list, json_schema_input_type=StopString | _StopList)
 ]
+BadWord = Annotated[str, Field(max_length=256, pattern=r"\S")]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 Alternative = Annotated[str, Field(min_length=1, max_length=1024)]
 Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024, fail_fast=True)]
@@ -138,18 +141,28 @@ class StructuredOutputs(BaseModel):
     """Texts of which the output is one."""
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Body):
     """Fields that both generating endpoints share."""
 
     model_config = ConfigDict(protected_namespaces=(), use_attribute_docstrings=True)
 
     model: str
+    """Name of the model."""
     stream: Flag | None = None
     """Send an event for each forward pass instead of one response."""
     stream_options: StreamOptions | None = None
+    """What the events of a stream report beside the output."""
     service_tier: ServiceTier | None = None
+    """Quality and priority of the request."""
     user: str | None = None
     """Name of the end user or conversation, whose requests prefer the replica of the last one."""
+    session_id: str | None = None
+    """Name of the conversation, which counts before ``user``."""
+    request_id: Annotated[str, Field(pattern=_ID)] | None = None
+    """End of the response's ``id``, which is otherwise random."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Text that keeps the request's cached prefixes apart: only requests with the same one share
+    them, within a tenant."""
     deadline_ms: Annotated[float, Field(gt=0, le=86_400_000, strict=True)] | None = None
     """Milliseconds from arrival within which the output should begin. Among the requests of a key
     those with the earliest deadline are served first; one that surely comes too late is refused."""
@@ -180,8 +193,11 @@ class GenerationRequest(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
     """Lowest probability of a sampled token, as a fraction of the likeliest token's."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] | None = None
+    """Divisor of positive logits of tokens in prompt and output, and factor of negative ones."""
     presence_penalty: Penalty | None = None
+    """Amount subtracted from the logit of each token in the output."""
     frequency_penalty: Penalty | None = None
+    """Amount subtracted from the logit of a token for each time that it stands in the output."""
     logit_bias: (
         Annotated[
             dict[TokenName, Bias],
@@ -193,29 +209,100 @@ class GenerationRequest(BaseModel):
     """Values added to the logits of tokens, by token id."""
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
     """Number of output tokens before an end token or stop string may end the output."""
+    ignore_eos: Flag | None = None
+    """Go on behind the model's end tokens, which are then tokens like any other. Stop strings and
+    ``stop_token_ids`` still end the output; with a grammar it is refused."""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    """Ids of the tokens of which alone the output is made."""
+    bad_words: Annotated[list[BadWord], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = (
+        None
+    )
+    """Texts whose tokens never stand in the output one behind the other; one that is as many tokens
+    behind a space is kept out in that form, too."""
     stop: StopStrings | None = None
     """Strings; the output ends before the first one that occurs."""
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
     """Token ids; the output ends before the first one that occurs."""
     include_stop_str_in_output: Flag | None = None
     """Keep the stop string or token that ended the output in its text."""
+    skip_special_tokens: Flag | None = None
+    """Leave special tokens out of the text; true by default. False is refused with tools."""
+
+    add_special_tokens: Flag | None = None
+    """Let the tokenizer add its special tokens to a text; by default only in completions, since a
+    chat template writes them itself."""
+    truncate_prompt_tokens: NumKept | None = None
+    """Keep only this many tokens of a longer prompt; -1 keeps as many as fit beside the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side on which a prompt is cut: left, the default, keeps its last tokens."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    """Report the log-probability and rank of each prompt token, and as many of the likeliest tokens
+    there; whole responses only."""
+    return_tokens_as_token_ids: Flag | None = None
+    """Write tokens of log-probabilities as ``token_id:5``."""
+    return_token_ids: Flag | None = None
+    """Report the token ids of prompt and output."""
 
     response_format: ResponseFormat | None = None
+    """Form of the output: text, any JSON object, or JSON that satisfies a schema."""
     structured_outputs: Annotated[StructuredOutputs, at_most(16)] | None = None
+    """JSON schema, regular expression, grammar or choice that the output matches."""
     guided_json: JsonSchema | None = None
+    """Older form of ``json`` in ``structured_outputs``."""
     guided_regex: GrammarText | None = None
+    """Older form of ``regex`` there."""
     guided_grammar: GrammarText | None = None
+    """Older form of ``grammar`` there."""
     guided_choice: Alternatives | None = None
-
-    ignore_eos: Annotated[Any, Neutral((False,))] = None
-    use_beam_search: Annotated[Any, Neutral((False,))] = None
-    length_penalty: Annotated[Any, Neutral((1,))] = None
-    allowed_token_ids: Annotated[Any, Neutral(())] = None
-    bad_words: Annotated[Any, Neutral(([],))] = None
-    skip_special_tokens: Annotated[Any, Neutral((True,))] = None
-    truncate_prompt_tokens: Annotated[Any, Neutral(())] = None
-    prompt_logprobs: Annotated[Any, Neutral(())] = None
-    guided_whitespace_pattern: Annotated[Any, Neutral(())] = None
+    """Older form of ``choice`` there."""
+    guided_whitespace_pattern: Annotated[
+        Any, Neutral((), "white space is the grammar's own; use guided_regex for another")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        Any, Neutral((True, False), "the tokenizers of causal models write no such spaces")
+    ] = None
+    use_beam_search: Annotated[
+        Any, Neutral((False,), "no beams are searched; use n with a temperature")
+    ] = None
+    length_penalty: Annotated[
+        Any, Neutral((1,), "it weighs beams, and none are searched; use min_tokens")
+    ] = None
+    logprob_token_ids: Annotated[
+        Any, Neutral(([],), "only likely tokens are reported; ask for more of these with logprobs")
+    ] = None
+    logits_processors: Annotated[
+        Any, Neutral(([],), "clients' code is never run; use logit_bias or a grammar")
+    ] = None
+    repetition_detection: Annotated[
+        Any, Neutral((), "repetitions end no output; use frequency_penalty or max_tokens")
+    ] = None
+    thinking_token_budget: Annotated[
+        Any, Neutral((-1,), "thinking is not told from the answer; use max_tokens")
+    ] = None
+    watermarking: Annotated[Any, Neutral((False,), "outputs get no watermark")] = None
+    priority: Annotated[Any, Neutral((0,), "keys have tiers; use service_tier")] = None
+    stream_interval: Annotated[
+        Any, Neutral((1,), "a stream has an event for each forward pass")
+    ] = None
+    return_token_offsets: Annotated[
+        Any, Neutral((False,), "generation reports none; use echo with logprobs")
+    ] = None
+    routed_experts_prompt_start: Annotated[
+        Any, Neutral((0,), "the routing to experts is not reported")
+    ] = None
+    mm_payload: Annotated[Any, Neutral(("tensors", "none"), "prompts are text, without media")] = (
+        None
+    )
+    return_mm_kwargs: Annotated[Any, Neutral((True, False), "prompts are text, without media")] = (
+        None
+    )
+    kv_transfer_params: Annotated[Any, Neutral(({},), "engines do not exchange their caches")] = (
+        None
+    )
+    ec_transfer_params: Annotated[Any, Neutral(({},), "engines do not exchange their caches")] = (
+        None
+    )
+    vllm_xargs: Annotated[Any, Neutral(({},), "there are no extensions to read it")] = None
 
     @property
     @abstractmethod
@@ -230,31 +317,20 @@ class GenerationRequest(BaseModel):
         """
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that would otherwise be silently ignored.
+        """Refuse fields that would otherwise be silently ignored, and contradictory ones.
 
         Raises:
             ApiError: status 400: the message names the field and the values it may have.
         """
-        for name, neutral in _neutral_fields(type(self)):
-            value = getattr(self, name)
-            if not neutral.has(value):
-                allowed = "".join(f" or set it to {item!r}" for item in neutral.values)
-                reason = f"{shown(value)} is not supported; leave it out{allowed}"
-                raise unsupported_value(name, reason)
+        super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise invalid_value(
                 "stream_options", "only streams have options; leave it out or set stream"
             )
-
-
-def _neutral_fields(body: type[BaseModel]) -> list[tuple[str, Neutral]]:
-    """Return the names and neutral values of a body's fields that are not implemented."""
-    return [
-        (name, each)
-        for name, field in body.model_fields.items()
-        for each in field.metadata
-        if isinstance(each, Neutral)
-    ]
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid_value(
+                "prompt_logprobs", "streams do not report them; leave it out, or leave out stream"
+            )
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -291,15 +367,22 @@ class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: AnyPrompt
+    """Text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
-    """Largest number of output tokens, 16 by default; 0 with echo only scores the prompt."""
+    """Largest number of output tokens, 16 by default; 0 only scores the prompt, for ``echo`` or
+    ``prompt_logprobs``."""
     logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
     """Report the log-probabilities of each token and of this many likely alternatives."""
     echo: Flag | None = None
     """Begin the text and the log-probabilities with the prompt's."""
     best_of: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Accepted only if equal to n."""
-    suffix: Annotated[Any, Neutral(("",))] = None
+    suffix: Annotated[
+        Any, Neutral(("",), "models continue a text and fill no gaps; put it into the prompt")
+    ] = None
+    prompt_embeds: Annotated[
+        Any, Neutral(([],), "prompts are text or token ids; give one as prompt")
+    ] = None
     parse_special_tokens: Flag | None = None
     """Let control tokens in a prompt's text act, such as ``<|im_start|>``; by default, they are
     text. The key needs ``control_tokens: true``."""
@@ -326,33 +409,64 @@ class CompletionRequest(GenerationRequest):
         if self.best_of not in (None, self.n or 1):
             reason = f"{self.best_of} differs from n, which is {self.n or 1}; leave it out"
             raise invalid_value("best_of", reason)
-        if self.max_tokens == 0 and not self.echo:
-            raise invalid_value("max_tokens", "0 only scores a prompt; set echo or raise it")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            reason = "0 only scores a prompt; set echo or prompt_logprobs, or raise it"
+            raise invalid_value("max_tokens", reason)
 
 
 class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Messages
+    """The conversation."""
     tools: Tools | None = None
+    """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
+    """Whether the model calls functions, and which."""
     parallel_tool_calls: Flag | None = None
     """Allow several tool calls in one message; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
+    """Variables of the chat template, such as ``enable_thinking``."""
     max_tokens: Count | None = None
+    """Older name of ``max_completion_tokens``."""
     max_completion_tokens: Count | None = None
     """Largest number of output tokens; by default what fits into the model's context."""
     logprobs: Flag | None = None
     """Report the log-probability of each output token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
     """Report the log-probabilities of this many likely alternatives, too."""
-    functions: Annotated[Any, Neutral(([],))] = None
-    function_call: Annotated[Any, Neutral(("none", "auto"))] = None
-    modalities: Annotated[Any, Neutral((["text"],))] = None
-    audio: Annotated[Any, Neutral(())] = None
-    web_search_options: Annotated[Any, Neutral(())] = None
-    reasoning_effort: Annotated[Any, Neutral(("none",))] = None
-    verbosity: Annotated[Any, Neutral(("medium",))] = None
+    echo: Flag | None = None
+    """Begin the answer with the last message, if that is the assistant's."""
+    add_generation_prompt: Flag | None = None
+    """End the prompt with the beginning of the assistant's message, as by default unless
+    ``continue_final_message`` is set."""
+    continue_final_message: Flag | None = None
+    """Let the model go on with the last message, whose end is left open."""
+    functions: Annotated[Any, Neutral(([],), "tools have replaced them; use tools")] = None
+    function_call: Annotated[
+        Any, Neutral(("none", "auto"), "tools have replaced it; use tool_choice")
+    ] = None
+    modalities: Annotated[Any, Neutral((["text"],), "answers are text")] = None
+    audio: Annotated[Any, Neutral((), "answers are text")] = None
+    web_search_options: Annotated[
+        Any, Neutral((), "the server searches nothing; put what was found into a message")
+    ] = None
+    reasoning_effort: Annotated[
+        Any, Neutral(("none",), "efforts are the template's; use chat_template_kwargs")
+    ] = None
+    include_reasoning: Annotated[
+        Any, Neutral((True, False), "reasoning is not told from the answer")
+    ] = None
+    verbosity: Annotated[Any, Neutral(("medium",), "the model decides; ask in a message")] = None
+    documents: Annotated[Any, Neutral(([],), "prompts have none; put them into a message")] = None
+    chat_template: Annotated[
+        Any, Neutral((), "the template is part of the model; use /v1/completions for another")
+    ] = None
+    media_io_kwargs: Annotated[Any, Neutral(({},), "messages are text, without media")] = None
+    mm_processor_kwargs: Annotated[Any, Neutral(({},), "messages are text, without media")] = None
+    return_prompt_text: Annotated[
+        Any, Neutral((False,), "only token ids are reported; use return_token_ids and /detokenize")
+    ] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:

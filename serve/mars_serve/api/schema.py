@@ -97,6 +97,20 @@ class CompletionLogprobs(Shape):
     """Whether a mask's logits gave the token; otherwise the value is the exact AR one."""
 
 
+class PromptLogprob(Shape):
+    """Log-probability of one token at a place in a prompt."""
+
+    logprob: Logprob
+    rank: Annotated[int, Field(ge=1)]
+    """Place among all tokens, 1 for the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each prompt token, log-probabilities by token id: its own and those of the likeliest ones;
+null for the first, which nothing predicts."""
+
+
 class CompletionChoice(Shape):
     """One output of a completion."""
 
@@ -105,6 +119,10 @@ class CompletionChoice(Shape):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[Count] | None = None
+    """Token ids of the output, if the request sets ``return_token_ids``."""
+    prompt_token_ids: list[Count] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(GenerationResponse):
@@ -168,6 +186,8 @@ class ChatChoice(Shape):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[Count] | None = None
+    """Token ids of the output, if the request sets ``return_token_ids``."""
 
 
 class ChatCompletionResponse(GenerationResponse):
@@ -175,6 +195,9 @@ class ChatCompletionResponse(GenerationResponse):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[Count] | None = None
+    """Token ids of the prompt, if the request sets ``return_token_ids``."""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 _ERRORS = {

@@ -161,6 +161,8 @@ class TokenBytes:
     """The bytes of single tokens for log-probabilities; special tokens are spelled by name."""
 
     tokenizer: PreTrainedTokenizerBase
+    names_ids: bool = False
+    """Whether `name_of` gives a token's id and not its text."""
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def bytes_of(self, token: int) -> bytes:
@@ -170,6 +172,10 @@ class TokenBytes:
         return self._known[token]
 
     def name_of(self, token: int) -> str:
+        """Return a token as log-probabilities name it: by its text or, as vLLM does, by its id."""
+        return f"token_id:{token}" if self.names_ids else self.text_of(token)
+
+    def text_of(self, token: int) -> str:
         r"""Return a token's text, or OpenAI's notation ``bytes:\xf0\x9f`` if it is not valid
         UTF-8.
         """
@@ -223,8 +229,9 @@ class EchoedPrompt:
     """A prompt as the response repeats it."""
 
     text: str
-    offsets: list[int]
-    """For each token, the number of characters of the text before it."""
+    offsets: list[int] = field(default_factory=list)
+    """For each token, the number of characters of the text before it; none if the response does not
+    report the prompt's tokens."""
 
 
 def echo_text(text: str, spans: Sequence[tuple[int, int]]) -> EchoedPrompt:

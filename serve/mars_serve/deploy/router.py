@@ -35,11 +35,11 @@ class Engine(Protocol):
         """Whether the engine shows no sign of life."""
 
 
-def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int) -> list[bytes]:
+def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
     """Return the keys of a prompt's leading full pages, computed as in the engine's page pool."""
     num_pages = min(len(tokens) // page_size, _MAX_PAGES)
     pages = (tokens[page * page_size : (page + 1) * page_size] for page in range(num_pages))
-    return list(accumulate(pages, page_key, initial=root_key(tenant)))[1:]
+    return list(accumulate(pages, page_key, initial=root_key(tenant, salt)))[1:]
 
 
 class Router:
@@ -89,7 +89,7 @@ class Router:
             return next(iter(loads))
         keys = list[bytes]()
         if self._page_size is not None:
-            keys = prompt_keys(request.tenant, request.tokens, self._page_size)
+            keys = prompt_keys(request.tenant, request.tokens, self._page_size, request.cache_salt)
         return self._placement.choose(keys, loads, request.session)
 
 

@@ -35,6 +35,11 @@ class Limits:
                 "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
                 f"mode '{options.mode}'; use mode 'ar'"
             )
+        if options.ignore_eos and options.grammar is not None:
+            raise UserError(
+                "ignore_eos: the end token says that the output matches its grammar, behind which "
+                "nothing may follow; leave it out, or leave out the grammar or the required tools"
+            )
         if options.calibrated and self.checkpoint.calibration is None:
             raise UserError(
                 "calibrated: this model has no calibration.json; run marsray calibrate on it, or "

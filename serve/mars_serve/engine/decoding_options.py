@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """Its first step had not begun within its ``max_queue_s``."""
     REFUSED = "refused"
-    """The engine could never run it, or its grammar failed."""
+    """The engine could never run it, its grammar failed, or it may choose no token any more."""
 
 
 class Outcomes(StrEnum):
@@ -61,12 +61,26 @@ class Sampling:
     """Pairs of a token and the amount added to its logit."""
     min_tokens: int = 0
     """Output tokens that must come before an end token or stop token may be chosen."""
+    allowed_ids: frozenset[int] | None = None
+    """Tokens that alone may be chosen; None for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens, none of them empty, that the output may not contain."""
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on earlier tokens beyond the model's own logits."""
+        """Whether the choice depends on how often earlier tokens stand in prompt and output."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1.0 or any(penalties)
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens may not be chosen, at all or behind certain others."""
+        return self.allowed_ids is not None or bool(self.bad_words)
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether the choice depends on earlier tokens beyond the model's own logits."""
+        return self.needs_history or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +90,7 @@ class Sampling:
             and not self.needs_history
             and not self.logit_bias
             and self.min_tokens == 0
+            and not self.limits_tokens
         )
 
 
@@ -117,6 +132,8 @@ class DecodingOptions:
     grammar: GrammarSpec | None = None
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the output, as the model's own end tokens do; they are part of it."""
+    ignore_eos: bool = False
+    """Whether the model's own end tokens are tokens like any other, which do not end the output."""
     num_logprobs: int | None = None
     """Number of likeliest tokens to report beside each output token, with the log-probabilities of
     all; None reports no log-probabilities."""

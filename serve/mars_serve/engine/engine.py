@@ -25,7 +25,7 @@ from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import Step, launch, proves_failure, wait
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
-from mars_serve.engine.execution.step_sampling import commit, cut
+from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
 from mars_serve.engine.execution.warm_up import (
     REPEATS,
     StepSizes,
@@ -35,7 +35,7 @@ from mars_serve.engine.execution.warm_up import (
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
-from mars_serve.engine.sampling.grammar import GrammarCompiler, GrammarError
+from mars_serve.engine.sampling.grammar import GrammarCompiler
 from mars_serve.engine.sampling.grammar_budget import PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
@@ -328,8 +328,8 @@ class Engine:
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         """Wait for a step and commit the accepted tokens.
 
-        A request whose own row fails ends with `FinishReason.ERROR`, one whose grammar fails with
-        `FinishReason.REFUSED`; the others go on.
+        A request whose own row fails ends with `FinishReason.ERROR`, one whose grammar fails, or
+        that may choose no token any more, with `FinishReason.REFUSED`; the others go on.
 
         Raises:
             RuntimeError: several consecutive steps failed for every request.
@@ -459,7 +459,7 @@ class Engine:
         tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
         try:
             commit(request, tokens)
-        except GrammarError as error:
+        except REFUSALS as error:
             return self._fail(request, error)
         request.tokens += tokens
         self._counts.generated_tokens += len(tokens)
@@ -479,9 +479,9 @@ class Engine:
         )
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
-        if isinstance(error, GrammarError):
+        if isinstance(error, REFUSALS):
             self._end(request, FinishReason.REFUSED)
-            message = f"grammar: it failed while the output was written ({error}); make it simpler"
+            message = refusal_of(request, error)
             return StepOutput(request.id, [], request.finish_reason, error=message)
         self.attention.recover()
         self._end(request, FinishReason.ERROR)

@@ -20,6 +20,8 @@ class TokenLogprob:
     """Likeliest tokens with their log-probabilities, likeliest first."""
     from_mask: bool
     """Whether a mask of mode threshold gave the value; otherwise it is the exact AR value."""
+    rank: int | None = None
+    """Place of a prompt's token among all tokens, 1 for the likeliest; None for output tokens."""
 
 
 @dataclass(slots=True)

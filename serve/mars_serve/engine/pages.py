@@ -18,9 +18,15 @@ from itertools import chain
 _KEY_BYTES = 16
 
 
-def root_key(tenant: str) -> bytes:
-    """Return the parent key of a tenant's first pages; no two tenants' pages have the same key."""
-    return blake2b(tenant.encode(), digest_size=_KEY_BYTES, person=b"tenant").digest()
+def root_key(tenant: str, salt: str = "") -> bytes:
+    """Return the parent key of the first pages of a tenant's requests with a salt.
+
+    Pages of other tenants, or with another salt, never have the same key.
+    """
+    root = blake2b(tenant.encode(), digest_size=_KEY_BYTES, person=b"tenant").digest()
+    if not salt:
+        return root
+    return blake2b(root + salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -12,6 +12,7 @@ from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Ou
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
     from mars_serve.engine.sampling.grammar import Matcher
     from mars_serve.engine.sampling.sampler import TokenHistory
+    from mars_serve.engine.sampling.token_rules import TokenRules
 
 
 class Draft(NamedTuple):
@@ -32,6 +33,8 @@ class Request:
     options: DecodingOptions
     tenant: str = ""
     """Name of the tenant; only requests of the same tenant share cached prefixes."""
+    cache_salt: str = ""
+    """Text that keeps cached prefixes apart within a tenant: only equal ones share."""
     key: str = ""
     """Name of the API key, of whose share of the queue the request is served."""
     session: str | None = None
@@ -65,6 +68,8 @@ class Request:
     """Whether a second model drafts for the request, set by the engine."""
     history: TokenHistory | None = None
     """Counts of the committed tokens, made when a choice first needs them."""
+    rules: TokenRules | None = None
+    """Tokens that may be chosen, made when a choice first needs them."""
     matcher: Matcher | None = None
     """Position of the output in the request's grammar, set by the engine."""
     num_scored: int = 0
@@ -177,7 +182,7 @@ class Request:
     @property
     def _must_check_all(self) -> bool:
         """Whether the choice depends on earlier tokens, which masks behind drafts do not see."""
-        depends = self.options.sampling.needs_history or self.options.grammar is not None
+        depends = self.options.sampling.follows_output or self.options.grammar is not None
         return self.accepts_by_confidence and (depends or self.options.num_logprobs is not None)
 
     def masks(self, window: int) -> tuple[int, ...]:

@@ -188,7 +188,7 @@ class Scheduler:
         """Return the keys of a request's full pages from ``start`` to before ``stop``."""
         keys, size = request.page_keys, self.pool.page_size
         for index in range(len(keys), stop):
-            parent = keys[-1] if keys else root_key(request.tenant)
+            parent = keys[-1] if keys else root_key(request.tenant, request.cache_salt)
             keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
         return keys[start:stop]
 

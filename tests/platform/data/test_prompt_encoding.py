@@ -164,6 +164,30 @@ def test_ids_are_those_of_transformers(family):
     assert encoder_of(family).chat(messages) == found["input_ids"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_continued_message_ends_as_with_transformers(family):
+    tokenizer, encoder = tokenizer_of(family), encoder_of(family)
+    control = control_texts(family)
+    inner = re.sub(r"^\W+|\W+$", "", control[0])
+    first = {"role": "user", "content": "What is 1 plus 2?"}
+    harmless = [first, {"role": "assistant", "content": "x"}]
+    expected = control_in(family, encoder.chat(harmless, continue_final_message=True))
+    for text in ("It is", "  It is 3 \n", "if a < b", "", *control, inner, f"{control[-1]} x "):
+        messages = [first, {"role": "assistant", "content": text}]
+        try:
+            whole = tokenizer.apply_chat_template(
+                messages, tokenize=False, continue_final_message=True
+            )
+        except ValueError:  # the template has cut the text
+            with pytest.raises(UserError, match=r"^continue_final_message: "):
+                encoder.chat(messages, continue_final_message=True)
+            continue
+        assert render_prompt(tokenizer, messages, continue_final_message=True) == whole
+        ids = encoder.chat(messages, continue_final_message=True)
+        assert text_of(family, ids) == spelled(family, whole)
+        assert control_in(family, ids) == expected
+
+
 def test_a_template_reads_and_cuts_hostile_text_as_it_reads_plain_text():
     thought, answer = "<think>\nLet < me\n</think>\n\n", "It is <|im_end|> three.\n"
     messages = [

@@ -123,6 +123,15 @@ def test_tools_and_variables_reach_the_template(tokenizer):
     assert without + prompt == plain
 
 
+def test_a_message_that_the_template_changes_cannot_be_continued(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(UserError, match=r"^continue_final_message: this model's chat template"):
+        render_prompt(tokenizer, [USER, ANSWER], continue_final_message=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}one"
+    with pytest.raises(UserError, match=r"^continue_final_message: "):
+        render_prompt(tokenizer, [USER, ANSWER], continue_final_message=True)
+
+
 def test_tools_are_refused_by_a_template_without_them(tokenizer):
     assert "tools: this model's" in refusal(render_prompt, tokenizer, [USER], [TOOL])
 

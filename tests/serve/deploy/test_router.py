@@ -24,6 +24,22 @@ def test_prompt_keys_equal_the_keys_of_the_engines_pages():
     assert not set(keys_of(SHARED, "a")) & set(keys_of(SHARED, "b"))
 
 
+def test_a_salt_keeps_prefixes_apart_within_a_tenant():
+    router = Router(PAGE, slack=3)
+    salts = "", "one", "two", "a", "one\n"
+    keys = [prompt_keys("a", SHARED, PAGE, salt) for salt in salts]
+    assert len({key for each in keys for key in each}) == sum(map(len, keys))
+    assert keys[0] == keys_of(SHARED, "a")
+    router.retain(frozenset("ab"))
+    request = make_request("r", SHARED)
+    request.cache_salt = "one"
+    assert router.choose(request, {"a": Busy(), "b": Busy(1)}) == "a"
+    busier = {"a": Busy(2), "b": Busy()}
+    assert router.choose(request, busier) == "a"
+    request.cache_salt = "two"
+    assert router.choose(request, busier) == "b"
+
+
 def test_only_leading_pages_of_a_long_prompt_are_compared():
     assert len(keys_of(list(range(100_000)))) == 128
 

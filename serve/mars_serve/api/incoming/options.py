@@ -9,6 +9,7 @@ from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, unsupported_value
+from mars_serve.api.incoming.bad_words import BadWords
 from mars_serve.api.keys import Caller
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
 from mars_serve.api.text import StopRules
@@ -59,8 +60,19 @@ def decoding_options(
     *,
     max_tokens: int,
     grammar: GrammarSpec | None,
+    bad_words: BadWords = (),
 ) -> DecodingOptions:
     """Return the engine's options for a request; absent fields get the model's settings.
+
+    Args:
+        body: the request's body.
+        settings: the model's settings.
+        checkpoint: the model.
+        caller: the sender of the request.
+        limits: the server's limits.
+        max_tokens: most output tokens.
+        grammar: grammar of the output.
+        bad_words: the tokens of each of the body's bad words.
 
     Raises:
         ApiError: status 400: a field has a value that cannot be served; 403: the key does not allow
@@ -70,7 +82,7 @@ def decoding_options(
     mode = _mode(body, settings, checkpoint, tier)
     threshold, floor = _threshold_and_floor(body, settings.tiers, caller, mode, tier)
     vocabulary = len(checkpoint.tokenizer)
-    sampling = _sampling(body, vocabulary, max_tokens)
+    sampling = _sampling(body, vocabulary, max_tokens, bad_words)
     stop_ids = frozenset(body.stop_token_ids or ())
     check_token_ids("stop_token_ids", stop_ids, vocabulary)
     return DecodingOptions(
@@ -83,6 +95,7 @@ def decoding_options(
         sampling=sampling,
         grammar=grammar,
         stop_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=_num_prompt_logprobs(body),
         calibrated=bool(body.calibrated),
@@ -103,8 +116,15 @@ def draw_seed() -> int:
     return secrets.randbelow(NUM_SEEDS)
 
 
-def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
-    """Return the strings and tokens that end the output beside the model's own end tokens.
+def stop_rules(
+    body: GenerationRequest, limits: LimitSettings, ends: frozenset[int] = frozenset()
+) -> StopRules:
+    """Return the strings and tokens that end the output.
+
+    Args:
+        body: the request's body.
+        limits: the server's limits.
+        ends: the model's end tokens, if their text is not left out anyway.
 
     Raises:
         ApiError: status 400: there are too many strings, or one is too long for this server.
@@ -120,7 +140,7 @@ def stop_rules(body: GenerationRequest, limits: LimitSettings) -> StopRules:
         raise invalid_value("stop", f"{reason}; shorten it")
     return StopRules(
         strings=strings,
-        tokens=frozenset(body.stop_token_ids or ()),
+        tokens=frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else ends),
         in_output=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
     )
@@ -164,12 +184,21 @@ def _threshold_and_floor(
 
 def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
     """Return how many likely tokens to report beside each prompt token, or None for no scores."""
-    if not isinstance(body, CompletionRequest) or not body.echo:
-        return None
-    return 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
+    echoed = None
+    if isinstance(body, CompletionRequest) and body.echo:
+        echoed = 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
+    wanted = [number for number in (echoed, body.prompt_logprobs) if number is not None]
+    return max(wanted, default=None)
 
 
-def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Sampling:
+def _sampling(
+    body: GenerationRequest,
+    vocabulary: int,
+    max_tokens: int,
+    bad_words: BadWords,
+) -> Sampling:
+    allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+    check_token_ids("allowed_token_ids", allowed or (), vocabulary)
     bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
     check_token_ids("logit_bias", bias, vocabulary)
     min_tokens = body.min_tokens or 0
@@ -184,5 +213,7 @@ def _sampling(body: GenerationRequest, vocabulary: int, max_tokens: int) -> Samp
         seed=seed if temperature > 0 else 0,
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
         min_tokens=min_tokens,
+        allowed_ids=allowed,
+        bad_words=bad_words,
         **body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
     )

@@ -19,9 +19,10 @@ from mars_serve.api.incoming.sizes import (
     too_long,
 )
 from mars_serve.api.incoming.threads import TextThreads
+from mars_serve.api.incoming.truncation import Truncation
 from mars_serve.api.keys import Caller
 from mars_serve.api.messages import ChatMessage, messages_for_template
-from mars_serve.api.protocol import CompletionRequest, GenerationRequest
+from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mars_serve.api.text import EchoedPrompt, echo_text, echo_tokens
 from mars_serve.api.tools import RequestTools
 from mars_serve.config.served import ServedModel
@@ -49,8 +50,9 @@ async def completion_prompts(
     limits: LimitSettings,
     caller: Caller,
     threads: TextThreads,
+    truncation: Truncation,
 ) -> list[Prompt]:
-    """Tokenize the prompts of a completion.
+    """Tokenize the prompts of a completion, and cut them.
 
     Raises:
         ApiError: status 400: too many outputs are requested, a prompt cannot fit, or a token id may
@@ -65,12 +67,13 @@ async def completion_prompts(
     for index, each in enumerate(several):
         where = "prompt" if is_one else f"prompt[{index}]"
         if isinstance(each, str):
-            found = _prompt_of_text(body, each, where, model, limits, caller, threads)
+            found = _prompt_of_text(body, each, where, model, limits, caller, threads, truncation)
             prompts.append(await found)
         else:
-            check_num_ids(where, len(each), model, limits)
-            work = partial(_prompt_of_ids, body, each, where, model, caller)
-            prompts.append(await threads.run(len(each) * _BYTES_OF_ID, work))
+            ids = truncation.cut(each)
+            check_num_ids(where, len(ids), model, limits)
+            work = partial(_prompt_of_ids, body, ids, where, model, caller)
+            prompts.append(await threads.run(len(ids) * _BYTES_OF_ID, work))
         num_tokens += len(prompts[-1].tokens) * (body.n or 1)
         check_copies(where, num_tokens, num_choices)
     return prompts
@@ -84,15 +87,31 @@ async def _prompt_of_text(
     limits: LimitSettings,
     caller: Caller,
     threads: TextThreads,
+    truncation: Truncation,
 ) -> Prompt:
-    parses, echoes = bool(body.parse_special_tokens), bool(body.echo)
+    echoes = bool(body.echo)
     found = await encode_text(
-        model, text, caller, limits, threads, parses_special=parses, with_spans=echoes, where=where
+        model,
+        text,
+        caller,
+        limits,
+        threads,
+        add_special_tokens=body.add_special_tokens is not False,
+        parses_special=bool(body.parse_special_tokens),
+        with_spans=echoes,
+        is_cut=truncation.num_kept is not None,
+        where=where,
     )
+    ids = truncation.cut(found.ids)
     if not echoes:
-        return Prompt(found.ids, where)
-    echo = await threads.run(len(text), lambda: echo_text(text, found.spans))
-    return Prompt(found.ids, where, echo)
+        return Prompt(ids, where)
+
+    def echo() -> EchoedPrompt:
+        if len(ids) < len(found.ids):
+            return echo_tokens(model.checkpoint.tokenizer, ids)
+        return echo_text(text, found.spans)
+
+    return Prompt(ids, where, await threads.run(len(text), echo))
 
 
 def _prompt_of_ids(
@@ -148,6 +167,14 @@ def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSe
     return wanted
 
 
+def echoed_message(body: ChatCompletionRequest) -> EchoedPrompt | None:
+    """Return the last message as the answer repeats it; None if it does not."""
+    last = messages_for_template(body.messages[-1:])[0]
+    if not body.echo or last["role"] != "assistant":
+        return None
+    return EchoedPrompt(last["content"])
+
+
 async def encode_chat(
     model: ServedModel,
     messages: Sequence[ChatMessage],
@@ -157,8 +184,10 @@ async def encode_chat(
     threads: TextThreads,
     *,
     size: int,
-    add_generation_prompt: bool = True,
-    add_special_tokens: bool = False,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    add_special_tokens: bool | None = None,
+    is_cut: bool = False,
 ) -> list[int]:
     """Return the token ids of a conversation in the model's chat template.
 
@@ -170,22 +199,33 @@ async def encode_chat(
         limits: The server's limits.
         threads: Threads for long conversations.
         size: Bytes of all texts.
-        add_generation_prompt: Whether the prompt ends with the header of an assistant turn.
+        add_generation_prompt: Whether the prompt ends with the header of an assistant turn; by
+            default it does unless the last message is continued.
+        continue_final_message: Whether the prompt ends where the last message's text does.
         add_special_tokens: Whether the tokenizer adds its special tokens.
+        is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
 
     Raises:
         ApiError: status 400: the conversation cannot fit, or the template refuses the messages,
             tools or variables; 503: many long prompts wait already.
     """
-    most = most_tokens(model, limits)
+    if add_generation_prompt and continue_final_message:
+        reason = "the last message cannot go on where a new one begins"
+        raise invalid_value(
+            "continue_final_message", f"{reason}; leave it out, or set add_generation_prompt: false"
+        )
+    most = None if is_cut else most_tokens(model, limits)
 
     def encode() -> list[int]:
         return model.prompts.chat(
             messages_for_template(messages),
             tools.template_tools if tools else None,
             template_kwargs=template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            add_special_tokens=add_special_tokens,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            add_special_tokens=bool(add_special_tokens),
             max_tokens=most,
         )
 
@@ -208,6 +248,7 @@ async def encode_text(
     add_special_tokens: bool = True,
     parses_special: bool = False,
     with_spans: bool = False,
+    is_cut: bool = False,
     where: str = "prompt",
 ) -> Encoded:
     """Return the token ids of a prompt given as text.
@@ -221,6 +262,7 @@ async def encode_text(
         add_special_tokens: whether the tokenizer adds its special tokens.
         parses_special: whether control tokens in the text act, which the caller must be allowed.
         with_spans: whether the characters of each token are wanted, too, which takes more memory.
+        is_cut: whether the prompt will be cut, so that it may have more tokens than fit.
         where: the body's field that holds the prompt.
 
     Raises:
@@ -228,7 +270,8 @@ async def encode_text(
             cannot be told from a control token; 403: the caller may not send control tokens; 503:
             many long prompts wait already.
     """
-    size, most, encoder = num_bytes(text), most_tokens(model, limits), model.prompts
+    size, encoder = num_bytes(text), model.prompts
+    most = None if is_cut else most_tokens(model, limits)
     check_length(where, size, model, limits)
     if parses_special:
         _check_may_control(caller)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mars_serve.api.incoming.prompts import Prompt
 from mars_serve.api.text import OutputPart, OutputText
@@ -51,13 +51,19 @@ class Delta:
     choice: Choice
     text: str
     """Text that is final; `OutputText` holds back the rest."""
-    num_tokens: int
+    tokens: list[int]
+    """Tokens up to the one that completed a stop string."""
     reported: list[ReportedToken]
     """One entry per token if log-probabilities are requested; an echoed prompt's tokens come first.
     """
     finish_reason: str | None
     is_first: bool
     calls: list[CallPart] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
 
 
 @dataclass
@@ -114,7 +120,7 @@ class Choice:
     parser: ToolParser | None = None
     """Parser that takes tool calls out of the text; None if the request offers no tools."""
     passes: Passes = field(default_factory=Passes)
-    _scored: list[TokenLogprob] = field(default_factory=list)
+    scored: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second one on."""
 
     async def stream(self, backend: Backend) -> AsyncGenerator[Delta]:
@@ -148,25 +154,24 @@ class Choice:
         """Return the part that a forward pass adds, or None if it only processed prompt tokens."""
         self.passes.num_cached += output.num_prefix_hit_tokens
         self.passes.queue_s += output.queue_s
-        self._scored += output.prompt_logprobs
+        self.scored += output.prompt_logprobs
         if not output.tokens and output.finish_reason is None:
             return None
         part = self.text.push(output.tokens, last=output.finish_reason is not None)
         is_first = self.passes.num_passes == 0
         self.passes.count(part.num_tokens, output.threshold)
-        text, reported = self._echoed() if is_first else ("", [])
-        text += part.text
+        echoed, reported = self._echoed() if is_first else ("", [])
         reported += self._reported(output, part)
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
-        calls = list[CallPart]()
+        text, calls = part.text, list[CallPart]()
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))
             if reason == FinishReason.STOP and self.parser.num_calls:
                 reason = TOOL_CALLS
         return Delta(
             choice=self,
-            text=text,
-            num_tokens=part.num_tokens,
+            text=echoed + text,
+            tokens=output.tokens[: part.num_tokens],
             reported=reported,
             finish_reason=reason,
             is_first=is_first,
@@ -178,9 +183,10 @@ class Choice:
         echo = self.prompt.echo
         if echo is None:
             return "", []
-        if self.request.options.num_logprobs is None:
+        num_top = self.request.options.num_logprobs
+        if num_top is None or not echo.offsets:
             return echo.text, []
-        values = [None, *self._scored]
+        values = [None, *(_with_top(each, num_top) for each in self.scored)]
         rows = zip(self.prompt.tokens, echo.offsets, values, strict=True)
         return echo.text, [ReportedToken(*row) for row in rows]
 
@@ -194,13 +200,18 @@ class Choice:
         return [ReportedToken(token, start + offset, value) for token, offset, value in rows]
 
 
+def _with_top(value: TokenLogprob, num_top: int) -> TokenLogprob:
+    """Return a log-probability with at most some of the likeliest tokens."""
+    return value if len(value.top) <= num_top else replace(value, top=value.top[:num_top])
+
+
 def _joined(deltas: Sequence[Delta]) -> Delta:
     """Return the part of a choice that several consecutive parts make together."""
     last = deltas[-1]
     return Delta(
         choice=last.choice,
         text="".join(delta.text for delta in deltas),
-        num_tokens=sum(delta.num_tokens for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
         reported=[each for delta in deltas for each in delta.reported],
         finish_reason=last.finish_reason,
         is_first=deltas[0].is_first,

@@ -1,6 +1,7 @@
-"""Log-probabilities in OpenAI's two response shapes.
+"""Log-probabilities in OpenAI's two response shapes, and those of prompts in vLLM's.
 
-Source: OpenAI API reference, ``logprobs`` of "Completions" and of "Chat".
+Source: OpenAI API reference, ``logprobs`` of "Completions" and of "Chat"; vLLM,
+``prompt_logprobs``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,37 @@ def completion_logprobs(reported: Sequence[ReportedToken], names: TokenBytes) ->
         "text_offset": [each.offset for each in reported],
         "from_mask": [value is not None and value.from_mask for value in values],
     }
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], scored: Sequence[TokenLogprob], num_top: int, names: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt's tokens, null for the first one.
+
+    Each is an object by token id, of the token itself and of the likeliest ones.
+
+    Args:
+        tokens: the prompt.
+        scored: log-probabilities from the second token on.
+        num_top: number of likeliest tokens to report.
+        names: names of the tokens.
+    """
+    rows: list[dict[str, Any] | None] = [None]
+    for token, value in zip(tokens[1:], scored, strict=True):
+        found = {token: (value.logprob, value.rank)}
+        for rank, (each, logprob) in enumerate(value.top[:num_top], start=1):
+            found.setdefault(each, (logprob, rank))
+        rows.append(
+            {
+                str(each): {
+                    "logprob": max(logprob, _LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": names.text_of(each),
+                }
+                for each, (logprob, rank) in found.items()
+            }
+        )
+    return rows
 
 
 def _chat_token(token: int, logprob: float, names: TokenBytes) -> dict[str, Any]:

@@ -16,7 +16,11 @@ from pydantic_core import to_json
 
 from mars_platform import __version__
 from mars_serve.api.outgoing.choices import CallPart, Choice, Delta, Passes, ReportedToken
-from mars_serve.api.outgoing.logprobs import chat_logprobs, completion_logprobs
+from mars_serve.api.outgoing.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from mars_serve.api.protocol import ServiceTier, StreamOptions
 from mars_serve.api.text import TokenBytes
 from mars_serve.config.served import ServedModel
@@ -42,6 +46,10 @@ class ResponseBuilder:
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     grammar_field: str | None = None
     """Field of the request that gave a grammar, for error messages."""
+    num_prompt_logprobs: int | None = None
+    """Likely tokens to report beside each prompt token; None for no report of the prompt's."""
+    reports_ids: bool = False
+    """Whether the token ids of prompt and output are reported."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
@@ -50,7 +58,7 @@ class ResponseBuilder:
         In a thread it never holds up other threads, however many tokens it reports.
         """
         response = self._response(deltas)
-        if self.options.num_logprobs is None:
+        if self.options.num_logprobs is None and self.num_prompt_logprobs is None:
             return to_json(response)
         return _json_in_steps(response, _LISTS_OF_TOKENS)
 
@@ -58,6 +66,7 @@ class ResponseBuilder:
         """Return about how many bytes of text take as long as writing the whole response."""
         num_characters = sum(len(delta.text) for each in deltas for delta in each)
         num_reported = sum(len(delta.reported) for each in deltas for delta in each)
+        num_reported += sum(len(choice.scored) for choice in self.choices)
         num_likely = max(self.options.num_logprobs or 0, self.options.num_prompt_logprobs or 0)
         return num_characters // 16 + 16 * num_reported * (num_likely + 1)
 
@@ -65,6 +74,7 @@ class ResponseBuilder:
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
             "choices": [self._choice(each) for each in deltas],
+            **(self._of_prompt(self.choices[0]) if self.is_chat else {}),
             "usage": self.usage(),
             "mars": self._mars_object(self.passes),
         }
@@ -79,6 +89,10 @@ class ResponseBuilder:
         entry["logprobs"] = self._logprobs(delta.choice, delta.reported)
         entry["finish_reason"] = delta.finish_reason
         event = {**self._chunk_head, "choices": [entry]}
+        if self.reports_ids:
+            entry["token_ids"] = delta.tokens
+            if delta.is_first:
+                (event if self.is_chat else entry).update(self._of_prompt(delta.choice))
         if self.stream_options.continuous_usage_stats:
             event["usage"] = self.usage()
         elif self.stream_options.include_usage:
@@ -141,7 +155,22 @@ class ResponseBuilder:
             entry["text"] = text
         reported = [each for delta in deltas for each in delta.reported]
         entry["logprobs"] = self._logprobs(last.choice, reported)
-        return {**entry, "finish_reason": last.finish_reason}
+        entry["finish_reason"] = last.finish_reason
+        if self.reports_ids:
+            entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        return entry if self.is_chat else {**entry, **self._of_prompt(last.choice)}
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """Return what is reported of a choice's prompt, as vLLM does.
+
+        A completion has it in each choice, a chat beside its choices.
+        """
+        tokens, found = choice.prompt.tokens, dict[str, Any]()
+        if self.num_prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(
+                tokens, choice.scored, self.num_prompt_logprobs, self.names
+            )
+        return {**found, "prompt_token_ids": tokens} if self.reports_ids else found
 
     def _logprobs(self, choice: Choice, reported: Sequence[ReportedToken]) -> dict[str, Any] | None:
         if choice.request.options.num_logprobs is None:

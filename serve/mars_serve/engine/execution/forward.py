@@ -179,7 +179,7 @@ class ModelRunner:
         if reads is None:
             return Launched(rows, None, Reports({}), scores, grammars)
         reports = Reports.of(logits, reading)  # before `accept` overwrites the logits
-        sampled = sampled_rows(reading, self._ends, grammars)
+        sampled = sampled_rows(reading, self._ends, grammars, logits.shape[1])
         choose = partial(choose_tokens, rows=sampled) if sampled else None
         packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
         return Launched(rows, packed, reports, scores, grammars)

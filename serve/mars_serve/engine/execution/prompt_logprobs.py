@@ -51,6 +51,8 @@ class PromptScores:
     """int64 [scored, tokens], the likeliest tokens there, likeliest first."""
     values: Tensor
     """float32 [scored, tokens], log-probabilities of the likeliest tokens."""
+    ranks: Tensor
+    """int64 [scored], 1 and the number of tokens that are likelier than the one there."""
 
     @classmethod
     def of(
@@ -74,20 +76,32 @@ class PromptScores:
         num_top = max(row.request.options.num_prompt_logprobs or 0 for row in scoring)
         parts = zip(*(torch.split(each, num_at_once) for each in (hidden, tokens)), strict=True)
         found = [
-            log_probs_of(log_probabilities(logits_of(states)), following, num_top)
+            _scores(log_probabilities(logits_of(states)), following, num_top)
             for states, following in parts
         ]
-        own, top, values = (torch.cat(each) for each in zip(*found, strict=True))
-        return cls(scoring, own, top, values)
+        return cls(scoring, *(torch.cat(each) for each in zip(*found, strict=True)))
 
     def by_request(self) -> dict[str, list[TokenLogprob]]:
         """Return the log-probabilities of each request's scored positions, by request id."""
-        lines = zip(self.own.tolist(), self.top.tolist(), self.values.tolist(), strict=True)
+        columns = self.own, self.top, self.values, self.ranks
+        lines = zip(*(column.tolist() for column in columns), strict=True)
         found = {}
         for row in self.rows:
             num_top = row.request.options.num_prompt_logprobs
             found[row.request.id] = [
-                TokenLogprob(logprob, list(zip(ids, numbers, strict=True))[:num_top], False)
-                for logprob, ids, numbers in islice(lines, len(row.scored))
+                TokenLogprob(logprob, list(zip(ids, numbers, strict=True))[:num_top], False, rank)
+                for logprob, ids, numbers, rank in islice(lines, len(row.scored))
             ]
         return found
+
+
+def _scores(table: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `PromptScores` holds of some positions.
+
+    Args:
+        table: float32 [positions, vocabulary], log-probabilities.
+        tokens: int64 [positions], the token behind each position.
+        num_top: number of likeliest tokens.
+    """
+    own, top, values = log_probs_of(table, tokens, num_top)
+    return own, top, values, 1 + (table > own[:, None]).sum(-1)

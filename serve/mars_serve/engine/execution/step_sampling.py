@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -19,11 +19,15 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError
 from mars_serve.engine.sampling.grammar_budget import StepGrammars, cost
 from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
+from mars_serve.engine.sampling.token_rules import NoTokenLeft, TokenRules
 from mars_serve.engine.scheduled_row import ScheduledRow
+
+REFUSALS = (GrammarError, NoTokenLeft)
+"""Errors of what a request asks for, which show only while its output is written."""
 
 
 def sampled_rows(
-    rows: Sequence[ScheduledRow], ends: frozenset[int], grammars: StepGrammars
+    rows: Sequence[ScheduledRow], ends: frozenset[int], grammars: StepGrammars, vocabulary: int
 ) -> list[SampledRow]:
     """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
 
@@ -31,6 +35,7 @@ def sampled_rows(
         rows: rows that read logits, in order.
         ends: the model's end tokens.
         grammars: the grammars of the step.
+        vocabulary: number of tokens.
     """
     if all(row.request.options.is_plain for row in rows):
         return []
@@ -40,7 +45,18 @@ def sampled_rows(
         if not row.request.options.is_plain
     ]
     chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
+    for row, _ in chosen:
+        _prepare(row.request, vocabulary)
     return [part for row, start in chosen for part in _sampled_parts(row, start, ends, grammars)]
+
+
+def _prepare(request: Request, vocabulary: int) -> None:
+    """Make what a request's first choice needs."""
+    sampling = request.options.sampling
+    if sampling.needs_history and request.history is None:
+        request.history = TokenHistory.of(request.tokens, request.num_prompt)
+    if sampling.limits_tokens and request.rules is None:
+        request.rules = TokenRules(sampling, vocabulary)
 
 
 def _sampled_parts(
@@ -48,16 +64,14 @@ def _sampled_parts(
 ) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
-    Groups are sampled without the grammar: drafts that it forbids fail their check.
+    Groups are sampled without the grammar, and without the tokens before them that bad words may
+    begin with: drafts that are forbidden fail their check.
     """
     request, sampling = row.request, row.request.options.sampling
-    if sampling.needs_history and request.history is None:
-        request.history = TokenHistory.of(request.tokens, request.num_prompt)
     length, num_output = len(request.tokens), request.num_output
     end_tokens = ends | request.options.stop_ids
 
     def part(begin: int, count: int, ahead: int, *, is_group: bool) -> SampledRow:
-        matcher = None if is_group else request.matcher
         return SampledRow(
             sampling=sampling,
             reads=list(range(begin, begin + count)),
@@ -65,7 +79,8 @@ def _sampled_parts(
             num_output=num_output + ahead,
             end_tokens=end_tokens,
             history=request.history,
-            allow=None if matcher is None else partial(grammars.allowed, matcher),
+            allow=_allow(request, None if is_group else grammars),
+            allow_follows=request.matcher is not None or sampling.follows_output,
         )
 
     yield part(start, row.num_proposed, 0, is_group=False)
@@ -74,6 +89,32 @@ def _sampled_parts(
         if count:
             yield part(begin, count, outcome + 1, is_group=True)
         begin += count
+
+
+def _allow(
+    request: Request, grammars: StepGrammars | None
+) -> Callable[[list[int]], Tensor | None] | None:
+    """Return `SampledRow.allow` of a row, or of a group of masks, which has no grammars."""
+    by_grammar: Callable[[list[int]], Tensor | None] | None = None
+    if grammars is not None and request.matcher is not None:
+        by_grammar = partial(grammars.allowed, request.matcher)
+    rules = request.rules
+    if rules is None:
+        return by_grammar
+    before = [] if grammars is None else _end_of_output(request, rules)
+
+    def allow(chosen: list[int]) -> Tensor:
+        allowed = rules.allowed_after([*before, *chosen])
+        matching = None if by_grammar is None else by_grammar(chosen)
+        return allowed if matching is None else allowed & matching
+
+    return allow
+
+
+def _end_of_output(request: Request, rules: TokenRules) -> list[int]:
+    """Return the last committed tokens of an output, as many as its rules look at."""
+    tokens = request.tokens
+    return tokens[max(request.num_prompt, len(tokens) - rules.num_before) :]
 
 
 def cut(
@@ -86,7 +127,9 @@ def cut(
         accepted: the tokens.
         ends: the model's end tokens.
     """
-    if request.options.stop_ids:
+    if request.options.ignore_eos:
+        ends = request.options.stop_ids
+    elif request.options.stop_ids:
         ends |= request.options.stop_ids
     tokens = accepted[: request.num_left]
     num_before = len(list(takewhile(lambda token: token not in ends, tokens)))
@@ -101,11 +144,24 @@ def commit(request: Request, tokens: list[int]) -> None:
     Raises:
         GrammarError: the grammar has reached a limit, or does not match the tokens, because it
             allows no token that may be emitted.
+        NoTokenLeft: a token is not allowed; it was chosen because none is.
     """
+    rules = request.rules
+    if rules is not None and not rules.allow(_end_of_output(request, rules), tokens):
+        raise NoTokenLeft
     if request.history is not None:
         request.history.extend(tokens)
     if request.matcher is not None and request.matcher.advance(tokens) < len(tokens):
         raise GrammarError("it allows no token of this model")
+
+
+def refusal_of(request: Request, error: Exception) -> str:
+    """Return the message, with the field at fault, for one of `REFUSALS`."""
+    if isinstance(error, GrammarError):
+        return f"grammar: it failed while the output was written ({error}); make it simpler"
+    if request.options.sampling.allowed_ids is not None:
+        return "allowed_token_ids: none of them may follow the output so far; allow more tokens"
+    return "bad_words: they forbid all that may follow the output so far; leave some out"
 
 
 @dataclass(frozen=True)

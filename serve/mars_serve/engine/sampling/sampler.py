@@ -5,10 +5,10 @@ is a function of seed, absolute position and token id alone, so the same logits 
 the same token in any batch.
 
 The order is: repetition penalty, presence and frequency penalties, ``logit_bias``, ``min_tokens``,
-grammar, temperature, ``top_k``, ``top_p``, ``min_p``. In transformers' ``generate`` it is the same,
-except that the bias comes before the penalties. Ties are treated as there, too: ``top_k`` and
-``min_p`` keep all tokens that tie with the last one, ``top_p`` only as many as it needs. Here these
-are the lowest ids, there any.
+allowed tokens, bad words and grammar, temperature, ``top_k``, ``top_p``, ``min_p``. In
+transformers' ``generate`` it is the same, except that the bias comes before the penalties. Ties are
+treated as there, too: ``top_k`` and ``min_p`` keep all tokens that tie with the last one, ``top_p``
+only as many as it needs. Here these are the lowest ids, there any.
 """
 
 from __future__ import annotations
@@ -77,13 +77,16 @@ class SampledRow:
     history: TokenHistory | None = None
     """History of the tokens before depth 0, if the sampling needs it; not modified."""
     allow: Callable[[list[int]], Tensor | None] | None = None
-    """Function from the tokens chosen at earlier depths to the tokens that a grammar allows behind
+    """Function from the tokens chosen at earlier depths to the tokens that are allowed behind
     them, bool [vocabulary], or None if the grammar does not match them; then all are allowed."""
+    allow_follows: bool = True
+    """Whether ``allow`` depends on those tokens."""
 
     @property
     def is_chain(self) -> bool:
         """Whether the choice at a depth depends on the choices at earlier depths."""
-        return len(self.reads) > 1 and (self.sampling.needs_history or self.allow is not None)
+        follows = self.allow is not None and self.allow_follows
+        return len(self.reads) > 1 and (self.sampling.needs_history or follows)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
@@ -92,7 +95,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, T
     At temperature 0 it is the likeliest token, the lowest id among equals; otherwise it is the one
     with the highest sum of scaled logit and noise. Penalties and grammars at a depth count the
     tokens chosen at earlier depths of the row, so such rows take one pass for each depth; all other
-    rows share one pass. If a grammar or an early end leaves no token, the likeliest one is chosen
+    rows share one pass. If rules, a grammar or an early end leave no token, the likeliest is chosen
     regardless, and the caller has to notice. A row with a NaN gets some valid token.
 
     Args:
@@ -366,7 +369,7 @@ def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -
 
 
 def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
-    """Set early end tokens and those that a grammar forbids to -inf, in place.
+    """Set early end tokens and all that are not allowed to -inf, in place.
 
     Returns:
         Whether none may be left.

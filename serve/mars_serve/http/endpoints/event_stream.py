@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -26,10 +26,15 @@ class EventStream(StreamingResponse):
     Args:
         first: The first event, which was awaited before the response began.
         rest: The source of all other events.
+        headers: Further headers of the response.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
-        super().__init__(_chained(first, rest), media_type="text/event-stream", headers=_HEADERS)
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(
+            _chained(first, rest), media_type="text/event-stream", headers={**_HEADERS, **headers}
+        )
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

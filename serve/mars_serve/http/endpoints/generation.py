@@ -13,12 +13,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.incoming.bad_words import BadWords, bad_words_of
 from mars_serve.api.incoming.options import decoding_options, stop_rules, tier_of, with_seed_of
 from mars_serve.api.incoming.prompts import (
     Prompt,
     check_num_choices,
     checked_max_tokens,
     completion_prompts,
+    echoed_message,
     encode_chat,
 )
 from mars_serve.api.incoming.sizes import (
@@ -29,6 +31,7 @@ from mars_serve.api.incoming.sizes import (
 )
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.incoming.threads import TextThreads
+from mars_serve.api.incoming.truncation import truncation_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
 from mars_serve.api.outgoing.responses import ResponseBuilder
@@ -51,6 +54,7 @@ from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.middleware.errors import as_api_error, cause_of
 from mars_serve.http.middleware.records import RequestRecord
+from mars_serve.http.unknown_fields import UnknownFields
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -69,7 +73,7 @@ def generation_router(
         threads: Threads for what is too long for the event loop.
         places: Places in the queue of each model.
     """
-    router = APIRouter()
+    router, unknown = APIRouter(), UnknownFields()
 
     @router.post(
         "/v1/completions", response_model=None, responses=generation_described(CompletionResponse)
@@ -77,9 +81,13 @@ def generation_router(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
         call = _begin(models, body, request, limits, places)
-        prompts = await completion_prompts(body, call.model, limits, call.caller, threads)
-        response = call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS)
-        return await _respond(call, response, threads)
+        truncation = truncation_of(body, call.model, limits, _DEFAULT_COMPLETION_TOKENS)
+        prompts = await completion_prompts(
+            body, call.model, limits, call.caller, threads, truncation
+        )
+        bad_words = await bad_words_of(body, call.model.prompts, threads)
+        response = call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS, bad_words)
+        return await _respond(call, response, threads, unknown)
 
     @router.post(
         "/v1/chat/completions",
@@ -93,17 +101,33 @@ def generation_router(
         size = checked_size_of_chat(
             body.messages, body.tools, body.chat_template_kwargs, call.model, limits
         )
+        truncation = truncation_of(body, call.model, limits, default_tokens=1)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
-        tokens = await encode_chat(
-            call.model, body.messages, tools, body.chat_template_kwargs, limits, threads, size=size
+        found = await encode_chat(
+            call.model,
+            body.messages,
+            tools,
+            body.chat_template_kwargs,
+            limits,
+            threads,
+            size=size,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            is_cut=truncation.num_kept is not None,
         )
+        tokens = truncation.cut(found)
         check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(call.model.max_length - len(tokens), 1)
         if not body.stream and body.num_logprobs is not None:
-            room = min(room, most_reported(num_choices, body.num_logprobs))
-        response = call.prepare([Prompt(tokens, "messages")], room, tools)
-        return await _respond(call, response, threads)
+            num_likely = max(body.num_logprobs, body.prompt_logprobs or 0)
+            num_scored = 0 if body.prompt_logprobs is None else len(tokens)
+            room = max(1, min(room, most_reported(num_choices, num_likely) - num_scored))
+        prompt = Prompt(tokens, "messages", echoed_message(body))
+        bad_words = await bad_words_of(body, call.model.prompts, threads)
+        response = call.prepare([prompt], room, bad_words, tools)
+        return await _respond(call, response, threads, unknown)
 
     return router
 
@@ -149,13 +173,18 @@ class _Call:
     """Time of arrival by ``time.perf_counter``, in seconds."""
 
     def prepare(
-        self, prompts: Sequence[Prompt], default_tokens: int, tools: RequestTools | None = None
+        self,
+        prompts: Sequence[Prompt],
+        default_tokens: int,
+        bad_words: BadWords,
+        tools: RequestTools | None = None,
     ) -> ResponseBuilder:
         """Check the request and prepare its choices.
 
         Args:
             prompts: The tokenized prompts.
             default_tokens: Largest number of output tokens if the body sets none.
+            bad_words: The tokens of each bad word.
             tools: The tools that a chat offers.
 
         Raises:
@@ -163,7 +192,8 @@ class _Call:
         """
         is_chat = isinstance(self.body, ChatCompletionRequest)
         structure = _structure(self.body, tools)
-        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        prefix, own_id = "chatcmpl" if is_chat else "cmpl", uuid.uuid4().hex
+        request_id = f"{prefix}-{own_id}"  # an engine's ids are unique, which a client's may not be
         choices = list[Choice]()
         for prompt in prompts:
             max_tokens = checked_max_tokens(
@@ -177,6 +207,7 @@ class _Call:
                 self.limits,
                 max_tokens=max_tokens,
                 grammar=structure.grammar if structure else None,
+                bad_words=bad_words,
             )
             self._check_reported(prompt, options, len(prompts))
             choices += self._choices(request_id, prompt, options, tools, len(choices))
@@ -184,14 +215,18 @@ class _Call:
         self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.record.completion_tokens = 0
         return ResponseBuilder(
-            id=request_id,
+            id=f"{prefix}-{self.body.request_id or own_id}",
             is_chat=is_chat,
             model=self.model,
             choices=choices,
-            names=TokenBytes(self.model.checkpoint.tokenizer),
+            names=TokenBytes(
+                self.model.checkpoint.tokenizer, bool(self.body.return_tokens_as_token_ids)
+            ),
             tier=tier_of(self.body, self.caller) if self.body.service_tier else None,
             stream_options=self.body.stream_options or StreamOptions(),
             grammar_field=structure.field if structure else None,
+            num_prompt_logprobs=self.body.prompt_logprobs,
+            reports_ids=bool(self.body.return_token_ids),
         )
 
     def _check_reported(self, prompt: Prompt, options: DecodingOptions, num_prompts: int) -> None:
@@ -212,9 +247,10 @@ class _Call:
         num_before: int,
     ) -> list[Choice]:
         """Return the choices of one prompt, seeded as if it were the request's only prompt."""
-        tokenizer, rules = self.model.checkpoint.tokenizer, stop_rules(self.body, self.limits)
-        kept = tools.kept_special if tools else frozenset[int]()
-        hidden = special_tokens(tokenizer) - kept if kept else None
+        checkpoint, hidden = self.model.checkpoint, self._hidden(tools)
+        shows_ends = self.body.skip_special_tokens is False
+        ends = checkpoint.special.eos if shows_ends else frozenset[int]()
+        rules = stop_rules(self.body, self.limits, ends)
         choices = []
         for number in range(self.body.n or 1):
             index = num_before + number
@@ -223,6 +259,7 @@ class _Call:
                 list(prompt.tokens),
                 with_seed_of(options, number),
                 tenant=self.caller.tenant,
+                cache_salt=self.body.cache_salt or "",
                 key=self.caller.name,
                 session=self._session,
                 deadline_s=self._deadline_s,
@@ -231,19 +268,32 @@ class _Call:
                 index=index,
                 request=request,
                 prompt=prompt,
-                text=OutputText(tokenizer, rules, hidden),
+                text=OutputText(checkpoint.tokenizer, rules, hidden),
                 may_stop=bool(rules.strings),
                 parser=tools.parser() if tools else None,
             )
             choices.append(choice)
         return choices
 
+    def _hidden(self, tools: RequestTools | None) -> frozenset[int] | None:
+        """Return the tokens whose text is left out; None for all special ones."""
+        kept = tools.kept_special if tools else frozenset[int]()
+        if self.body.skip_special_tokens is False:
+            if tools:
+                reason = "the calls of tools are read from a text without other special tokens"
+                raise invalid_value(
+                    "skip_special_tokens", f"{reason}; leave it out, or set tool_choice to none"
+                )
+            return frozenset()
+        return special_tokens(self.model.checkpoint.tokenizer) - kept if kept else None
+
     @property
     def _session(self) -> str | None:
         """Digest of the conversation's or user's name, apart from those of other tenants."""
-        if not self.body.user:
+        given = self.body.session_id or self.body.user
+        if not given:
             return None
-        name = f"{self.caller.tenant}\n{self.body.user}"
+        name = f"{self.caller.tenant}\n{given}"
         return blake2b(name.encode(), digest_size=16).hexdigest()
 
     @property
@@ -287,12 +337,15 @@ def _structure(body: GenerationRequest, tools: RequestTools | None) -> Structure
     return Structure("tools", tools.grammar)
 
 
-async def _respond(call: _Call, response: ResponseBuilder, threads: TextThreads) -> Response:
+async def _respond(
+    call: _Call, response: ResponseBuilder, threads: TextThreads, unknown: UnknownFields
+) -> Response:
     """Generate the text and return it whole or as a stream."""
+    headers = unknown.report(call.body.unknown_fields, call.record)
     if call.body.stream:
         events = _events(call, response)
         first = await anext(events)  # an error before the first event gets its own status
-        return EventStream(first, events)
+        return EventStream(first, events, headers)
     try:
         with call.places.take(call.caller, len(response.choices)):
             deltas = await run_all(response.choices, response.model.backend)
@@ -302,7 +355,7 @@ async def _respond(call: _Call, response: ResponseBuilder, threads: TextThreads)
         call.record_end(response)
     call.record.finish_reason = deltas[-1][-1].finish_reason
     body = await threads.write(response.size_of(deltas), lambda: response.whole(deltas))
-    return Response(body, media_type="application/json")
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def _events(call: _Call, response: ResponseBuilder) -> AsyncGenerator[bytes]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 from pydantic_core import to_json
 
@@ -53,16 +53,6 @@ _ONE_OF: JsonDict = {  # a constraint across fields, which no single field can e
 }
 
 
-def _refuse(value: bool) -> bool:
-    if value:
-        raise ValueError("only false is supported; leave it out")
-    return value
-
-
-Unset = Annotated[Flag, AfterValidator(_refuse), Field(json_schema_extra={"const": False})]
-"""A flag that may only be false; ``Literal[False]`` would also accept 0."""
-
-
 class TokenizeRequest(BaseModel):
     """Body of ``POST /tokenize``: a prompt or a conversation."""
 
@@ -76,8 +66,11 @@ class TokenizeRequest(BaseModel):
     messages: Messages | None = None
     tools: Tools | None = None
     """Tools that the conversation offers."""
-    add_generation_prompt: Flag = True
-    """End a conversation's text with the beginning of the model's message."""
+    add_generation_prompt: Flag | None = None
+    """End a conversation's text with the beginning of the assistant's message, as by default unless
+    ``continue_final_message`` is set."""
+    continue_final_message: Flag | None = None
+    """Leave the end of the last message open."""
     add_special_tokens: Flag | None = None
     """Let the tokenizer add its special tokens; by default only to a prompt, since a conversation's
     template contains them."""
@@ -87,8 +80,6 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: TemplateKwargs | None = None
     chat_template: None = None
     """Only the model's own template is supported."""
-    continue_final_message: Unset | None = None
-    """Continuing the last message is not supported."""
 
 
 class TokenizeResponse(Shape):
@@ -250,5 +241,6 @@ async def _encode(
         threads,
         size=size,
         add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=bool(body.add_special_tokens),
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
     )

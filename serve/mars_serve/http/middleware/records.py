@@ -1,7 +1,7 @@
 """The record of a request: who sent it, how it was served and how it ended.
 
 Endpoints fill in the fields that they learn; `recording` adds the rest and reports the record. A
-record contains neither text of the request nor its key.
+record contains neither text of the request nor its key, but for names of fields.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class RequestRecord:
     finish_reason: str | None = None
     error_code: str | None = None
     """Code of the reported error, also if a stream had begun before it."""
+    unknown_fields: list[str] | None = None
+    """Names of fields that the server does not know, each in one record a minute."""
 
 
 @dataclass

@@ -91,6 +91,7 @@ def test_absent_fields_give_neutral_options(mars):
         ({"frequency_penalty": 2}, Sampling(frequency_penalty=2.0)),
         ({"logit_bias": {"9": -100, "5": 1.5, "6": 0}}, Sampling(logit_bias=((5, 1.5), (9, -100)))),
         ({"min_tokens": 8}, Sampling(min_tokens=8)),
+        ({"allowed_token_ids": [9, 5, 9]}, Sampling(allowed_ids=frozenset({5, 9}))),
     ],
 )
 def test_sampling_fields_reach_the_engine(mars, make, fields, sampling):
@@ -119,10 +120,29 @@ def test_each_output_of_a_request_has_its_own_seed(mars):
         (chat_of(logprobs=False, top_logprobs=0), None),
         (chat_of(logprobs=True), 0),
         (chat_of(logprobs=True, top_logprobs=20), 20),
+        (body_of(prompt_logprobs=3), None),
     ],
 )
 def test_the_number_of_log_probabilities_follows_the_request(mars, body, expected):
     assert options_of(mars, body).num_logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (body_of(logprobs=2), None),
+        (body_of(logprobs=2, echo=True), 2),
+        (body_of(echo=True), None),
+        (body_of(echo=True, max_tokens=0), 0),
+        (body_of(prompt_logprobs=0), 0),
+        (body_of(logprobs=2, echo=True, prompt_logprobs=1), 2),
+        (body_of(logprobs=2, echo=True, prompt_logprobs=4), 4),
+        (chat_of(prompt_logprobs=4), 4),
+        (chat_of(logprobs=True, echo=True), None),
+    ],
+)
+def test_a_prompt_is_scored_for_whatever_reports_it(mars, body, expected):
+    assert options_of(mars, body).num_prompt_logprobs == expected
 
 
 @pytest.mark.parametrize(
@@ -254,6 +274,11 @@ def test_stop_fields_become_stop_rules(mars):
     assert stop_rules(body, LIMITS) == expected
     assert options_of(mars, body).stop_ids == {5, 7}
     assert stop_rules(body_of(stop=["a", "b"]), LIMITS) == StopRules(("a", "b"))
+    ends = frozenset({9})
+    assert stop_rules(body, LIMITS, ends).tokens == {5, 7, 9}
+    ignoring = body_of(**fields, ignore_eos=True)
+    assert stop_rules(ignoring, LIMITS, ends).tokens == {5, 7}
+    assert options_of(mars, ignoring).ignore_eos
 
 
 @pytest.mark.parametrize(
@@ -262,6 +287,7 @@ def test_stop_fields_become_stop_rules(mars):
         ({"min_tokens": 9}, r"^min_tokens: 9 is more than max_tokens, which is 8; lower it"),
         ({"logit_bias": {"90000": 1}}, r"^logit_bias: token id 90000 is not below \d+; use"),
         ({"stop_token_ids": [5, 90000]}, r"^stop_token_ids: token id 90000 is not below"),
+        ({"allowed_token_ids": [90000]}, r"^allowed_token_ids: token id 90000 is not below"),
     ],
 )
 def test_values_that_this_model_cannot_serve_are_refused(mars, fields, message):

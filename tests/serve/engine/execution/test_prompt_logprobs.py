@@ -54,7 +54,9 @@ def assert_right(model: PreTrainedModel, request: Request, outputs: list[StepOut
     assert len(found) == request.num_prompt - 1
     for position, entry in enumerate(found):
         line = expected[position]
-        assert entry.logprob == pytest.approx(float(line[request.tokens[position + 1]]), abs=1e-4)
+        own = line[request.tokens[position + 1]]
+        assert entry.logprob == pytest.approx(float(own), abs=1e-4)
+        assert entry.rank == 1 + int((line > own).sum())
         values, tokens = line.topk(num_top)
         assert [token for token, _ in entry.top] == tokens.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)

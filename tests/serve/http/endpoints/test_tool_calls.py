@@ -188,3 +188,24 @@ async def test_a_tool_whose_schema_fails_in_use_is_refused_by_field(client):
         message = await client.refusal(CHAT, body, 400, "tools")
         assert message.startswith("tools: it failed while the output was written")
     assert (await client.answer(CHAT, {**BODY, "max_tokens": 4}))["choices"]
+
+
+async def test_calls_are_read_from_a_text_without_other_special_tokens(client):
+    body = {**BODY, "skip_special_tokens": False}
+    message = await client.refusal(CHAT, body, 400, "skip_special_tokens")
+    assert "set tool_choice to none" in message
+    await client.answer(CHAT, {**body, "tool_choice": "none", "max_tokens": 1})
+
+
+async def test_a_required_call_needs_the_end_token(client):
+    body = {**BODY, "tool_choice": "required", "ignore_eos": True}
+    await client.refusal(CHAT, body, 400, "ignore_eos")
+
+
+async def test_a_call_in_an_echoed_message_is_text(client):
+    messages = [*MESSAGES, {"role": "assistant", "content": CALL}]
+    fields = {"continue_final_message": True, "echo": True, "max_tokens": 1}
+    answer = await client.answer(CHAT, {**BODY, "messages": messages, **fields})
+    message = answer["choices"][0]["message"]
+    assert message["content"].startswith(CALL)
+    assert "tool_calls" not in message

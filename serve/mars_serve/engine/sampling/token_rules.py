@@ -1,0 +1,56 @@
+"""Which tokens the allowed tokens and the bad words of a request leave behind its output so far."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars_serve.engine.decoding_options import Sampling
+
+
+class NoTokenLeft(Exception):
+    """Raised when a request may choose no token any more."""
+
+
+class TokenRules:
+    """The tokens that may be chosen, by ``allowed_ids`` and ``bad_words`` of a request."""
+
+    def __init__(self, sampling: Sampling, vocabulary: int) -> None:
+        allowed, words = sampling.allowed_ids, sampling.bad_words
+        self._always = torch.full((vocabulary,), allowed is None)
+        self._always[sorted(allowed or ())] = True
+        self._always[[word[0] for word in words if len(word) == 1]] = False
+        self._longer = defaultdict[int, list[tuple[int, ...]]](list)
+        """Bad words of two tokens and more, by the last token but one."""
+        for word in words:
+            if len(word) > 1:
+                self._longer[word[-2]].append(word)
+        self.num_before = max(map(len, words), default=1) - 1
+        """Number of tokens before a position on which its choice depends."""
+
+    def allowed_after(self, output: Sequence[int]) -> Tensor:
+        """Return the tokens that may follow an output: bool [vocabulary], not to be modified.
+
+        Args:
+            output: the output, or at least its last ``num_before`` tokens.
+        """
+        last = tuple(output)
+        words = self._longer.get(last[-1], ()) if last else ()
+        complete = [word[-1] for word in words if last[1 - len(word) :] == word[:-1]]
+        if not complete:
+            return self._always
+        allowed = self._always.clone()
+        allowed[complete] = False
+        return allowed
+
+    def allow(self, output: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Return whether tokens may follow an output, of which the end suffices, one by one."""
+        before = list(output)
+        for token in tokens:
+            if not self.allowed_after(before)[token]:
+                return False
+            before.append(token)
+        return True

@@ -1,0 +1,78 @@
+"""Each request field of vLLM's is honoured or refused by name, and the documentation says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars_serve.api.errors import ApiError
+from mars_serve.api.neutral import neutral_fields
+from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from rest.field_table import ENDPOINTS, HEAD, field_table
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "request-fields.md"
+BASES: dict[str, dict[str, Any]] = {
+    "completions": {"model": "mars", "prompt": "x"},
+    "chat": {"model": "mars", "messages": [{"role": "user", "content": "x"}]},
+}
+# Source: vLLM 0.32.0, the models of both requests in ``vllm/entrypoints/openai``.
+SHARED = """
+add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params echo
+frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params length_penalty
+logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens mm_payload model n
+presence_penalty priority prompt_logprobs repetition_detection repetition_penalty request_id
+response_format return_mm_kwargs return_token_ids return_token_offsets
+return_tokens_as_token_ids routed_experts_prompt_start seed session_id skip_special_tokens
+spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+structured_outputs temperature thinking_token_budget top_k top_p truncate_prompt_tokens
+truncation_side use_beam_search user vllm_xargs watermarking
+"""
+OF_CHATS = """
+add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
+include_reasoning max_completion_tokens media_io_kwargs messages mm_processor_kwargs
+parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs
+"""
+OF_COMPLETIONS = "prompt prompt_embeds suffix"
+REFUSED = [
+    (endpoint, name) for endpoint, body in ENDPOINTS.items() for name in neutral_fields(body)
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [(ChatCompletionRequest, SHARED + OF_CHATS), (CompletionRequest, SHARED + OF_COMPLETIONS)],
+)
+def test_every_field_of_vllm_is_known(body: type[GenerationRequest], names: str) -> None:
+    assert set(names.split()) - body.model_fields.keys() == set()
+
+
+def test_the_documentation_has_the_table_of_the_models() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    begin = lines.index(HEAD[0])
+    table = [line for line in lines[begin:] if line.startswith("|")]
+    assert table == field_table(), f"put the lines of field_table() into {DOCUMENT.name}"
+
+
+@pytest.mark.parametrize(("endpoint", "name"), REFUSED)
+def test_a_field_that_is_not_implemented_is_refused_with_the_reason(
+    endpoint: str, name: str
+) -> None:
+    body, neutral = ENDPOINTS[endpoint], neutral_fields(ENDPOINTS[endpoint])[name]
+    for value in (None, *neutral.values):
+        body(**BASES[endpoint], **{name: value}).refuse_unsupported()
+    with pytest.raises(ApiError) as refusal:
+        body(**BASES[endpoint], **{name: "another"}).refuse_unsupported()
+    assert (refusal.value.status, refusal.value.param) == (400, name)
+    assert str(refusal.value).startswith(f"{name}: 'another' is not supported, since ")
+    assert f"{neutral.reason}; leave it out" in str(refusal.value)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_body_notes_the_names_that_it_does_not_know(endpoint: str) -> None:
+    body = ENDPOINTS[endpoint]
+    assert body(**BASES[endpoint]).unknown_fields == ()
+    assert body(**BASES[endpoint], heat=1, n=2, é=3).unknown_fields == ("heat", "é")
+    many = {f"field{number}": number for number in range(1000)}
+    assert len(body(**BASES[endpoint], **many).unknown_fields) == 64
