@@ -24,6 +24,7 @@ from mars_platform.method.mode import Confidence, Mode
 from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value, shown, unsupported_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
+from mars_serve.engine.decoding_options import Span
 
 MAX_GRAMMAR_LENGTH = 65_536
 """Longest JSON schema, regular expression or grammar, in characters."""
@@ -71,6 +72,12 @@ def _as_list(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT32, strict=True)]
 Threshold = Annotated[float, Field(gt=0, le=1, strict=True)]
+AnyThreshold = Annotated[  # the tags have hyphens: errors do not take them for names of fields
+    Annotated[Threshold, Tag("of-all")]
+    | Annotated[dict[Span, Threshold], Field(min_length=1), at_most(len(Span)), Tag("by-span")],
+    Discriminator(lambda value: "by-span" if isinstance(value, dict) else "of-all"),
+]
+"""One τ, or τ by span."""
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
@@ -156,9 +163,10 @@ class GenerationRequest(BaseModel):
 
     mode: Mode | None = None
     """Decoding mode; by default the model's setting."""
-    confidence_threshold: Threshold | None = None
-    """Fixed τ for this request. By default it follows the server's live τ, which may change while
-    the request runs."""
+    confidence_threshold: AnyThreshold | None = None
+    """Fixed τ for this request, or an object of one for each span of the output: ``thinking``,
+    ``answer`` and ``tool_arguments``. What has none follows the server's live τ, which may change
+    while the request runs."""
     min_confidence_threshold: Threshold | None = None
     """Lowest τ that this request is decoded with."""
     confidence: Confidence | None = None
@@ -338,6 +346,8 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
     """Allow several tool calls in one message; true by default."""
+    include_reasoning: Flag | None = None
+    """Return the model's thinking, too; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
