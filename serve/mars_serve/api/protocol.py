@@ -30,6 +30,7 @@ from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
 from mars_serve.api.neutral import Body, Neutral
+from mars_serve.engine.decoding_options import Span
 
 MAX_GRAMMAR_LENGTH = 65_536
 """Longest JSON schema, regular expression or grammar, in characters."""
@@ -67,6 +68,12 @@ def _not_zero(value: int) -> int:
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT32, strict=True)]
 Threshold = Annotated[float, Field(gt=0, le=1, strict=True)]
+AnyThreshold = Annotated[  # the tags have hyphens: errors do not take them for names of fields
+    Annotated[Threshold, Tag("of-all")]
+    | Annotated[dict[Span, Threshold], Field(min_length=1), at_most(len(Span)), Tag("by-span")],
+    Discriminator(lambda value: "by-span" if isinstance(value, dict) else "of-all"),
+]
+"""One τ, or τ by span."""
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)]
@@ -169,9 +176,10 @@ class GenerationRequest(Body):
 
     mode: Mode | None = None
     """Decoding mode; by default the model's setting."""
-    confidence_threshold: Threshold | None = None
-    """Fixed τ for this request. By default it follows the server's live τ, which may change while
-    the request runs."""
+    confidence_threshold: AnyThreshold | None = None
+    """Fixed τ for this request, or an object of one for each span of the output: ``thinking``,
+    ``answer`` and ``tool_arguments``. What has none follows the server's live τ, which may change
+    while the request runs."""
     min_confidence_threshold: Threshold | None = None
     """Lowest τ that this request is decoded with."""
     confidence: Confidence | None = None
@@ -312,9 +320,7 @@ class GenerationRequest(Body):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Number of likely tokens to report beside each output token; None for no
-        log-probabilities.
-        """
+        """Likely tokens to report beside each output token; None for no log-probabilities."""
 
     def refuse_unsupported(self) -> None:
         """Refuse fields that would otherwise be silently ignored, and contradictory ones.
@@ -394,9 +400,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likely tokens to report beside each output token; None for no
-        log-probabilities.
-        """
+        """Likely tokens to report beside each output token; None for no log-probabilities."""
         return self.logprobs
 
     def refuse_unsupported(self) -> None:
@@ -425,6 +429,8 @@ class ChatCompletionRequest(GenerationRequest):
     """Whether the model calls functions, and which."""
     parallel_tool_calls: Flag | None = None
     """Allow several tool calls in one message; true by default."""
+    include_reasoning: Flag | None = None
+    """Return the model's thinking, too; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
     max_tokens: Count | None = None
@@ -454,9 +460,6 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: Annotated[
         Any, Neutral(("none",), "efforts are the template's; use chat_template_kwargs")
     ] = None
-    include_reasoning: Annotated[
-        Any, Neutral((True, False), "reasoning is not told from the answer")
-    ] = None
     verbosity: Annotated[Any, Neutral(("medium",), "the model decides; ask in a message")] = None
     documents: Annotated[Any, Neutral(([],), "prompts have none; put them into a message")] = None
     chat_template: Annotated[
@@ -477,9 +480,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likely tokens to report beside each output token; None for no
-        log-probabilities.
-        """
+        """Likely tokens to report beside each output token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refuse_unsupported(self) -> None:
@@ -492,3 +493,6 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             reason = f"{self.top_logprobs} needs logprobs; set logprobs to true"
             raise invalid_value("top_logprobs", reason)
+        if self.return_token_ids and self.include_reasoning is False:
+            reason = "the ids of the thinking would be among them; leave out include_reasoning"
+            raise invalid_value("return_token_ids", reason)

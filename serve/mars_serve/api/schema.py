@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import Span
 
 Count = Annotated[int, Field(ge=0)]
 Logprob = Annotated[float, Field(le=0)]
@@ -58,6 +59,20 @@ class Usage(Shape):
     prompt_tokens_details: PromptTokensDetails
 
 
+class SpanBlock(Shape):
+    """How a span of an output was decoded."""
+
+    requested_confidence_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """τ that the request gave; absent if the span followed the live τ."""
+    confidence_threshold: Annotated[float, Field(gt=0, le=1)]
+    """Mean τ of the forward passes that began in the span."""
+    min_confidence_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lowest τ of these forward passes; present only if τ moved."""
+    tokens: Count
+    forward_passes: Count
+    """Number of forward passes that began in the span."""
+
+
 class MarsBlock(Shape):
     """How a request was decoded."""
 
@@ -68,6 +83,8 @@ class MarsBlock(Shape):
     """Lowest τ of the forward passes; present only if τ moved."""
     forward_passes: Count
     tokens_per_forward: Annotated[float, Field(ge=0)]
+    spans: dict[Span, SpanBlock] | None = None
+    """How each span of the output was decoded, if the request gave thresholds by span."""
 
 
 class GenerationResponse(Shape):
@@ -176,6 +193,8 @@ class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    """What the model thought before it answered, if it thinks."""
     tool_calls: list[ToolCall] | None = None
 
 

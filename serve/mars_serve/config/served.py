@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_platform.errors import UserError
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.outputs import EngineStatus, StepOutput
 from mars_serve.engine.request import Request
@@ -19,6 +20,7 @@ from mars_serve.engine.settings import CPU_PAGES
 if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does not need it
     from mars_platform.checkpoint.directory import Checkpoint
     from mars_platform.data.prompt_encoding import PromptEncoder
+    from mars_platform.data.thinking import ThinkingTokens
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,23 @@ class ServedModel:
 
     prompts: PromptEncoder = field(init=False, compare=False)
     """Encoder of prompts; making it takes a tenth of a second for 250 control tokens."""
+    thinking: ThinkingTokens | None = field(init=False, compare=False)
+    """Tokens between which the model thinks; None if thinking is not told from answers."""
 
     def __post_init__(self) -> None:
-        """Make the encoder of the checkpoint's prompts."""
+        """Make the encoder of the checkpoint's prompts, and find its thinking tokens.
+
+        Raises:
+            UserError: the settings name a reasoning parser that does not fit the checkpoint.
+        """
         from mars_platform.data.prompt_encoding import PromptEncoder
 
-        special = self.checkpoint.special
-        made = PromptEncoder(self.checkpoint.tokenizer, special.eos | special.never_emitted)
-        object.__setattr__(self, "prompts", made)
+        thinking, special = find_thinking(self.settings, self.checkpoint), self.checkpoint.special
+        ids = special.eos | special.never_emitted
+        if thinking is not None:  # no text from clients may begin or end the thinking
+            ids |= {thinking.begin, thinking.end}
+        object.__setattr__(self, "thinking", thinking)
+        object.__setattr__(self, "prompts", PromptEncoder(self.checkpoint.tokenizer, ids))
 
     @property
     def max_length(self) -> int:
@@ -116,3 +127,23 @@ class ServedModel:
             return self.checkpoint.max_length  # a replica uses as many pages as its GPU holds
         page_size = sizes.page_size_on("cuda" if self.settings.num_gpus else "cpu")
         return min(self.checkpoint.max_length, (sizes.num_pages or CPU_PAGES) * page_size)
+
+
+def find_thinking(settings: ModelSettings, checkpoint: Checkpoint) -> ThinkingTokens | None:
+    """Return the tokens between which a model thinks; None if thinking is not told from answers.
+
+    Raises:
+        UserError: the settings name a reasoning parser that does not fit the checkpoint.
+    """
+    from mars_platform.data.thinking import find_thinking_tokens
+
+    choice, tokenizer = settings.reasoning_parser, checkpoint.tokenizer
+    if choice == "none":
+        return None
+    found = find_thinking_tokens(tokenizer, mentioned_only=choice == "auto")
+    if found is None and choice == "think":
+        raise UserError(
+            "reasoning_parser: 'think' needs <think> and </think> as tokens, which "
+            f"{checkpoint.path} has not; use 'auto' or 'none'"
+        )
+    return found

@@ -91,6 +91,9 @@ class ModelSettings(Settings):
     """τ of requests that set none, until it is changed on the running server. If autoscaling moves
     τ, set ``autoscaling.target_threshold`` instead."""
     tiers: TierSettings = TierSettings()
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """How thinking is told from answers: ``think`` by the tokens ``<think>`` and ``</think>``,
+    ``auto`` the same if the chat template mentions one of them, and ``none`` not at all."""
     num_replicas: int = Field(default=1, ge=1)
     """Number of replicas, each with its own engine."""
     autoscaling: AutoscalingSettings | None = None

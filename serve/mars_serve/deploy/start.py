@@ -14,6 +14,7 @@ from mars_platform.cluster.attempts import attempt
 from mars_platform.cluster.ray_private import poll_serve_often
 from mars_platform.cluster.session import quieten_ray
 from mars_platform.errors import UserError, one_line
+from mars_serve.config.served import find_thinking
 from mars_serve.config.settings import ServeSettings
 from mars_serve.control.governor_actor import end_governor, find_or_start_governor
 from mars_serve.deploy.app import build_application
@@ -124,12 +125,12 @@ def _await_proxy() -> None:
 
 
 def _refuse_unreadable(settings: ServeSettings) -> None:
-    """Refuse a checkpoint that cannot be read, by the reason that a replica failed for.
+    """Refuse a checkpoint that cannot be read, by the reason that a replica or the ingress failed.
 
     Raises:
-        UserError: a model cannot be read.
+        UserError: a model cannot be read, or its reasoning parser does not fit it.
     """
     from mars_platform.checkpoint.directory import read_checkpoint  # takes seconds
 
     for model in settings.models:
-        read_checkpoint(model.path)
+        find_thinking(model, read_checkpoint(model.path))

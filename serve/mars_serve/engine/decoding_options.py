@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
@@ -31,6 +32,37 @@ class Outcomes(StrEnum):
     """Every outcome, from no draft right to all of them right."""
     LAST = "last"
     """Only the outcome that all drafts are right; after any other, the next step has no drafts."""
+
+
+class Span(StrEnum):
+    """A part of an output that begins and ends at marker tokens of the chat template."""
+
+    THINKING = "thinking"
+    """What the model writes before an answer, to find it."""
+    ANSWER = "answer"
+    """All that is in no other span."""
+    TOOL_ARGUMENTS = "tool_arguments"
+    """A tool call, from the token that begins it."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How marker tokens divide an output into spans; a marker belongs to the span that it ends."""
+
+    start: Span
+    """Span of the first output token."""
+    markers: Mapping[Span, Mapping[int, Span]]
+    """For each span, the tokens that end it, and the span that follows each of them."""
+    thresholds: Mapping[Span, float] = field(default_factory=dict)
+    """τ in (0, 1] of the spans that have their own; the others have the request's."""
+
+    def of_tokens(self, span: Span, tokens: Sequence[int]) -> list[Span]:
+        """Return the span of each token, of which the first is in ``span``, and of the next one."""
+        found = [span]
+        for token in tokens:
+            span = self.markers.get(span, {}).get(token, span)
+            found.append(span)
+        return found
 
 
 @dataclass(frozen=True)
@@ -149,6 +181,8 @@ class DecodingOptions:
     log-probabilities of all; None reports no log-probabilities."""
     max_queue_s: float | None = None
     """Most seconds to wait for the first step; None for no limit."""
+    spans: Spans | None = None
+    """Spans of the output with a τ of their own, in mode threshold; None if there are none."""
 
     # The following are read for each row of each step, hence cached.
 
@@ -163,3 +197,8 @@ class DecodingOptions:
         if self.mode is Mode.THRESHOLD:
             return self.threshold is None or self.threshold < 1.0
         return self.mode is Mode.EXACT
+
+    def threshold_in(self, span: Span) -> float | None:
+        """Return the τ of a span; None follows the engine's live τ."""
+        own = self.spans.thresholds if self.spans else {}
+        return own.get(span, self.threshold)

@@ -100,8 +100,7 @@ class Engine:
                 f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
                 f"{self._vocabulary} embeddings; use one checkpoint's files"
             )
-        self._drafter = drafter
-        self._pacer = pacer
+        self._drafter, self._pacer = drafter, pacer
         max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
@@ -434,7 +433,7 @@ class Engine:
 
     def _commit_row(self, row: ScheduledRow, result: Accepted) -> StepOutput:
         """Enter a row's tokens, log-probabilities of the prompt, or both into its request."""
-        request = row.request
+        request, threshold = row.request, row.request.threshold
         is_first = request.num_output == request.num_scored == 0
         request.num_scored += len(result.prompt_logprobs)
         if row.reads_logits:
@@ -443,19 +442,20 @@ class Engine:
             self._scheduler.commit_cached(row)
             output = StepOutput(request.id, [], None)
         output.num_masks, output.num_positions = row.num_masks, row.num_positions
-        output.threshold = request.threshold
+        output.threshold = threshold
         output.prompt_logprobs = result.prompt_logprobs
         if is_first:
             output.num_prefix_hit_tokens = request.num_prefix_hit_tokens
             output.queue_s = request.queue_s or 0.0
+        if request.enter_span(output.tokens, self._step_live) and self._chooser is not None:
+            self._chooser.expire()
         return output
 
     def _commit_tokens(self, row: ScheduledRow, result: Accepted) -> StepOutput:
         request = row.request
         if self._chooser is not None:
             # Tokens that an end token or max_tokens cuts off below were accepted all the same.
-            num_accepted = result.num_masks_accepted + 1
-            self._chooser.observe(request, result.num_masks_tried, num_accepted)
+            self._chooser.observe(request, result.num_masks_tried, result.num_masks_accepted + 1)
         tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
         try:
             commit(request, tokens)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes, Span
 
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
     from mars_serve.engine.sampling.grammar import Matcher
@@ -83,6 +84,8 @@ class Request:
     quarantine_tokens: int = 0
     """Output tokens up to which the request is alone in its steps, because an engine died in a step
     that may have held it; 0 if none did."""
+    span: Span = field(init=False)
+    """Span of the next output token; always the answer if no span has a τ of its own."""
     mode: Mode = field(init=False)
     """Mode of the current step: the request's own, or exact in its place for a live τ of 1."""
     threshold: float = field(init=False)
@@ -93,14 +96,16 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.mode = self.options.mode
+        self.span = self.options.spans.start if self.options.spans else Span.ANSWER
         self.follow(LiveDecoding(1.0))
 
     def follow(self, live: LiveDecoding) -> None:
         """Set mode and τ of the next steps: the request's own, or ``live`` if it gives no τ."""
         options, mode = self.options, self.options.mode
+        own = options.threshold_in(self.span)
         self.threshold = 1.0
-        if mode is Mode.THRESHOLD and options.threshold is not None:
-            self.threshold = options.threshold
+        if mode is Mode.THRESHOLD and own is not None:
+            self.threshold = own
         elif mode is Mode.THRESHOLD:
             self.threshold = max(live.threshold_of(options.tier), options.min_threshold)
             if live.is_exact and self.threshold >= 1.0:
@@ -110,6 +115,19 @@ class Request:
             self.drafts, self.num_own_drafts = [], 0  # each mode reads the drafts differently
         several = mode is Mode.EXACT or self.threshold < 1.0
         self.needs_masks = several and options.window != 0
+
+    def enter_span(self, tokens: Sequence[int], live: LiveDecoding) -> bool:
+        """Set mode and τ for the span behind newly committed tokens.
+
+        Returns:
+            Whether it is another span than before the tokens.
+        """
+        before = self.span
+        if self.options.spans is not None:
+            self.span = self.options.spans.of_tokens(before, tokens)[-1]
+        if self.span is not before:
+            self.follow(live)
+        return self.span is not before
 
     @property
     def num_output(self) -> int:

@@ -76,3 +76,9 @@ def test_a_body_notes_the_names_that_it_does_not_know(endpoint: str) -> None:
     assert body(**BASES[endpoint], heat=1, n=2, é=3).unknown_fields == ("heat", "é")
     many = {f"field{number}": number for number in range(1000)}
     assert len(body(**BASES[endpoint], **many).unknown_fields) == 64
+
+
+def test_token_ids_do_not_reveal_hidden_thinking() -> None:
+    fields = {"return_token_ids": True, "include_reasoning": False}
+    with pytest.raises(ApiError, match="return_token_ids: .*; leave out include_reasoning"):
+        ChatCompletionRequest.model_validate({**BASES["chat"], **fields}).refuse_unsupported()

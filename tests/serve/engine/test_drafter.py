@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from mars_serve.engine.decoding_options import (
     GrammarSpec,
     Outcomes,
     Sampling,
+    Span,
+    Spans,
 )
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
@@ -141,6 +144,18 @@ def test_threshold_without_masks_is_exact(
     engine: Engine, items: list[EvalItem], expected: list[list[int]]
 ) -> None:
     assert run(engine, items, [replace(THRESHOLD, window=0)])[0] == expected
+
+
+def test_a_run_ends_behind_a_marker_and_goes_on_without_loss(
+    engine: Engine, items: list[EvalItem], expected: list[list[int]]
+) -> None:
+    (marker, _), *_ = Counter(token for output in expected for token in output).most_common()
+    markers = {Span.ANSWER: {marker: Span.THINKING}, Span.THINKING: {marker: Span.ANSWER}}
+    spans = Spans(Span.ANSWER, markers, dict.fromkeys(Span, 1.0))
+    outputs, steps = run(engine, items, [replace(THRESHOLD, threshold=None, spans=spans)])
+    assert outputs == expected
+    assert not any(marker in step.tokens[:-1] for step in steps)
+    assert tokens_per_forward(steps) > 1.2
 
 
 def test_what_depends_on_the_tokens_before_is_checked(

@@ -1,9 +1,9 @@
-"""A live τ that changes while requests run, and the τ that each pass uses."""
+"""A τ that changes while requests run, live or from span to span, and what each pass uses."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from mars_platform.method.mode import Confidence, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
-from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions, Span, Spans
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -217,6 +217,119 @@ def test_a_step_keeps_the_threshold_that_it_began_with(
     (output,) = engine.finish_step(step)
     assert (output.threshold, output.num_masks) == (0.02, BLOCK_SIZE)
     assert {output.threshold for output in engine.step()} == {1.0}
+
+
+# --- spans ----------------------------------------------------------------------------------------
+
+
+def spans_with(engine: Engine, **thresholds: float) -> tuple[Spans, DecodingOptions]:
+    """Return spans whose markers are the tokens that the model writes most at a low τ."""
+    options = replace(LIVE, max_tokens=40)
+    run(engine, written := requests_with(options), [0.05])
+    counts = Counter(each for request in written for each in request.tokens[request.num_prompt :])
+    (begin, _), (end, _), *_ = counts.most_common()
+    markers = {Span.ANSWER: {begin: Span.THINKING}, Span.THINKING: {end: Span.ANSWER}}
+    own = {Span(name): value for name, value in thresholds.items()}
+    spans = Spans(Span.ANSWER, markers, own)
+    return spans, replace(options, spans=spans)
+
+
+def check_spans(
+    model: PreTrainedModel, request: Request, outputs: list[StepOutput], spans: Spans
+) -> set[Span]:
+    """Compare each pass with one of the plain decoder, cut behind the first marker.
+
+    Returns:
+        The spans that occurred.
+    """
+    tokens, span, seen = request.tokens[: request.num_prompt], spans.start, set[Span]()
+    for output in outputs:
+        assert output.threshold == spans.thresholds[span]
+        (plain, *_) = reference.decode(
+            model,
+            tokens,
+            SPECIAL,
+            max_tokens=min(len(request.tokens) - len(tokens), output.num_masks + 1),
+            threshold=output.threshold,
+            num_masks=output.num_masks,
+            mask_token_id=MASK,
+        ).passes
+        marker = next((i for i, each in enumerate(plain) if each in spans.markers[span]), None)
+        assert output.tokens == (plain if marker is None else plain[: marker + 1])
+        seen.add(span)
+        tokens, span = tokens + output.tokens, spans.of_tokens(span, output.tokens)[-1]
+    assert tokens == request.tokens
+    return seen
+
+
+@pytest.mark.parametrize(("thinking", "answer"), [(0.05, 1.0), (1.0, 0.05), (0.05, 0.02)])
+def test_each_span_is_decoded_at_its_threshold(
+    model: PreTrainedModel, make_engine: Engines, thinking: float, answer: float
+) -> None:
+    spans, options = spans_with(make_engine(model, SPECIAL), thinking=thinking, answer=answer)
+    requests, pinned = requests_with(options, 3), replace(LIVE, threshold=0.1)
+    outputs = run(make_engine(model, SPECIAL), requests + requests_with(pinned, 2, "n"))
+    seen = {span for each in requests for span in check_spans(model, each, outputs[each.id], spans)}
+    assert seen == {Span.THINKING, Span.ANSWER}
+    alone = run(make_engine(model, SPECIAL), requests_with(pinned, 2, "n"))
+    assert all(joined(outputs[name]) == joined(each) for name, each in alone.items())
+
+
+def test_a_span_without_a_threshold_follows_the_live_one_down_to_the_floor(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    spans, options = spans_with(make_engine(model, SPECIAL), thinking=1.0)
+    requests = requests_with(replace(options, min_threshold=0.1))
+    outputs = run(make_engine(model, SPECIAL), requests, [0.05])
+    for request in requests:
+        span = spans.start
+        for output in outputs[request.id]:
+            assert output.threshold == (1.0 if span is Span.THINKING else 0.1)
+            span = spans.of_tokens(span, output.tokens)[-1]
+    assert {output.threshold for each in outputs.values() for output in each} == {0.1, 1.0}
+
+
+def test_exact_stands_in_for_a_live_one_in_its_spans_alone(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    spans, options = spans_with(make_engine(model, SPECIAL), thinking=1.0)
+    expected = run(make_engine(model, SPECIAL), requests_with(replace(options, spans=None)), [1.0])
+    exact, requests = LiveDecoding(1.0, is_exact=True), requests_with(options)
+    outputs = run(make_engine(model, SPECIAL), requests, [exact])
+    for request in requests:
+        assert joined(outputs[request.id]) == joined(expected[request.id])
+        span = spans.start
+        for output in outputs[request.id]:
+            assert output.num_masks == 0 or span is Span.ANSWER
+            span = spans.of_tokens(span, output.tokens)[-1]
+
+
+@pytest.mark.parametrize("mode", [Mode.AR, Mode.EXACT])
+def test_lossless_modes_pay_no_heed_to_spans(
+    model: PreTrainedModel, make_engine: Engines, mode: Mode
+) -> None:
+    _, options = spans_with(make_engine(model, SPECIAL), thinking=0.05)
+    outputs = run(make_engine(model, SPECIAL), requests_with(replace(options, mode=mode)))
+    plain = run(make_engine(model, SPECIAL), requests_with(replace(options, mode=mode, spans=None)))
+    assert outputs == plain
+
+
+def test_masks_return_with_the_very_next_step_of_a_laxer_span(
+    model: PreTrainedModel, make_engine: Engines
+) -> None:
+    spans, options = spans_with(make_engine(model, SPECIAL), thinking=0.05, answer=1.0)
+    engine = make_engine(model, SPECIAL)
+    engine.adapt_windows(StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4))))
+    neighbours = requests_with(replace(LIVE, max_tokens=40, threshold=0.9), 1, "n")
+    outputs = run(engine, requests_with(options, 3) + neighbours)  # choices are kept
+    changes = set[tuple[Span, bool]]()
+    for name in ("r0", "r1", "r2"):
+        before = span = spans.start
+        for output in outputs[name][:-2]:  # the last passes need no masks
+            if span is not before:
+                changes.add((span, output.num_masks > 0))
+            before, span = span, spans.of_tokens(span, output.tokens)[-1]
+    assert changes == {(Span.THINKING, True), (Span.ANSWER, False)}
 
 
 def test_a_plain_model_refuses_to_follow(model: PreTrainedModel, make_engine: Engines) -> None:

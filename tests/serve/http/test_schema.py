@@ -72,7 +72,10 @@ VALUES = {
     "stream": [False, None, "yes", 1],
     "n": [1, 0, 129, "1", 1.5, True, None],
     "temperature": [0, 2, -0.1, 2.1, "1", True, None],
-    "confidence_threshold": [0.5, -0.1, 0, 1, 1.5, "0.5", None],
+    "confidence_threshold": [
+        *(0.5, -0.1, 0, 1, 1.5, "0.5", None, [0.5]),
+        *({"answer": 0.5}, {"answer": 0}, {"answer": None}, {"text": 0.5}, {}),
+    ],
     "min_confidence_threshold": [0.5, 0, 2, None],
     "confidence": ["margin", "hope"],
     "calibrated": [False, "maybe"],
@@ -149,6 +152,7 @@ VALUES = {
     "web_search_options": [None, {}],
     "tool_choice": ["none", "auto", "sometimes", 5, None],
     "tools": [[], [{}], None],
+    "include_reasoning": [True, False, None, 1],
     "reasoning_effort": ["none", "high", None],
     "verbosity": ["medium", "low"],
 }

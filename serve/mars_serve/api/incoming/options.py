@@ -14,7 +14,7 @@ from mars_serve.api.keys import Caller
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
 from mars_serve.api.text import StopRules
 from mars_serve.config.settings import LimitSettings, ModelSettings, TierSettings
-from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sampling
+from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sampling, Spans
 
 NUM_SEEDS = 2**63
 """Seeds lie in ``range(NUM_SEEDS)``."""
@@ -58,6 +58,7 @@ def decoding_options(
     caller: Caller,
     limits: LimitSettings,
     *,
+    spans: Spans | None = None,
     max_tokens: int,
     grammar: GrammarSpec | None,
     bad_words: BadWords = (),
@@ -70,6 +71,7 @@ def decoding_options(
         checkpoint: the model.
         caller: the sender of the request.
         limits: the server's limits.
+        spans: spans of the output, with the thresholds that the body asks for.
         max_tokens: most output tokens.
         grammar: grammar of the output.
         bad_words: the tokens of each of the body's bad words.
@@ -100,6 +102,7 @@ def decoding_options(
         num_prompt_logprobs=_num_prompt_logprobs(body),
         calibrated=bool(body.calibrated),
         max_queue_s=limits.queue_wait_s,
+        spans=_with_thresholds(spans, mode, _own_floor(body, caller)),
     )
 
 
@@ -151,7 +154,7 @@ def _mode(
 ) -> Mode:
     """Return the request's mode: its own, else its tier's, else the model's setting."""
     plain = checkpoint.metadata is None and settings.draft is None
-    is_chosen = body.mode is not None or (body.confidence_threshold or 1.0) < 1.0
+    is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
     if plain and is_chosen and body.mode is not Mode.AR:
         reason = f"{settings.name} is a plain AR checkpoint without mars.json"
         raise unsupported_value(
@@ -174,12 +177,31 @@ def _threshold_and_floor(
     """Return τ, or None to follow the server's live value, and the lowest τ allowed."""
     if mode is not Mode.THRESHOLD:
         return 1.0, 0.0
-    floor = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
-    if body.confidence_threshold is not None:
-        return max(body.confidence_threshold, floor), 0.0
+    floor, asked = _own_floor(body, caller), body.confidence_threshold
+    if asked is not None and not isinstance(asked, dict):
+        return max(asked, floor), 0.0
     is_flex = tier is ServiceTier.FLEX
     of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
     return None, max(floor, of_tier)
+
+
+def _own_floor(body: GenerationRequest, caller: Caller) -> float:
+    """Return the lowest τ that the request and its key allow; the tier's holds for live τ alone."""
+    return max(body.min_confidence_threshold or 0.0, caller.min_threshold)
+
+
+def _with_thresholds(spans: Spans | None, mode: Mode, floor: float) -> Spans | None:
+    """Return the spans if some have a τ of their own, which is never below the floor."""
+    if spans is None or not spans.thresholds or mode is not Mode.THRESHOLD:
+        return None
+    raised = {span: max(value, floor) for span, value in spans.thresholds.items()}
+    return replace(spans, thresholds=raised)
+
+
+def _lowest_threshold(body: GenerationRequest) -> float:
+    """Return the lowest τ that the body asks for; 1.0 if it asks for none."""
+    asked = body.confidence_threshold
+    return min(asked.values()) if isinstance(asked, dict) else asked or 1.0
 
 
 def _num_prompt_logprobs(body: GenerationRequest) -> int | None:

@@ -8,10 +8,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from mars_serve.api.incoming.prompts import Prompt
+from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.text import OutputPart, OutputText
 from mars_serve.api.tools import ContentDelta, ToolEvent, ToolParser, ToolStart
 from mars_serve.config.served import Backend
-from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.decoding_options import FinishReason, Span, Spans
 from mars_serve.engine.outputs import StepOutput, TokenLogprob
 from mars_serve.engine.request import Request
 
@@ -59,6 +60,8 @@ class Delta:
     finish_reason: str | None
     is_first: bool
     calls: list[CallPart] = field(default_factory=list)
+    reasoning: str = ""
+    """Text of the model's thinking that is final and to be returned."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +83,8 @@ class Passes:
     """Number of prompt tokens found in the KV cache."""
     queue_s: float = 0.0
     """Seconds in the queue before the first forward pass; the longest of several choices."""
+    by_span: dict[Span, Passes] = field(default_factory=dict)
+    """Passes that began in each span, and all tokens of the span, if thresholds differ by span."""
 
     def count(self, num_tokens: int, threshold: float) -> None:
         """Add one pass, which gave some tokens at a τ."""
@@ -88,6 +93,12 @@ class Passes:
         self.sum_threshold += threshold
         self.min_threshold = min(self.min_threshold, threshold)
         self.max_threshold = max(self.max_threshold, threshold)
+
+    def count_spans(self, spans: Sequence[Span], threshold: float) -> None:
+        """Add one pass at a τ; ``spans`` holds the span of each token and of the next one."""
+        self.by_span.setdefault(spans[0], Passes()).count(0, threshold)
+        for span in spans[:-1]:
+            self.by_span.setdefault(span, Passes()).num_tokens += 1
 
     def add(self, other: Passes) -> None:
         """Add further passes, of this choice or another one."""
@@ -98,6 +109,8 @@ class Passes:
         self.max_threshold = max(self.max_threshold, other.max_threshold)
         self.num_cached += other.num_cached
         self.queue_s = max(self.queue_s, other.queue_s)
+        for span, passes in other.by_span.items():
+            self.by_span.setdefault(span, Passes()).add(passes)
 
     @property
     def mean_threshold(self) -> float:
@@ -119,9 +132,20 @@ class Choice:
     """Whether a stop string may end the choice before the engine does."""
     parser: ToolParser | None = None
     """Parser that takes tool calls out of the text; None if the request offers no tools."""
+    spans: Spans | None = None
+    """Spans of the output, with the thresholds that were asked for; None if it is not divided."""
+    reasoning: ReasoningText | None = None
+    """Takes the thinking out of the text by the spans; None leaves it in."""
+    includes_reasoning: bool = True
+    """Whether the thinking is returned."""
     passes: Passes = field(default_factory=Passes)
     scored: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second one on."""
+    _span: Span = field(init=False)
+    """Span of the next token."""
+
+    def __post_init__(self) -> None:
+        self._span = self.spans.start if self.spans else Span.ANSWER
 
     async def stream(self, backend: Backend) -> AsyncGenerator[Delta]:
         """Run the engine request and yield its parts; a stop string cancels the rest."""
@@ -160,10 +184,12 @@ class Choice:
         part = self.text.push(output.tokens, last=output.finish_reason is not None)
         is_first = self.passes.num_passes == 0
         self.passes.count(part.num_tokens, output.threshold)
+        spans = self._follow(output, part)
         echoed, reported = self._echoed() if is_first else ("", [])
-        reported += self._reported(output, part)
+        reasoning, text = self.reasoning.push(part, spans) if self.reasoning else ("", part.text)
+        reported += self._reported(output, part, spans)
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
-        text, calls = part.text, list[CallPart]()
+        calls = list[CallPart]()
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))
             if reason == FinishReason.STOP and self.parser.num_calls:
@@ -176,7 +202,18 @@ class Choice:
             finish_reason=reason,
             is_first=is_first,
             calls=calls,
+            reasoning=reasoning if self.includes_reasoning else "",
         )
+
+    def _follow(self, output: StepOutput, part: OutputPart) -> list[Span]:
+        """Enter the span behind a pass; return that of each of its tokens and of the next one."""
+        if self.spans is None:
+            return []
+        spans = self.spans.of_tokens(self._span, output.tokens[: part.num_tokens])
+        self._span = spans[-1]
+        if self.spans.thresholds:
+            self.passes.count_spans(spans, output.threshold)
+        return spans
 
     def _echoed(self) -> tuple[str, list[ReportedToken]]:
         """Return the text and log-probabilities of the prompt, both empty without ``echo``."""
@@ -190,14 +227,23 @@ class Choice:
         rows = zip(self.prompt.tokens, echo.offsets, values, strict=True)
         return echo.text, [ReportedToken(*row) for row in rows]
 
-    def _reported(self, output: StepOutput, part: OutputPart) -> list[ReportedToken]:
-        """Return the log-probabilities of the output's tokens up to a stop string."""
+    def _reported(
+        self, output: StepOutput, part: OutputPart, spans: Sequence[Span]
+    ) -> list[ReportedToken]:
+        """Return the log-probabilities of the output's tokens up to a stop string.
+
+        Thinking that is not returned is not to be read from its log-probabilities, either.
+        """
         if self.request.options.num_logprobs is None:
             return []
         start = len(self.prompt.echo.text) if self.prompt.echo else 0
         shown = slice(part.num_tokens)
         rows = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
-        return [ReportedToken(token, start + offset, value) for token, offset, value in rows]
+        reported = [ReportedToken(token, start + offset, value) for token, offset, value in rows]
+        if self.includes_reasoning or not spans:
+            return reported
+        pairs = zip(reported, spans, strict=False)
+        return [each for each, span in pairs if span is not Span.THINKING]
 
 
 def _with_top(value: TokenLogprob, num_top: int) -> TokenLogprob:
@@ -216,6 +262,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         is_first=deltas[0].is_first,
         calls=[call for delta in deltas for call in delta.calls],
+        reasoning="".join(delta.reasoning for delta in deltas),
     )
 
 

@@ -24,7 +24,7 @@ from mars_serve.api.outgoing.logprobs import (
 from mars_serve.api.protocol import ServiceTier, StreamOptions
 from mars_serve.api.text import TokenBytes
 from mars_serve.config.served import ServedModel
-from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions, Span
 
 _LISTS_OF_TOKENS = 4
 """Depth of the lists in a response that grow with its tokens: in its choices' log-probabilities."""
@@ -64,7 +64,9 @@ class ResponseBuilder:
 
     def size_of(self, deltas: Sequence[Sequence[Delta]]) -> int:
         """Return about how many bytes of text take as long as writing the whole response."""
-        num_characters = sum(len(delta.text) for each in deltas for delta in each)
+        num_characters = sum(
+            len(delta.text) + len(delta.reasoning) for each in deltas for delta in each
+        )
         num_reported = sum(len(delta.reported) for each in deltas for delta in each)
         num_reported += sum(len(choice.scored) for choice in self.choices)
         num_likely = max(self.options.num_logprobs or 0, self.options.num_prompt_logprobs or 0)
@@ -147,12 +149,12 @@ class ResponseBuilder:
         return head if self.tier is None else {**head, "service_tier": self.tier}
 
     def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        last, text = deltas[-1], "".join(delta.text for delta in deltas)
+        last = deltas[-1]
         entry: dict[str, Any] = {"index": last.choice.index}
         if self.is_chat:
-            entry["message"] = _message(text, [call for delta in deltas for call in delta.calls])
+            entry["message"] = _message(deltas)
         else:
-            entry["text"] = text
+            entry["text"] = "".join(delta.text for delta in deltas)
         reported = [each for delta in deltas for each in delta.reported]
         entry["logprobs"] = self._logprobs(last.choice, reported)
         entry["finish_reason"] = last.finish_reason
@@ -180,15 +182,34 @@ class ResponseBuilder:
 
     def _mars_object(self, passes: Passes) -> dict[str, Any]:
         """Return the ``mars`` object, which tells how the choices were decoded."""
-        has_moved = passes.min_threshold < passes.max_threshold
-        lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
-        return {
+        entry = {
             "mode": self.options.mode,
-            "confidence_threshold": passes.mean_threshold,
-            **lowest,
+            **_thresholds(passes),
             "forward_passes": passes.num_passes,
             "tokens_per_forward": round(passes.num_tokens / max(passes.num_passes, 1), 4),
         }
+        by_span = {span: passes.by_span[span] for span in Span if span in passes.by_span}
+        if by_span:
+            entry["spans"] = {span: self._span_object(span, each) for span, each in by_span.items()}
+        return entry
+
+    def _span_object(self, span: Span, passes: Passes) -> dict[str, Any]:
+        """Return what the ``mars`` object tells about a span."""
+        spans = self.choices[0].spans
+        asked = spans.thresholds.get(span) if spans else None
+        return {
+            **({} if asked is None else {"requested_confidence_threshold": asked}),
+            **_thresholds(passes),
+            "tokens": passes.num_tokens,
+            "forward_passes": passes.num_passes,
+        }
+
+
+def _thresholds(passes: Passes) -> dict[str, float]:
+    """Return the mean τ of some passes, and the lowest one if τ moved."""
+    has_moved = passes.min_threshold < passes.max_threshold
+    lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
+    return {"confidence_threshold": passes.mean_threshold, **lowest}
 
 
 def _json_in_steps(value: Any, depth: int) -> bytes:
@@ -206,22 +227,31 @@ def _json_in_steps(value: Any, depth: int) -> bytes:
 
 def _chat_delta(delta: Delta) -> dict[str, Any]:
     entry: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
-    if not delta.calls:
+    others: dict[str, Any] = {}
+    if delta.reasoning:
+        others["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        others["tool_calls"] = [_call_chunk(call) for call in delta.calls]
+    if not others:
         return {**entry, "content": delta.text}
     if delta.text or delta.is_first:
         entry["content"] = delta.text or None
-    return {**entry, "tool_calls": [_call_chunk(call) for call in delta.calls]}
+    return {**entry, **others}
 
 
-def _message(text: str, parts: Sequence[CallPart]) -> dict[str, Any]:
-    """Return the assistant message; ``parts`` are the pieces of its tool calls in order."""
+def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return the assistant message that the parts of a choice make."""
+    text = "".join(delta.text for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas)
     calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
+    for part in (call for delta in deltas for call in delta.calls):
         if part.id is not None:
             function = {"name": part.name, "arguments": ""}
             calls[part.index] = {"id": part.id, "type": "function", "function": function}
         calls[part.index]["function"]["arguments"] += part.arguments
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if reasoning:
+        message |= {"content": text or None, "reasoning_content": reasoning}
     if calls:
         message |= {"content": text or None, "tool_calls": list(calls.values())}
     return message

@@ -10,6 +10,7 @@ Source: the families' published chat templates and tokenizers.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -70,6 +71,15 @@ _TAGS = {
 
 
 @dataclass(frozen=True)
+class CallTokens:
+    """Ids of the tokens that begin and end a tool call."""
+
+    begin: int
+    end: int | None
+    """None if the output ends with its calls."""
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """The text that surrounds the names and arguments of tool calls."""
 
@@ -91,6 +101,16 @@ class CallFormat:
     def tags(self) -> tuple[str, ...]:
         """Tags of the model family."""
         return _TAGS[self.family]
+
+    @property
+    def begin(self) -> str | None:
+        """Tag that always begins a call; None if the family has none."""
+        return None if self.family is Family.LLAMA else self.tags[0]
+
+    @property
+    def end(self) -> str | None:
+        """Tag that ends a call; None if the family has none."""
+        return HERMES_END if self.family is Family.HERMES else None
 
 
 def _pattern(first: str, opening: str, middle: str, closing: str) -> re.Pattern[str]:
@@ -146,6 +166,19 @@ def tag_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> dict[str, int
     """Return the ids of a family's tags that are single tokens in this tokenizer."""
     added = tokenizer.get_added_vocab()
     return {tag: added[tag] for tag in _TAGS[family] if tag in added}
+
+
+def call_tokens(form: CallFormat, ids: Mapping[str, int]) -> CallTokens | None:
+    """Return the tokens that begin and end calls; None if tags of the format are no single tokens.
+
+    Args:
+        form: format of the calls.
+        ids: ids of the tags that are single tokens; see `tag_ids`.
+    """
+    begin, end = form.begin, form.end
+    if begin is None or not {begin, end or begin} <= ids.keys():
+        return None
+    return CallTokens(ids[begin], None if end is None else ids[end])
 
 
 def kept_special(tokenizer: PreTrainedTokenizerBase, family: Family) -> frozenset[int]:

@@ -17,22 +17,10 @@ from typing import Any
 from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value, shown
 from mars_serve.api.messages import NO_PARAMETERS, FunctionDefinition
-from mars_serve.api.tools.formats import (
-    HERMES_BEGIN,
-    LLAMA_TAG,
-    MISTRAL_TAG,
-    PROBE_ID,
-    CallFormat,
-    Family,
-)
+from mars_serve.api.tools.formats import LLAMA_TAG, PROBE_ID, CallFormat, Family
 
 MAX_SCHEMAS_LENGTH = 2**18
 """Most characters of all schemas that the calls of one request must satisfy."""
-_TRIGGERS = {
-    Family.HERMES: HERMES_BEGIN,
-    Family.MISTRAL_LIST: MISTRAL_TAG,
-    Family.MISTRAL_NAMED: MISTRAL_TAG,
-}
 # White space as templates render objects: it costs few tokens and cannot repeat endlessly.
 _AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object"}
@@ -76,7 +64,7 @@ class CallGrammar:
         return "\n".join(lines)
 
     def _start(self) -> str:
-        form, trigger = self.form, self._trigger
+        form, trigger = self.form, self.form.begin
         # Where text is allowed, separators of calls that each have a tag are part of that text.
         has_list = self.is_forced or form.family is Family.MISTRAL_LIST
         separator = form.separator if self.is_parallel and has_list else None
@@ -91,7 +79,7 @@ class CallGrammar:
 
     def _text_rules(self) -> list[str]:
         """Return the rules for text and for the tag that begins a call, with the text before it."""
-        trigger = self._trigger
+        trigger = self.form.begin
         if trigger is None:
             return [] if self.is_forced else [_TEXT_NO_OBJECT]
         token = self._token(trigger)
@@ -101,11 +89,6 @@ class CallGrammar:
             return [f"begin: TEXT? {token}", _TEXT]
         return [rf"begin[lazy]: /(.|\n)*{re.escape(trigger)}/", _TEXT]
 
-    @property
-    def _trigger(self) -> str | None:
-        """The tag that always begins a call; None if the family has none."""
-        return _TRIGGERS.get(self.form.family)
-
     def _literal(self, text: str) -> str:
         parts = "|".join(re.escape(part) for part in (*self.form.tags, PROBE_ID))
         return " ".join(self._part(part) for part in re.split(f"({parts})", text) if part)
@@ -113,7 +96,7 @@ class CallGrammar:
     def _part(self, part: str) -> str:
         if part == PROBE_ID:
             return "/[a-zA-Z0-9]{9}/"
-        return "begin" if part == self._trigger else self._token(part)
+        return "begin" if part == self.form.begin else self._token(part)
 
     def _token(self, text: str) -> str:
         return f"<[{self.tags[text]}]>" if text in self.tags else json.dumps(text)

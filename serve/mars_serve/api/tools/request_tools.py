@@ -22,7 +22,14 @@ from mars_serve.api.messages import (
     ToolChoice,
 )
 from mars_serve.api.tools.families import PARSERS
-from mars_serve.api.tools.formats import CallFormat, find_format, kept_special, tag_ids
+from mars_serve.api.tools.formats import (
+    CallFormat,
+    CallTokens,
+    call_tokens,
+    find_format,
+    kept_special,
+    tag_ids,
+)
 from mars_serve.api.tools.grammar import CallGrammar
 from mars_serve.api.tools.parser import ToolParser
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
@@ -42,6 +49,8 @@ class RequestTools:
     """Whether one turn may have several calls; otherwise only the first one counts."""
     form: CallFormat
     """Format in which the model writes calls."""
+    call_tokens: CallTokens | None
+    """Tokens that begin and end a call; None if the format has none."""
 
     def parser(self) -> ToolParser:
         """Return a new parser for one output."""
@@ -74,10 +83,9 @@ def prepare_tools(
     tokenizer = checkpoint.tokenizer
     is_parallel = parallel is not False and not isinstance(tool_choice, NamedTool)
     functions = [tool.function for tool in offered]
-    is_forced = _is_forced(tool_choice)
+    is_forced, tags = _is_forced(tool_choice), tag_ids(tokenizer, form.family)
     grammar = None
     if is_forced or any(function.strict for function in functions):
-        tags = tag_ids(tokenizer, form.family)
         writer = CallGrammar(form, tags, is_parallel, is_forced)
         text = writer.text(functions)
         grammar = GrammarSpec(GrammarKind.LARK, text, frozenset(tags.values()))
@@ -87,6 +95,7 @@ def prepare_tools(
         kept_special=kept_special(tokenizer, form.family),
         is_parallel=is_parallel,
         form=form,
+        call_tokens=call_tokens(form, tags),
     )
 
 

@@ -11,12 +11,17 @@ length of the leading run of depths d = 1, 2, ... for which the rule of the row'
 
 Depth 0 is the AR prediction and always accepted. If its confidence is NaN, because the logits hold
 a NaN, nothing else of the row is.
+
+τ is that of the span that the row begins in. If spans have a τ of their own, a run that is accepted
+by confidence ends with the first marker, so no token is accepted by the τ of another span. A τ for
+each depth would save a pass at each marker, of which an output has few, and would have to follow
+the markers on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
@@ -27,7 +32,7 @@ from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence_of, log_probabilities
 from mars_serve.engine.execution.reads import Reads
 from mars_serve.engine.outputs import TokenLogprob
-from mars_serve.engine.request import Draft
+from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 # Logits handled at once on a CPU. Temporaries of the whole vocabulary beyond its cache take several
@@ -165,6 +170,12 @@ def accepted_by_row(
         confidences: confidence of each of these tokens.
         groups: proposals of all the row's groups of masks, behind checked drafts.
     """
+    return _within_span(row.request, _accepted_by_mode(row, tokens, confidences, groups))
+
+
+def _accepted_by_mode(
+    row: ScheduledRow, tokens: list[int], confidences: list[float], groups: Sequence[Draft]
+) -> Accepted:
     request, num_right = row.request, len(tokens) - 1
     if not request.checks_drafts:
         return Accepted(
@@ -189,6 +200,26 @@ def accepted_by_row(
         next_drafts=list(behind),
         num_masks_tried=num_own,
         num_masks_accepted=min(num_right, num_own),
+    )
+
+
+def _within_span(request: Request, result: Accepted) -> Accepted:
+    """Drop what was accepted behind a marker by the τ of the span before it.
+
+    A marker that was a right draft does not count as one: the next pass feeds it, to go on there.
+    """
+    spans = request.options.spans
+    if spans is None or not request.accepts_by_confidence:
+        return result
+    span_of_each = spans.of_tokens(request.span, result.tokens)[:-1]
+    length = len(list(takewhile(lambda span: span is request.span, span_of_each)))
+    if length == len(result.tokens):
+        return result
+    return replace(
+        result,
+        tokens=result.tokens[:length],
+        confidences=result.confidences[:length],
+        num_right=min(result.num_right, length - 1),
     )
 
 

@@ -29,11 +29,13 @@ from mars_serve.api.incoming.sizes import (
     checked_size_of_chat,
     most_reported,
 )
+from mars_serve.api.incoming.spans import spans_of
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.incoming.truncation import truncation_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
+from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.outgoing.responses import ResponseBuilder
 from mars_serve.api.places import Places
 from mars_serve.api.protocol import (
@@ -47,7 +49,7 @@ from mars_serve.api.text import OutputText, TokenBytes, special_tokens
 from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
-from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions, Spans
 from mars_serve.engine.ipc.loop import QueueFull
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
@@ -199,18 +201,20 @@ class _Call:
             max_tokens = checked_max_tokens(
                 self.model, self.limits, prompt, self.body.limit, default_tokens
             )
+            spans = spans_of(self.body, self.model, prompt.tokens, tools, structure)
             options = decoding_options(
                 self.body,
                 self.model.settings,
                 self.model.checkpoint,
                 self.caller,
                 self.limits,
+                spans=spans,
                 max_tokens=max_tokens,
                 grammar=structure.grammar if structure else None,
                 bad_words=bad_words,
             )
             self._check_reported(prompt, options, len(prompts))
-            choices += self._choices(request_id, prompt, options, tools, len(choices))
+            choices += self._choices(request_id, prompt, options, tools, spans, len(choices))
         self.record.mode = choices[0].request.options.mode
         self.record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.record.completion_tokens = 0
@@ -244,6 +248,7 @@ class _Call:
         prompt: Prompt,
         options: DecodingOptions,
         tools: RequestTools | None,
+        spans: Spans | None,
         num_before: int,
     ) -> list[Choice]:
         """Return the choices of one prompt, seeded as if it were the request's only prompt."""
@@ -252,6 +257,7 @@ class _Call:
         ends = checkpoint.special.eos if shows_ends else frozenset[int]()
         rules = stop_rules(self.body, self.limits, ends)
         choices = []
+        chat = self.body if isinstance(self.body, ChatCompletionRequest) else None
         for number in range(self.body.n or 1):
             index = num_before + number
             request = EngineRequest(
@@ -271,6 +277,9 @@ class _Call:
                 text=OutputText(checkpoint.tokenizer, rules, hidden),
                 may_stop=bool(rules.strings),
                 parser=tools.parser() if tools else None,
+                spans=spans,
+                reasoning=ReasoningText() if chat and spans else None,
+                includes_reasoning=chat is None or chat.include_reasoning is not False,
             )
             choices.append(choice)
         return choices

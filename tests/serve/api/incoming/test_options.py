@@ -30,7 +30,7 @@ from mars_serve.api.protocol import (
 )
 from mars_serve.api.text import StopRules
 from mars_serve.config.settings import DraftSettings, LimitSettings, ModelSettings
-from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, Sampling
+from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, Sampling, Span, Spans
 
 ANYONE, LIMITS = Caller(""), LimitSettings()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -62,11 +62,12 @@ def options_of(
     max_tokens: int = 8,
     caller: Caller = ANYONE,
     limits: LimitSettings = LIMITS,
+    spans: Spans | None = None,
     **settings: Any,
 ) -> DecodingOptions:
     entry = ModelSettings(name="mars", path="mars", **settings)
     return decoding_options(
-        body, entry, checkpoint, caller, limits, max_tokens=max_tokens, grammar=None
+        body, entry, checkpoint, caller, limits, max_tokens=max_tokens, grammar=None, spans=spans
     )
 
 
@@ -178,6 +179,38 @@ def test_a_request_may_change_the_mode_of_an_exact_model(mars, fields, mode, thr
 def test_the_threshold_respects_the_highest_floor(mars, fields, caller, threshold, floor):
     options = options_of(mars, body_of(**fields), caller=caller)
     assert (options.threshold, options.min_threshold) == (threshold, floor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "caller", "thresholds", "floor"),
+    [
+        ({}, ANYONE, {Span.THINKING: 0.2, Span.ANSWER: 1.0}, 0.9),
+        ({"service_tier": "flex"}, ANYONE, {Span.THINKING: 0.2, Span.ANSWER: 1.0}, 0.7),
+        (
+            {"min_confidence_threshold": 0.4},
+            Caller("", min_threshold=0.6),
+            {Span.THINKING: 0.6, Span.ANSWER: 1.0},
+            0.9,
+        ),
+        ({"mode": "exact"}, ANYONE, None, 0.0),
+        ({"service_tier": "priority"}, ANYONE, None, 0.0),
+    ],
+)
+def test_thresholds_by_span_respect_the_floors(mars, fields, caller, thresholds, floor):
+    body = body_of(confidence_threshold={"thinking": 0.2, "answer": 1}, **fields)
+    spans = Spans(Span.ANSWER, {}, body.confidence_threshold)
+    options = options_of(mars, body, caller=caller, spans=spans)
+    assert (options.spans and options.spans.thresholds) == thresholds
+    assert options.min_threshold == floor
+    assert options.threshold == (None if thresholds else 1.0)
+
+
+def test_a_plain_checkpoint_takes_no_low_threshold_of_a_span(plain):
+    spans = Spans(Span.ANSWER, {}, {Span.ANSWER: 1.0})
+    body = body_of(confidence_threshold={"answer": 1})
+    assert options_of(plain, body, spans=spans).mode is Mode.AR
+    with pytest.raises(ApiError, match=r"^confidence_threshold: .* use mode 'ar'"):
+        options_of(plain, body_of(confidence_threshold={"answer": 1, "thinking": 0.9}))
 
 
 def test_the_floors_of_tiers_are_settings(mars):

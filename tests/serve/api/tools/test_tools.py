@@ -24,7 +24,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError
 from mars_serve.api.messages import ToolChoice, Tools
 from mars_serve.api.tools import RequestTools, ToolArguments, ToolStart, prepare_tools
-from mars_serve.api.tools.formats import Family, find_format
+from mars_serve.api.tools.formats import CallTokens, Family, find_format
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -180,6 +180,22 @@ def test_kept_special_tokens_are_those_that_decoding_would_drop(plans, checkpoin
     assert plans[Family.HERMES].kept_special == frozenset()  # its tags are no special tokens
     plain = checkpoint_of(Family.MISTRAL_NAMED, has_tags=False)
     assert plan_of(plain).kept_special == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("family", "tags"),
+    [
+        (Family.HERMES, ["<tool_call>", "</tool_call>"]),
+        (Family.LLAMA, None),
+        (Family.MISTRAL_LIST, ["[TOOL_CALLS]", None]),
+        (Family.MISTRAL_NAMED, ["[TOOL_CALLS]", None]),
+    ],
+)
+def test_the_tokens_of_calls_are_those_of_the_formats_tags(plans, checkpoint_of, family, tags):
+    found, vocabulary = plans[family].call_tokens, checkpoint_of(family).tokenizer.get_vocab()
+    expected = tags and CallTokens(*(vocabulary.get(tag) for tag in tags))
+    assert found == expected
+    assert plan_of(checkpoint_of(family, has_tags=False)).call_tokens is None
 
 
 def test_the_template_gets_complete_tool_definitions(plans):

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.engine_requests import make_request, make_row
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.method.rules import confidence, num_accepted
-from mars_serve.engine.decoding_options import Outcomes
+from mars_serve.engine.decoding_options import Outcomes, Span, Spans
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
@@ -418,3 +418,29 @@ def test_masks_without_drafts_are_counted_by_the_accepted_run():
     assert accepted_by_row(row, [7, 8, 9], [0.5] * 3, []) == Accepted(
         [7, 8, 9], [0.5] * 3, num_masks_tried=4, num_masks_accepted=2
     )
+
+
+@pytest.mark.parametrize(
+    ("marker", "tokens", "num_right"),
+    [
+        (7, [7], 0),
+        (8, [7, 8], 1),
+        (32, [7, 8, 32], 1),
+        (33, [7, 8, 32, 33], 1),
+        (34, [7, 8, 32, 33], 1),
+    ],
+)
+def test_a_run_ends_behind_a_marker(marker, tokens, num_right):
+    """The draft 7 is right; as a marker it is fed again, so that the row can go on behind it."""
+    spans = Spans(Span.ANSWER, {Span.ANSWER: {marker: Span.THINKING}}, {Span.THINKING: 1.0})
+    request = make_request(threshold=0.7, spans=spans)
+    request.has_drafter = True
+    found = accepted_by_row(make_row(request, 1, (2, 2, 2)), [7, 8], [0.5, 0.6], GROUPS)
+    assert (found.tokens, found.num_right) == (tokens, num_right)
+    assert found.confidences == [0.5, 0.6, 0.8, 0.95][: len(tokens)]
+    assert (found.num_masks_tried, found.num_masks_accepted) == (2, 2), "these were not rejected"
+    exact = make_request(mode=Mode.EXACT, outcomes=Outcomes.ALL, spans=spans)
+    assert accepted_by_row(make_row(exact, 1, (2, 2, 2)), [7, 8], [0.5, 0.6], GROUPS).tokens == [
+        7,
+        8,
+    ]

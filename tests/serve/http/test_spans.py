@@ -1,0 +1,303 @@
+"""Thresholds by span, and thinking apart from answers, from the body to the response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from decoding.local_loop import LocalLoop
+from mars_platform.checkpoint.directory import (
+    Checkpoint,
+    add_mask_token,
+    load_model,
+    read_checkpoint,
+    save_checkpoint,
+)
+from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.method.mode import Mode
+from mars_serve.api.text import special_tokens
+from mars_serve.engine.engine import Engine
+from rest.rest_requests import CHAT, COMPLETIONS
+from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+NEXT = {
+    ("answer", "<think>"): "thinking",
+    ("answer", "<tool_call>"): "tool_arguments",
+    ("thinking", "</think>"): "answer",
+    ("tool_arguments", "</tool_call>"): "answer",
+    ("tool_arguments", "<think>"): "thinking",
+}
+TEMPLATE = """
+{%- if tools %}{{ 'tools' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if thinks %}{{ '<think>' }}{% endif %}{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
+BODY = {
+    "model": "mars",
+    "messages": [{"role": "user", "content": "7?"}],
+    "max_tokens": 40,
+    "temperature": 1,
+    "logprobs": True,
+    "mode": "threshold",
+}
+LOW, HIGH = 1e-5, 1.0
+"""Thresholds that accept nearly all that an untrained model proposes, and nothing."""
+
+
+@pytest.fixture(scope="module")
+def thinker(plain_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a checkpoint whose tokenizer has the tags as tokens, and whose template thinks."""
+    model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer) + 1, mean_resizing=False)  # no id has no token
+    mask, _ = add_mask_token(model, tokenizer)
+    path = tmp_path_factory.mktemp("thinker")
+    save_checkpoint(path, model, tokenizer, MarsMetadata(block_size=4, mask_token_id=mask))
+    return read_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def loop(thinker: Checkpoint) -> Iterator[LocalLoop]:
+    loop = LocalLoop(Engine(thinker, ENGINE))
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def make_client(loop: LocalLoop, thinker: Checkpoint) -> Callable[..., Client]:
+    """Make a client of the model with some settings."""
+
+    def make(**settings: Any) -> Client:
+        return client_of(app_of(served("mars", thinker, LoopBackend(loop), **settings)))
+
+    return make
+
+
+@pytest.fixture
+def client(make_client: Callable[..., Client]) -> Client:
+    return make_client()
+
+
+@pytest.fixture(scope="module")
+def bias(thinker: Checkpoint) -> dict[str, float]:
+    """Return a bias that makes tags frequent and bans special tokens and what is not ASCII."""
+    tokenizer = thinker.tokenizer
+    spoken = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    banned = {token for token, text in spoken.items() if not text.isascii()}
+    found = {str(token): -100.0 for token in banned | special_tokens(tokenizer)}
+    return found | {str(token): 3.5 for token in tokenizer.convert_tokens_to_ids(TAGS)}
+
+
+def walk(choice: dict[str, Any], start: str = "answer") -> list[tuple[str, str]]:
+    """Return the tokens of a choice by their log-probabilities, each with its span."""
+    found, span = list[tuple[str, str]](), start
+    for entry in choice["logprobs"]["content"]:
+        found.append((entry["token"], span))
+        span = NEXT.get((span, entry["token"]), span)
+    return found
+
+
+def text_in(tokens: list[tuple[str, str]], *, of_thinking: bool) -> str:
+    """Return the text of all thinking, or of all else, without the markers between them."""
+    return "".join(
+        token
+        for token, span in tokens
+        if (span == "thinking") == (NEXT.get((span, token), span) == "thinking") == of_thinking
+    )
+
+
+def asked(bias: dict[str, float], seed: int = 1, **fields: Any) -> dict[str, Any]:
+    return {**BODY, "logit_bias": bias, "seed": seed, **fields}
+
+
+def joined(events: list[dict[str, Any]], name: str) -> str:
+    return "".join(event["choices"][0]["delta"].get(name) or "" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("mode", "thinks"), [(Mode.AR, False), (Mode.EXACT, True), (Mode.THRESHOLD, True)]
+)
+async def test_reasoning_and_content_are_those_of_the_tokens(client, bias, mode, thinks):
+    body = asked(bias, mode=mode, confidence_threshold=LOW, chat_template_kwargs={"thinks": thinks})
+    answer = await client.answer(CHAT, body)
+    (choice,) = answer["choices"]
+    tokens = walk(choice, "thinking" if thinks else "answer")
+    message = choice["message"]
+    assert {span for _, span in tokens} >= {"thinking", "answer"}
+    assert message["reasoning_content"] == text_in(tokens, of_thinking=True)
+    assert (message["content"] or "") == text_in(tokens, of_thinking=False)
+    assert "spans" not in answer["mars"], "the request has one threshold for all"
+    events = await client.events(CHAT, body)
+    for name in ("reasoning_content", "content"):
+        assert joined(events, name) == (message[name] or "")
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "lowest"),
+    [
+        ({"thinking": LOW, "answer": HIGH, "tool_arguments": HIGH}, None),
+        ({"thinking": HIGH, "answer": LOW, "tool_arguments": HIGH}, None),
+        ({"thinking": HIGH, "answer": HIGH, "tool_arguments": LOW}, None),
+        ({"thinking": LOW, "tool_arguments": LOW}, 0.5),  # the floor of the request
+    ],
+)
+async def test_each_span_is_served_with_its_threshold(client, bias, thresholds, lowest):
+    fields = {"confidence_threshold": thresholds, "min_confidence_threshold": lowest}
+    for seed in range(2):
+        body = asked(bias, seed, tools=TOOLS, **fields)
+        answer = await client.answer(CHAT, body)
+        tokens, spans = walk(answer["choices"][0]), answer["mars"]["spans"]
+        assert {name: each["tokens"] for name, each in spans.items()} == Counter(
+            span for _, span in tokens
+        )
+        assert (
+            sum(each["forward_passes"] for each in spans.values())
+            == (answer["mars"]["forward_passes"])
+        )
+        for name, each in spans.items():
+            expected = max(thresholds.get(name, 0.95), lowest or 0)
+            assert each["confidence_threshold"] == expected
+            assert "min_confidence_threshold" not in each
+            assert each.get("requested_confidence_threshold") == thresholds.get(name)
+            if expected == HIGH:
+                assert each["forward_passes"] == each["tokens"]
+            elif expected == LOW and each["tokens"] > 8:
+                assert each["forward_passes"] < each["tokens"]
+
+
+async def test_no_pass_goes_beyond_a_marker_and_a_stream_equals_the_whole(client, bias):
+    body = asked(bias, tools=TOOLS, confidence_threshold={"thinking": LOW, "answer": 2 * LOW})
+    events = await client.events(CHAT, body)
+    span, longest = "answer", 0
+    for event in events:
+        tokens = walk(event["choices"][0], span)
+        assert {each for _, each in tokens} == {span}
+        token, before = tokens[-1]
+        span, longest = NEXT.get((before, token), before), max(longest, len(tokens))
+    assert longest > 2
+    answer = await client.answer(CHAT, body)
+    assert events[-1]["mars"].pop("tokens")
+    assert events[-1]["mars"] == answer["mars"]
+    message = answer["choices"][0]["message"]
+    assert joined(events, "content") == (message["content"] or "")
+    assert joined(events, "reasoning_content") == message["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": "ar"}, {"mode": "exact"}, {"service_tier": "priority"}]
+)
+async def test_thresholds_change_nothing_where_nothing_is_lost(client, bias, fields):
+    body = {key: value for key, value in asked(bias).items() if key != "mode"}
+    plain = await client.answer(CHAT, {**body, "mode": "ar"})
+    answer = await client.answer(
+        CHAT, {**body, **fields, "confidence_threshold": {"thinking": LOW}}
+    )
+    assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
+    used = {each["confidence_threshold"] for each in answer["mars"]["spans"].values()}
+    assert used == {answer["mars"]["confidence_threshold"]} == {1.0}
+
+
+async def test_the_spans_of_several_outputs_are_added(client, bias):
+    body = asked(bias, n=3, confidence_threshold={"thinking": LOW})
+    answer = await client.answer(CHAT, body)
+    walked = [each for choice in answer["choices"] for each in walk(choice)]
+    tokens = {name: each["tokens"] for name, each in answer["mars"]["spans"].items()}
+    assert tokens == Counter(span.replace("tool_arguments", "answer") for _, span in walked)
+
+
+async def test_a_span_without_a_threshold_follows_the_live_one(thinker, make_loop, bias):
+    backend = LoopBackend(make_loop(thinker))
+    model = served("mars", thinker, backend, tiers={"default_min_threshold": LOW})
+    async with client_of(app_of(model)) as client:
+        await backend.set_live_threshold(2 * LOW)
+        body = asked(bias, confidence_threshold={"answer": HIGH})
+        spans = (await client.answer(CHAT, body))["mars"]["spans"]
+        assert spans["answer"]["confidence_threshold"] == HIGH
+        assert spans["thinking"]["confidence_threshold"] == 2 * LOW
+        assert "requested_confidence_threshold" not in spans["thinking"]
+
+
+async def test_thinking_may_be_left_out(client, bias):
+    body = asked(bias)
+    (whole,) = (await client.answer(CHAT, body))["choices"]
+    hidden = {**body, "include_reasoning": False}
+    (choice,) = (await client.answer(CHAT, hidden))["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": whole["message"]["content"],
+        "refusal": None,
+    }
+    shown = [token for token, span in walk(whole) if span != "thinking"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == shown
+    events = await client.events(CHAT, hidden)
+    assert joined(events, "content") == whole["message"]["content"]
+    assert joined(events, "reasoning_content") == ""
+    assert [each["token"] for event in events for each in logprobs_of(event)] == shown
+
+
+def logprobs_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = event["choices"][0]["logprobs"]["content"]
+    return found
+
+
+async def test_without_a_parser_the_tags_stay_in_the_content(make_client, bias):
+    async with make_client(reasoning_parser="none") as client:
+        (choice,) = (await client.answer(CHAT, asked(bias)))["choices"]
+    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["content"] == "".join(token for token, _ in walk(choice))
+
+
+async def test_completions_have_spans_and_whole_texts(client, bias):
+    body = asked(bias, prompt="7?", confidence_threshold={"thinking": LOW, "answer": HIGH})
+    del body["messages"], body["logprobs"]
+    answer = await client.answer(COMPLETIONS, body)
+    assert "<think>" in answer["choices"][0]["text"]
+    assert answer["mars"]["spans"].keys() == {"thinking", "answer"}
+    assert answer["mars"]["spans"]["answer"]["confidence_threshold"] == HIGH
+
+
+async def test_requests_with_and_without_spans_share_steps(client, bias):
+    bodies = [
+        asked(bias, 1, confidence_threshold={"thinking": LOW, "answer": HIGH}),
+        asked(bias, 2, confidence_threshold=LOW),
+        asked(bias, 3, confidence_threshold={"answer": LOW}),
+    ]
+    alone = [await client.answer(CHAT, body) for body in bodies]
+    together = await asyncio.gather(*(client.answer(CHAT, body) for body in bodies))
+    for one, other in zip(alone, together, strict=True):
+        assert one["choices"][0]["message"] == other["choices"][0]["message"]
+        assert one["mars"] == other["mars"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "at least 1"),
+        ({"thoughts": 0.5}, "'thinking', 'answer' or 'tool_arguments'"),
+        ({"thinking": 1.5}, "less than or equal to 1"),
+        ({"answer": 0}, "greater than 0"),
+        ({"answer": None}, "valid number"),
+        ({"answer": "0.5"}, "valid number"),
+        ({"tool_arguments": 0.5}, "needs tools that the model may call"),
+        (dict.fromkeys("abcd", 0.5), "at most 3 members"),
+    ],
+)
+async def test_bad_thresholds_are_refused_by_field(client, value, words):
+    body = {**BODY, "confidence_threshold": value}
+    message = await client.refusal(CHAT, body, 400, "confidence_threshold")
+    assert words in message
