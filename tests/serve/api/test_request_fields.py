@@ -80,5 +80,5 @@ def test_a_body_notes_the_names_that_it_does_not_know(endpoint: str) -> None:
 
 def test_token_ids_do_not_reveal_hidden_thinking() -> None:
     fields = {"return_token_ids": True, "include_reasoning": False}
-    with pytest.raises(ApiError, match="return_token_ids: .*; leave out include_reasoning"):
+    with pytest.raises(ApiError, match=r"return_token_ids: .*; leave out include_reasoning"):
         ChatCompletionRequest.model_validate({**BASES["chat"], **fields}).refuse_unsupported()
