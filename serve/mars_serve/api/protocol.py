@@ -158,7 +158,7 @@ class GenerationRequest(Body):
     stream: Flag | None = None
     """Send an event for each forward pass instead of one response."""
     stream_options: StreamOptions | None = None
-    """What the events of a stream report beside the output."""
+    """Options that add reports, such as token counts, to the events of a stream."""
     service_tier: ServiceTier | None = None
     """Quality and priority of the request."""
     user: str | None = None

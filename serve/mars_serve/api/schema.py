@@ -194,7 +194,7 @@ class AssistantMessage(Shape):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
-    """What the model thought before it answered, if it thinks."""
+    """Thinking that the model wrote before its answer; absent if it writes none."""
     tool_calls: list[ToolCall] | None = None
 
 

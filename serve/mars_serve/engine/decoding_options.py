@@ -38,7 +38,7 @@ class Span(StrEnum):
     """A part of an output that begins and ends at marker tokens of the chat template."""
 
     THINKING = "thinking"
-    """What the model writes before an answer, to find it."""
+    """The model thinks: it writes what helps it to find the answer."""
     ANSWER = "answer"
     """All that is in no other span."""
     TOOL_ARGUMENTS = "tool_arguments"

@@ -46,7 +46,7 @@ def in_mode(mode: Mode) -> dict[str, Any]:
     return {"mode": mode, **(LOW if mode is Mode.THRESHOLD else {})}
 
 
-# Which tokens are chosen
+# Fields that decide which tokens are chosen
 
 
 @pytest.mark.parametrize("mode", MODES)

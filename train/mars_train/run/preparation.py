@@ -21,7 +21,7 @@ from mars_train.stage.held_out import HeldOutSet, read_held_out
 
 @dataclass(frozen=True)
 class Start:
-    """What a run's first stage begins with."""
+    """The model and tokenizer that a run's first stage begins with."""
 
     checkpoint: Checkpoint
     held_out: HeldOutSet | None

@@ -1,4 +1,4 @@
-"""Which tokens the allowed tokens and the bad words of a request leave behind its output so far."""
+"""Rules a request's allowed tokens and bad words impose: they limit what may follow its output."""
 
 from __future__ import annotations
 
