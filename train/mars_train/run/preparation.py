@@ -21,7 +21,7 @@ from mars_train.stage.held_out import HeldOutSet, read_held_out
 
 @dataclass(frozen=True)
 class Start:
-    """The model and tokenizer that a run's first stage begins with."""
+    """Parts of a run that are made before Ray starts: a model, and a way to score it."""
 
     checkpoint: Checkpoint
     held_out: HeldOutSet | None
