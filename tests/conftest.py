@@ -21,6 +21,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from mars_platform.config import load_settings
 from mars_train.data.demo import write_demo_data
+from mars_train.data.demo_tasks import draw_short
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 
@@ -113,7 +114,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def _train(work: Path) -> None:
-    write_demo_data(work / "data", num_train=4000, num_eval=100, seed=1)
+    write_demo_data(work / "data", draw_short, num_train=4000, num_eval=100, seed=1)
     recipe = load_settings(
         RECIPE,
         Recipe,

@@ -24,6 +24,8 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
+from mars_platform.cluster.ray_private import clusters_on_loopback
+
 _PERIOD_S = 1.0
 _METRICS_EVERY = 5
 """Number of looks between two reads of the metrics, which cost the server far more."""
@@ -121,7 +123,10 @@ def read_watched(file: Path) -> Watched:
 
 def _watch(address: str, url: str, model: str, file: Path) -> None:
     stop = threading.Event()
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    with (
+        clusters_on_loopback()
+    ):  # where the server's cluster listens; Ray would replace the address
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # replaces Ray's handler
     seen, shares = [_look()], list[tuple[float, float]]()
     decisions = dict[float, dict[str, Any]]()

@@ -355,7 +355,7 @@ def _sha256(path: Path) -> str:
 def write_recipe(work: Path, num_steps: int) -> Path:
     """Write the data and the recipe of both runs."""
     command = [sys.executable, "-m", "mars_platform", "data", "demo", "--out", str(work / "data")]
-    command += ["--examples", "1000", "--eval-examples", "8"]
+    command += ["--task", "short", "--examples", "1000", "--eval-examples", "8"]
     subprocess.run(command, check=True)  # noqa: S603 - our own command, no shell
     stage: dict[str, Any] = {"epochs": 1000, "max_steps": num_steps, "batch_size": 16}
     stage |= {"micro_batch_size": 4, "learning_rate": 3e-3, "row_slots": 192}

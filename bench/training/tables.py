@@ -16,7 +16,6 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from mars_platform.cluster.session import ray_session
 from mars_platform.cluster.settings import ClusterSettings
 from mars_serve.measure.evaluation.evaluate import EvalOptions, evaluate
 from mars_train.data.demo import write_demo_data
+from mars_train.data.demo_tasks import draw_short
 from mars_train.data.files import read_conversations
 from mars_train.data.pipeline import prepare
 from mars_train.recipe import Recipe
@@ -39,6 +39,7 @@ from mars_train.stage.progress import Progress
 from mars_train.stage.trainer import MODEL, StageTrainer
 from mars_train.storage.directories import Storage
 
+_RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
 THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 BLOCK_SIZES = (4, 8, 16)
 AR_WEIGHTS = (1.0, 0.0)
@@ -115,7 +116,7 @@ def train(run: Run, work: Path, storage: Storage) -> None:
 
 
 def demo_recipe(work: Path) -> dict[str, Any]:
-    content = yaml.safe_load((files("mars_platform.demo") / "recipe.yaml").read_text())
+    content = yaml.safe_load(_RECIPE.read_text())
     content["data"]["train"] = [str(work / "data/train.jsonl")]
     content |= {"scaling": {"num_workers": 1}, "checkpoints": {"every_steps": 200}}
     return dict(content)
@@ -124,7 +125,7 @@ def demo_recipe(work: Path) -> dict[str, Any]:
 def make_ready(work: Path, seeds: int, examples: int, items: int) -> None:
     """Write data, tokens and a start model for each seed; all seeds share the tokenizer."""
     if not (work / "data").exists():
-        write_demo_data(work / "data", num_train=examples, num_eval=items, seed=0)
+        write_demo_data(work / "data", draw_short, num_train=examples, num_eval=items, seed=0)
     recipe = Recipe.model_validate(demo_recipe(work))
     assert recipe.model.scratch is not None
     for seed in range(seeds):

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mars_platform.data.conversations import validate_conversation
 from mars_platform.data.rendering import render_turns
-from mars_train.data.demo import Task, draw_task
+from mars_train.data.demo_tasks import Task, draw_short
 from mars_train.method.attention import FLEX_MULTIPLE, attention_mask
 from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out, pack
 from mars_train.method.objective import Objective
@@ -101,7 +101,7 @@ def build_examples(options: Options) -> list[Example]:
     if options.length is not None:
         return random_examples(num, options)
     rng = random.Random(options.seed)
-    tasks = [draw_task(rng) for _ in range(max(num, 2000))]
+    tasks = [draw_short(rng) for _ in range(max(num, 2000))]
     rows = [task.row() for task in tasks]
     texts = (turn["content"] for row in rows for turn in row["messages"])  # type: ignore[attr-defined]
     tokenizer = train_tokenizer(texts, 384)
@@ -109,7 +109,7 @@ def build_examples(options: Options) -> list[Example]:
     def example(task: Task, *, long_prompt: bool) -> Example:
         row = task.row()
         if long_prompt:  # puts other questions and their answers before it
-            shots = [draw_task(rng) for _ in range(4)]
+            shots = [draw_short(rng) for _ in range(4)]
             context = "\n".join(f"{shot.question}\n{shot.response}" for shot in shots)
             row["messages"][0]["content"] = f"{context}\n{task.question}"  # type: ignore[index]
         text, spans = render_turns(tokenizer, validate_conversation(row), "last")

@@ -73,7 +73,8 @@ def model(work: Path, python: str) -> Path:
     if path.exists():
         return path
     marsray = [python, "-m", "mars_platform"]
-    _run([*marsray, "data", "demo", "--out", str(work / "data"), "--examples", "4000"])
+    data = ["--out", str(work / "data"), "--task", "short", "--examples", "4000"]
+    _run([*marsray, "data", "demo", *data])
     recipe = [*marsray, "train", str(ROOT / "tests/recipe.yaml"), "--set", f"output={work / 'out'}"]
     recipe += ["--set", f"data.train=[{work / 'data/train.jsonl'}]"]
     recipe += ["--set", f"evaluation.data=[{work / 'data/eval.jsonl'}]"]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mars_train.data.demo import write_demo_data
+from mars_train.data.demo_tasks import draw_short
 
 _RECIPE = Path(__file__).parents[1] / "recipe.yaml"
 
@@ -41,7 +42,7 @@ def _write_recipe(
         train: Path of the data in the recipe; an absolute one by default.
         of_stage: Fields of the stage to change.
     """
-    write_demo_data(work / "data", num_train=num_train, num_eval=1, seed=1)
+    write_demo_data(work / "data", draw_short, num_train=num_train, num_eval=1, seed=1)
     recipe = yaml.safe_load(_RECIPE.read_text())
     recipe["data"]["train"] = [train or str(work / "data" / "train.jsonl")]
     recipe["stages"] = [{**recipe["stages"][stage], "epochs": 100, **of_stage}]

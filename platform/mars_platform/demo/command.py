@@ -15,11 +15,14 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
-    items: Annotated[int, typer.Option(min=10, help="Held-out questions to ask.")] = 600,
+    items: Annotated[int, typer.Option(min=10, help="Held-out questions to ask.")] = 300,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Keep the server up afterwards, until Ctrl-C.")
+    ] = False,
 ) -> None:
-    """Train a tiny model, serve it, and compare thresholds."""
+    """Train a tiny model, serve it, and compare modes and thresholds for one user and for 16."""
     from rich.console import Console
 
-    from mars_platform.demo.show import run_demo
+    from mars_platform.demo.show import DemoOptions, run_demo
 
-    run_demo(Console(), keep=keep, json_file=json_file, num_items=items)
+    run_demo(Console(), DemoOptions(keep, json_file, items, serve))

@@ -16,9 +16,11 @@ from mars_platform.cli.progress import ProgressDisplay
 from mars_platform.data.answers import is_correct
 from mars_platform.method.mode import Mode
 
-_CONCURRENCY = 16
+ONE_USER, MANY_USERS = 1, 16
+"""Numbers of users that ask at once. A user asks the next question when one is answered."""
+_MOST_ITEMS_OF_ONE_USER = 40
 _ROUNDS = 3
-_MAX_TOKENS = 64
+_MAX_TOKENS = 160
 _WARM_UP_ITEMS = 32
 
 
@@ -53,13 +55,13 @@ class DemoResult:
 
     setting: DemoSetting
     correct: list[bool] = field(default_factory=list)
-    """Whether the answer is right, for each item."""
+    """Whether the answer is right, for each item that many users asked."""
     num_tokens: int = 0
-    """Output tokens of all answers."""
+    """Output tokens of these answers."""
     num_passes: int = 0
-    """Forward passes of all answers."""
-    round_tokens_per_s: list[float] = field(default_factory=list)
-    """Output tokens a second of all clients together, for each round."""
+    """Forward passes of these answers."""
+    round_tokens_per_s: dict[int, list[float]] = field(default_factory=dict)
+    """Output tokens a second of all users together, for each round, by the number of users."""
 
     @property
     def accuracy(self) -> float:
@@ -71,10 +73,9 @@ class DemoResult:
         """Mean number of output tokens of a forward pass."""
         return self.num_tokens / self.num_passes
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens a second of all clients together, the median of the rounds."""
-        return statistics.median(self.round_tokens_per_s)
+    def tokens_per_s(self, num_users: int) -> float:
+        """Return the output tokens a second of all users together, the median of the rounds."""
+        return statistics.median(self.round_tokens_per_s[num_users])
 
 
 def read_items(path: Path, count: int) -> list[Item]:
@@ -87,43 +88,39 @@ def read_items(path: Path, count: int) -> list[Item]:
 async def measure(
     base_url: str, settings: list[DemoSetting], items: list[Item], display: ProgressDisplay
 ) -> list[DemoResult]:
-    """Ask every item in every setting.
+    """Ask in every setting: `MANY_USERS` ask all items, and `ONE_USER` asks the first ones again.
 
     The items are split into rounds, and each round runs all settings: a machine whose speed drifts
     then slows all of them alike.
     """
     results = [DemoResult(setting) for setting in settings]
-    total, done = len(results) * len(items), 0
-    size = -(-len(items) // _ROUNDS)
+    asked_by = {MANY_USERS: items, ONE_USER: items[:_MOST_ITEMS_OF_ONE_USER]}
+    total = len(results) * sum(map(len, asked_by.values()))
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         for setting in settings:
-            await _ask_all(client, DemoResult(setting), items[:_WARM_UP_ITEMS])
-        for start in range(0, len(items), size):
-            for result in results:
-                part = items[start : start + size]
-                await _ask_all(client, result, part)
-                done += len(part)
-                display.update("asking over REST", done, total, str(result.setting))
+            await _ask_all(client, setting, items[:_WARM_UP_ITEMS], MANY_USERS)
+        done = 0
+        for num_users, asked in asked_by.items():
+            size = -(-len(asked) // _ROUNDS)
+            for start in range(0, len(asked), size):
+                part = asked[start : start + size]
+                for result in results:
+                    await _add_round(client, result, part, num_users)
+                    done += len(part)
+                    display.update("asking over REST", done, total, str(result.setting))
     return results
 
 
-async def _ask_all(client: AsyncOpenAI, result: DemoResult, items: list[Item]) -> None:
-    limit = asyncio.Semaphore(_CONCURRENCY)
-
-    async def ask(item: Item) -> Any:
-        async with limit:
-            return await client.chat.completions.create(
-                model=result.setting.model,
-                messages=[{"role": "user", "content": item.question}],
-                max_tokens=_MAX_TOKENS,
-                extra_body=result.setting.extra_body,
-            )
-
+async def _add_round(
+    client: AsyncOpenAI, result: DemoResult, items: list[Item], num_users: int
+) -> None:
     started = time.monotonic()
-    responses = await asyncio.gather(*(ask(item) for item in items))
+    responses = await _ask_all(client, result.setting, items, num_users)
     seconds = time.monotonic() - started
     num_tokens = sum(response.usage.completion_tokens for response in responses)
-    result.round_tokens_per_s.append(num_tokens / seconds)
+    result.round_tokens_per_s.setdefault(num_users, []).append(num_tokens / seconds)
+    if num_users == ONE_USER:
+        return  # these items have been scored
     result.num_tokens += num_tokens
     result.num_passes += sum(
         response.model_extra["mars"]["forward_passes"] for response in responses
@@ -132,6 +129,23 @@ async def _ask_all(client: AsyncOpenAI, result: DemoResult, items: list[Item]) -
         is_correct(response.choices[0].message.content, item.answer)
         for item, response in zip(items, responses, strict=True)
     ]
+
+
+async def _ask_all(
+    client: AsyncOpenAI, setting: DemoSetting, items: list[Item], num_users: int
+) -> list[Any]:
+    limit = asyncio.Semaphore(num_users)
+
+    async def ask(item: Item) -> Any:
+        async with limit:
+            return await client.chat.completions.create(
+                model=setting.model,
+                messages=[{"role": "user", "content": item.question}],
+                max_tokens=_MAX_TOKENS,
+                extra_body=setting.extra_body,
+            )
+
+    return await asyncio.gather(*(ask(item) for item in items))
 
 
 def stream_passes(base_url: str, setting: DemoSetting, item: Item) -> list[str]:

@@ -7,11 +7,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mars_platform.cluster.processes import CommandFailed, end_process, wait_until_ready
 
 _START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
+
+
+@dataclass(frozen=True)
+class DemoServer:
+    """A running server."""
+
+    base_url: str
+    """URL of the API, with its version."""
+    _process: subprocess.Popen[bytes]
+
+    def wait(self) -> None:
+        """Wait until the server ends by itself.
+
+        Raises:
+            CommandFailed: the exit status is not 0.
+        """
+        _check("serve", self._process.wait())
 
 
 def run_command(arguments: list[str], environment: dict[str, str]) -> None:
@@ -26,15 +44,19 @@ def run_command(arguments: list[str], environment: dict[str, str]) -> None:
     except BaseException:
         end_process(process)
         raise
+    _check(arguments[0], status)
+
+
+def _check(command: str, status: int) -> None:
     if status != 0:
-        raise CommandFailed(f"marsray {arguments[0]} ended with status {status}")
+        raise CommandFailed(f"marsray {command} ended with status {status}")
 
 
 @contextmanager
 def running_server(
     models: dict[str, Path], port: int, environment: dict[str, str]
-) -> Iterator[str]:
-    """Run ``marsray serve`` for the length of the block and yield the API's base URL.
+) -> Iterator[DemoServer]:
+    """Run ``marsray serve`` for the length of the block.
 
     Raises:
         CommandFailed: the server ended, or was not ready in time.
@@ -48,7 +70,7 @@ def running_server(
         wait_until_ready(
             process, f"{address}/ready", name="marsray serve", timeout_s=_START_TIMEOUT_S
         )
-        yield f"{address}/v1"
+        yield DemoServer(f"{address}/v1", process)
     finally:
         end_process(process)
 

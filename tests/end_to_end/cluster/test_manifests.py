@@ -27,6 +27,7 @@ from clusters.ray_heads import SHELL, ray_head
 from kustomized import rendered
 from mars_platform.cluster.processes import free_port
 from mars_train.data.demo import write_demo_data
+from mars_train.data.demo_tasks import draw_short
 from waiting import wait_until
 
 pytestmark = pytest.mark.full
@@ -109,7 +110,7 @@ def answers(url: str) -> bool:
 @pytest.fixture(scope="module")
 def promoted(pods):
     """The first candidate's model after all jobs, and the output of the job that scores it."""
-    write_demo_data(pods.root / "data", num_train=3200, num_eval=24, seed=1)
+    write_demo_data(pods.root / "data", draw_short, num_train=3200, num_eval=24, seed=1)
     (pods.root / "data" / "eval.jsonl").rename(pods.root / "data" / "held-out.jsonl")
     names = ("overlays/cpu-dev-train", "jobs/calibrate", "jobs/evaluate", "jobs/promote")
     train, calibrate, evaluate, promote = (partial(pods.job, name, "first") for name in names)

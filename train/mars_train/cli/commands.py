@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,13 @@ Overrides = Annotated[
 data = typer.Typer()
 
 
+class DemoTask(StrEnum):
+    """Family of the demo data's tasks."""
+
+    LEDGER = "ledger"
+    SHORT = "short"
+
+
 @data.callback(invoke_without_command=True)
 def _data(context: typer.Context) -> None:
     """Make data sets."""
@@ -26,6 +35,12 @@ def _data(context: typer.Context) -> None:
 @data.command("demo")
 def data_demo(
     out: Annotated[Path, typer.Option(help="Directory to write train.jsonl and eval.jsonl to.")],
+    task: Annotated[
+        DemoTask, typer.Option(help="Answers of 85 tokens in free wording, or of 22 in fixed.")
+    ] = DemoTask.LEDGER,
+    difficulty: Annotated[
+        int, typer.Option(min=1, max=4, help="Totals in each sentence of the ledger.")
+    ] = 2,
     examples: Annotated[int, typer.Option(min=1, help="Training conversations.")] = 60_000,
     eval_examples: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 1_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
@@ -35,8 +50,10 @@ def data_demo(
     The train and eval splits share no question.
     """
     from mars_train.data.demo import write_demo_data
+    from mars_train.data.demo_tasks import draw_ledger, draw_short
 
-    write_demo_data(out, num_train=examples, num_eval=eval_examples, seed=seed)
+    draw = partial(draw_ledger, difficulty=difficulty) if task is DemoTask.LEDGER else draw_short
+    write_demo_data(out, draw, num_train=examples, num_eval=eval_examples, seed=seed)
     Console().print(f"{out}: {examples:,} training and {eval_examples:,} held-out conversations")
 
 
