@@ -67,10 +67,9 @@ def check_ledger(question, response, difficulty):
     totals = list(accumulate(changes, initial=int(start)))[1:]
     assert all(10 <= total <= 99 for total in totals)
     sentences = re.findall(
-        r"(?:Then|Next|Now) ((?:[a-z]+ \d(?:, | and | ))+)"
-        rf"(?:makes|leaves|means) ([\d, ]+) {thing}\.",
-        response,
+        rf"(?:Then|Next|Now) ((?:[a-z]+ \d(?:, | and | ))+)makes ([\d, ]+) {thing}\.", response
     )
+    assert response.startswith(f"There are {start} {thing}. ")
     signs = dict.fromkeys(["adding", "gaining", "finding"], 1)
     signs |= dict.fromkeys(["giving", "losing", "selling"], -1)
     said = [re.findall(r"([a-z]+) (\d)", listed) for listed, _ in sentences]

@@ -29,7 +29,6 @@ _WEIGHTS = (0.6, 0.25, 0.15)
 that the wording moves no digit to another place."""
 _OPENINGS = ("Then", "Next", "Now")
 _GAINS, _LOSSES = ("adding", "gaining", "finding"), ("giving", "losing", "selling")
-_RESULTS = ("makes", "leaves", "means")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def draw_ledger(rng: random.Random, difficulty: int = 2) -> Task:
     ]
     steps = " ".join(f"{change:+d}" for change in changes)
     question = f"Start with {start} {thing}. Steps: {steps}"
-    return Task("ledger", question, " ".join(sentences), str(total))
+    response = " ".join([f"There are {start} {thing}.", *sentences])
+    return Task("ledger", question, response, str(total))
 
 
 def _sentence(rng: random.Random, thing: str, changes: list[int], totals: list[int]) -> str:
@@ -87,7 +87,7 @@ def _sentence(rng: random.Random, thing: str, changes: list[int], totals: list[i
     opening = choose(_OPENINGS)
     parts = [f"{choose(_GAINS if each > 0 else _LOSSES)} {abs(each)}" for each in changes]
     listed = " and ".join([*filter(None, [", ".join(parts[:-1])]), parts[-1]])
-    return f"{opening} {listed} {choose(_RESULTS)} {', '.join(map(str, totals))} {thing}."
+    return f"{opening} {listed} makes {', '.join(map(str, totals))} {thing}."
 
 
 def _boxes(rng: random.Random) -> Task:
