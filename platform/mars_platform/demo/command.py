@@ -15,6 +15,7 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the results into this SVG file.")] = None,
     items: Annotated[int, typer.Option(min=10, help="Held-out questions to ask.")] = 300,
     serve: Annotated[
         bool, typer.Option("--serve", help="Keep the server up afterwards, until Ctrl-C.")
@@ -25,4 +26,4 @@ def demo(
 
     from mars_platform.demo.show import DemoOptions, run_demo
 
-    run_demo(Console(), DemoOptions(keep, json_file, items, serve))
+    run_demo(Console(), DemoOptions(keep, json_file, svg, items, serve))

@@ -9,20 +9,21 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
 from mars_platform.cli.progress import progress_display
-from mars_platform.cli.report import check_output_files, write_json
+from mars_platform.cli.report import check_output_files, write_json, writing
 from mars_platform.cli.shading import print_shaded
 from mars_platform.cluster.processes import free_port
 from mars_platform.cluster.ray_private import worker_start_variables
-from mars_platform.demo.measure import Item, measure, read_items, stream_passes
+from mars_platform.demo.measure import DemoResult, Item, measure, read_items, stream_passes
 from mars_platform.demo.server import DemoServer, run_command, running_server
 from mars_platform.demo.table import (
     AR_MODEL,
@@ -36,6 +37,8 @@ from mars_platform.demo.table import (
 from mars_platform.errors import Stopped, UserError
 
 _NUM_EXAMPLES = 20_000
+_SVG_WIDTH = 80
+"""Characters in a line of the picture."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class DemoOptions:
     """New directory that keeps the data and the checkpoint; None keeps nothing."""
     json_file: Path | None
     """File that the results are also written to."""
+    svg: Path | None
+    """Picture of the results."""
     num_items: int
     """Number of held-out questions."""
     serve: bool
@@ -84,7 +89,7 @@ def run_demo(console: Console, options: DemoOptions) -> None:
     keep = options.keep
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UserError(f"--keep: {keep} is not empty; name a new directory")
-    check_output_files({"--json": options.json_file})
+    check_output_files({"--json": options.json_file, "--svg": options.svg})
     with _ended_by_sigterm(), _work_directory(keep) as work, _ray_environment() as environment:
         demo = _Demo(options, console, work, environment)
         _make_model(demo)
@@ -134,17 +139,38 @@ def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:
     with demo.timed("measure"), progress_display(console) as display:
         results = asyncio.run(measure(server.base_url, SETTINGS, items, display))
     console.rule("4  result")
-    console.print(f"one answer at τ = {SHOWN.threshold:g}, by forward pass:", highlight=False)
-    console.print(f"  {items[0].question}", highlight=False)
-    print_shaded(console, stream_passes(server.base_url, SHOWN, items[0]))
-    console.print(results_table(results))
-    console.print(advice(results), highlight=False)
+    passes = stream_passes(server.base_url, SHOWN, items[0])
+    _print_results(console, items[0].question, passes, results)
+    if demo.options.svg is not None:
+        _draw_results(demo.options.svg, items[0].question, passes, results)
     _print_next(demo, server, items[0])
     seconds = {**demo.seconds, "total": round(time.monotonic() - demo.started, 1)}
     spent = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     console.print(f"time: {spent}", highlight=False)
     if demo.options.json_file is not None:
         write_json(demo.options.json_file, figures(results, seconds), indent=2)
+
+
+def _print_results(
+    console: Console, question: str, passes: Sequence[str], results: Sequence[DemoResult]
+) -> None:
+    console.print(f"One answer at τ = {SHOWN.threshold:g}, by forward pass:", highlight=False)
+    console.print(question, style="dim", highlight=False)
+    print_shaded(console, passes, wrap=True)
+    console.print()
+    console.print(results_table(results))
+    console.print()
+    console.print(advice(results), highlight=False)
+
+
+def _draw_results(
+    path: Path, question: str, passes: Sequence[str], results: Sequence[DemoResult]
+) -> None:
+    """Write what `_print_results` shows on a terminal to an SVG file."""
+    terminal = Console(record=True, file=StringIO(), force_terminal=True, width=_SVG_WIDTH)
+    _print_results(terminal, question, passes, results)
+    with writing(path):
+        terminal.save_svg(str(path), title="marsray demo", unique_id="demo")
 
 
 def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:

@@ -58,13 +58,15 @@ def results_table(results: Sequence[DemoResult]) -> Table:
         speed(MANY_USERS),
     ]
     caption = (
-        f"{len(base.correct)} held-out questions. Differences are paired with mode ar, with 95% "
-        "intervals. Tokens/s are of all users together, through HTTP, medians of 3 rounds."
+        f"{len(base.correct)} held-out questions. AR model: before training with MARS; all other "
+        "rows: the one model after it. Differences are paired with mode ar, with 95% intervals. "
+        "Tokens/s are of all users together, through HTTP, medians of 3 rounds."
     )
     return table_of(
         columns,
         results,
         caption=caption,
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

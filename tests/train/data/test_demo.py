@@ -114,7 +114,7 @@ def test_totals_have_two_digits_and_four_steps():
 
 def test_each_wording_of_the_ledger_has_its_share():
     rng = random.Random(2)
-    text = " ".join(draw_ledger(rng).response for _ in range(2000))
+    text = " ".join(draw_ledger(rng, 2).response for _ in range(2000))
     for wordings in (["Then", "Next", "Now"], ["adding", "gaining", "finding"]):
         counts = [len(re.findall(rf"\b{word}\b", text)) for word in wordings]
         shares = [count / sum(counts) for count in counts]

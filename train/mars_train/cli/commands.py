@@ -11,10 +11,14 @@ import typer
 from rich.console import Console
 
 from mars_platform.cli.main import show_help_without_command
+from mars_platform.errors import UserError
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
 ]
+
+_DIFFICULTY = 2
+"""Totals in each sentence of a ledger by default."""
 
 data = typer.Typer()
 
@@ -36,11 +40,14 @@ def _data(context: typer.Context) -> None:
 def data_demo(
     out: Annotated[Path, typer.Option(help="Directory to write train.jsonl and eval.jsonl to.")],
     task: Annotated[
-        DemoTask, typer.Option(help="Answers of 85 tokens in free wording, or of 22 in fixed.")
+        DemoTask, typer.Option(help="Answers of 84 tokens in free wording, or of 22 in fixed.")
     ] = DemoTask.LEDGER,
     difficulty: Annotated[
-        int, typer.Option(min=1, max=4, help="Totals in each sentence of the ledger.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1, max=4, help="Totals in each sentence of a ledger.", show_default=str(_DIFFICULTY)
+        ),
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Training conversations.")] = 60_000,
     eval_examples: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 1_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
@@ -52,7 +59,10 @@ def data_demo(
     from mars_train.data.demo import write_demo_data
     from mars_train.data.demo_tasks import draw_ledger, draw_short
 
-    draw = partial(draw_ledger, difficulty=difficulty) if task is DemoTask.LEDGER else draw_short
+    if task is DemoTask.SHORT and difficulty is not None:
+        raise UserError("--difficulty: short tasks have none; leave it out, or give --task ledger")
+    ledger = partial(draw_ledger, difficulty=difficulty or _DIFFICULTY)
+    draw = ledger if task is DemoTask.LEDGER else draw_short
     write_demo_data(out, draw, num_train=examples, num_eval=eval_examples, seed=seed)
     Console().print(f"{out}: {examples:,} training and {eval_examples:,} held-out conversations")
 

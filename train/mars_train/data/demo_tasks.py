@@ -2,7 +2,7 @@
 
 Two families of tasks are for two purposes. `draw_short` is for tests: its answers of 22 tokens have
 one wording each, so that a model of any size is soon certain of nearly all of it. `draw_ledger` is
-the demo's: its answers are five times as long, and their wording is free. A model cannot know which
+the demo's: its answers are four times as long, and their wording is free. A model cannot know which
 of several wordings comes next, so the tokens behind appended masks are as uncertain as those of
 natural text, and each result depends on the one before it.
 """
@@ -22,8 +22,6 @@ _LOWEST = 10 + _NUM_SHORT_CHANGES * _MAX_CHANGE  # totals keep two digits
 _HIGHEST = 99 - _NUM_SHORT_CHANGES * _MAX_CHANGE
 
 _NUM_LEDGER_CHANGES = 8
-MAX_DIFFICULTY = 4
-"""Most changes in one sentence of the ledger."""
 _WEIGHTS = (0.6, 0.25, 0.15)
 """Shares of the three wordings. The tokenizer gives those of one place equal numbers of tokens, so
 that the wording moves no digit to another place."""
@@ -53,14 +51,13 @@ TaskMaker = Callable[[random.Random], Task]
 """Draws one task."""
 
 
-def draw_ledger(rng: random.Random, difficulty: int = 2) -> Task:
+def draw_ledger(rng: random.Random, difficulty: int) -> Task:
     """Draw a count of things with eight changes, answered sentence by sentence.
 
     Args:
         rng: source of all choices.
-        difficulty: changes in each sentence, 1 to `MAX_DIFFICULTY`. The totals of a sentence follow
-            each other directly; a model that emits several of them in one forward pass has to add
-            up internally.
+        difficulty: changes in each sentence, 1 to 4. The totals of a sentence follow each other
+            directly; a model that emits several in one forward pass has to add up internally.
     """
     thing, total = rng.choice(_THINGS), rng.randint(20, 89)
     start, changes, totals = total, list[int](), list[int]()
