@@ -167,7 +167,14 @@ def _draw_results(
     path: Path, question: str, passes: Sequence[str], results: Sequence[DemoResult]
 ) -> None:
     """Write what `_print_results` shows on a terminal to an SVG file."""
-    terminal = Console(record=True, file=StringIO(), force_terminal=True, width=_SVG_WIDTH)
+    terminal = Console(
+        record=True,
+        file=StringIO(),
+        width=_SVG_WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+    )
     _print_results(terminal, question, passes, results)
     with writing(path):
         terminal.save_svg(str(path), title="marsray demo", unique_id="demo")

@@ -1,0 +1,69 @@
+"""The demo's questions and tables, over a server in this process instead of one on Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import uvicorn
+from rich.console import Console
+
+from decoding.local_loop import LocalLoop
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.cli.progress import progress_display
+from mars_platform.demo import measure, table
+from mars_platform.demo.measure import DemoResult, Item
+from mars_serve.engine.engine import Engine
+from rest.rest_server import ENGINE, LoopBackend, app_of, served
+
+SETTINGS = table.SETTINGS[:4]
+ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 16)]
+
+
+@pytest.fixture
+def base_url(plain_dir: Path, mars_dir: Path) -> Iterator[str]:
+    """Serve both models of the demo at a port of this machine."""
+    checkpoints = {table.AR_MODEL: read_checkpoint(plain_dir), "mars": read_checkpoint(mars_dir)}
+    loops = {name: LocalLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
+    app = app_of(*(served(name, checkpoints[name], LoopBackend(loops[name])) for name in loops))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join()
+    for loop in loops.values():
+        loop.stop()
+
+
+def ask(base_url: str) -> list[DemoResult]:
+    with progress_display(Console(file=StringIO())) as display:
+        return asyncio.run(measure.measure(base_url, SETTINGS, ITEMS, display))
+
+
+def test_every_setting_gets_every_question(base_url: str) -> None:
+    results = ask(base_url)
+    assert [result.setting for result in results] == SETTINGS
+    for result in results:
+        assert len(result.correct) == len(ITEMS)
+        assert result.num_tokens >= result.num_passes > 0
+        assert {users: len(rounds) for users, rounds in result.round_tokens_per_s.items()} == {
+            16: 3,
+            1: 3,
+        }
+    ar_model, ar, exact, *_ = results
+    assert ar_model.tokens_per_forward == ar.tokens_per_forward == 1.0
+    assert exact.num_tokens == ar.num_tokens
+    assert table.advice(results).startswith("Choose exact")
+
+
+def test_the_passes_of_an_answer_add_up_to_it(base_url: str) -> None:
+    shown = measure.stream_passes(base_url, table.SHOWN, ITEMS[0])
+    again = measure.stream_passes(base_url, table.SETTINGS[1], ITEMS[0])
+    assert len(again) >= len(shown) > 1
