@@ -73,6 +73,8 @@ class ModelEntry(Shape):
     created: int
     """Unix time in seconds."""
     owned_by: str
+    root: str
+    """Checkpoint directory or hub id; vLLM's load generator takes the tokenizer from it."""
     max_model_len: int
     """Largest number of prompt and output tokens together."""
     mars: ModelAbilities
@@ -175,6 +177,7 @@ def _model_entry(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "marsray",
+        "root": model.settings.path,
         "max_model_len": model.max_length,
         "mars": {
             "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],

@@ -53,12 +53,13 @@ async def test_not_ready_while_a_model_has_no_replica(models, mars):
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_the_openai_client_lists_the_models(official):
+async def test_the_openai_client_lists_the_models(official, mars_dir):
     entries = {model.id: model async for model in await official.models.list()}
     assert entries.keys() == {"mars", "plain"}
     mars, plain = ((entries[name].model_extra or {})["mars"] for name in ("mars", "plain"))
     assert mars == {"modes": ["threshold", "exact", "ar"], "block_size": 4}
     assert plain == {"modes": ["ar"], "block_size": None}
+    assert (entries["mars"].model_extra or {})["root"] == str(mars_dir)
     assert await official.models.retrieve("mars") == entries["mars"]
 
 
