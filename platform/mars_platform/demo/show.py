@@ -37,6 +37,8 @@ from mars_platform.demo.table import (
 from mars_platform.errors import Stopped, UserError
 
 _NUM_EXAMPLES = 20_000
+_LONGEST_TEMPORARY = 25
+"""Longest path under which Ray's Unix sockets keep to the 107 bytes that their paths may have."""
 _SVG_WIDTH = 80
 """Characters in a line of the picture."""
 
@@ -230,10 +232,15 @@ def _work_directory(keep: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _ray_environment() -> Iterator[dict[str, str]]:
-    """Yield variables that keep Ray's files and token out of the user's directories."""
-    with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as directory:
+    """Yield variables that keep Ray's and torch's files, and a token, out of the user's places."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= _LONGEST_TEMPORARY else "/tmp"  # noqa: S108 - a new directory
+    with tempfile.TemporaryDirectory(
+        prefix="mr-", dir=parent, ignore_cleanup_errors=True
+    ) as directory:
         yield {
-            "RAY_TMPDIR": directory,  # short, because paths of Unix sockets are limited
+            "RAY_TMPDIR": directory,
+            "TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_ADDRESS": "",
