@@ -21,7 +21,7 @@ def demo(
         bool, typer.Option("--serve", help="Keep the server up afterwards, until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Train a tiny model, serve it, and compare modes and thresholds for one user and for 16."""
+    """Train a tiny model, serve it, and compare its decoding modes."""
     from rich.console import Console
 
     from mars_platform.demo.show import DemoOptions, run_demo

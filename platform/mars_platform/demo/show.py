@@ -45,7 +45,7 @@ _SVG_WIDTH = 80
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the user asks of the demo."""
+    """Options of ``marsray demo``."""
 
     keep: Path | None
     """New directory that keeps the data and the checkpoint; None keeps nothing."""

@@ -6,7 +6,6 @@ The rules are those of the MARS paper (arXiv 2604.07023); section numbers refer 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -76,10 +75,10 @@ def confidence(
 
         PROBABILITY    p[x]                                        (section 3.3)
         MARGIN         max(0, p[x] - max of p[y] over y != x)      (this project's)
-        ENTROPY        1 - H(p) / ln V,  H(p) = -sum of p ln p     (this project's)
+        ENTROPY        exp(-H(p)),  H(p) = -sum of p ln p          (this project's)
 
-    Entropy does not depend on x. In every measure higher is surer, so that a higher threshold is
-    always the more careful one.
+    Entropy does not depend on x; n equally likely tokens give 1 / n, however large V is. In every
+    measure higher is surer, so that a higher threshold is always the more careful one.
 
     Args:
         logits: float [..., vocabulary], as the model returned them; at least two tokens.
@@ -111,7 +110,7 @@ def confidence_of(log_probabilities: Tensor, tokens: Tensor, measure: Confidence
     if measure is Confidence.ENTROPY:
         finite = log_probabilities.clamp(min=torch.finfo(torch.float32).min)  # 0 * -inf is NaN
         negative_entropy: Tensor = torch.linalg.vecdot(log_probabilities.exp(), finite)
-        return (1 + negative_entropy / math.log(log_probabilities.shape[-1])).clamp(0, 1)
+        return negative_entropy.exp().clamp(max=1)  # rounding could exceed 1
     chosen = tokens.unsqueeze(-1)
     probability = log_probabilities.gather(-1, chosen).squeeze(-1).exp()
     if measure is Confidence.MARGIN:

@@ -74,7 +74,7 @@ def plain_confidence(logits, token, measure):
     if measure is Confidence.MARGIN:
         return max(0.0, probabilities[token] - np.delete(probabilities, token).max())
     some = probabilities[probabilities > 0]
-    return 1 + (some * np.log(some)).sum() / np.log(len(probabilities))
+    return np.exp((some * np.log(some)).sum())
 
 
 @pytest.mark.parametrize("measure", Confidence)
@@ -97,7 +97,7 @@ def test_measures_equal_their_definitions(measure, logits, tokens):
     [
         (Confidence.PROBABILITY, [0.5, 0.3, 0.2]),
         (Confidence.MARGIN, [0.2, 0.0, 0.0]),
-        (Confidence.ENTROPY, [0.06277] * 3),  # H = 1.02965 of ln 3 = 1.09861
+        (Confidence.ENTROPY, [0.35713] * 3),  # H = 1.02965
     ],
 )
 def test_measures_equal_values_computed_by_hand(measure, expected):
@@ -109,15 +109,18 @@ def test_measures_equal_values_computed_by_hand(measure, expected):
 @pytest.mark.parametrize("measure", Confidence)
 def test_measures_reach_both_ends_of_their_range(measure):
     flat, sharp = torch.zeros(1, 8), torch.tensor([[0.0, 1e4, 0.0, 0.0]])
-    lowest = 1 / 8 if measure is Confidence.PROBABILITY else 0.0
+    lowest = 0.0 if measure is Confidence.MARGIN else 1 / 8
     for logits, expected in [(flat, lowest), (sharp, 1.0)]:
         found = confidence(logits, torch.tensor([1]), measure)
         assert found.tolist() == pytest.approx([expected], abs=1e-6)
 
 
-def test_entropy_of_ten_thousand_equal_tokens_is_not_below_zero():
-    found = confidence(torch.full((1, 10_007), 9.0), torch.tensor([0]), Confidence.ENTROPY)
-    assert 0 <= float(found) < 1e-5
+@pytest.mark.parametrize("vocabulary_size", [2, 384, 152_000])
+def test_two_equal_tokens_have_an_entropy_confidence_of_a_half(vocabulary_size):
+    logits = torch.full((1, vocabulary_size), -1e4)
+    logits[0, :2] = 9.0
+    found = confidence(logits, torch.tensor([0]), Confidence.ENTROPY)
+    assert found.tolist() == pytest.approx([0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("measure", Confidence)

@@ -116,17 +116,17 @@ def test_many_logits_equal_the_rule(vocabulary):
 
 
 def test_rows_stop_by_their_own_threshold_and_measure():
-    """The same proposals (.5 .3 .2) in each row: margin .2, entropy 1 - 1.0297 / ln 3 = .0628."""
+    """The same proposals (.5 .3 .2) in each row: margin .2, entropy exp(-1.0297) = .3571."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(12, 1)
     rows = [
         (Confidence.PROBABILITY, 0.49, 3),
         (Confidence.PROBABILITY, 0.51, 1),
         (Confidence.MARGIN, 0.19, 3),
         (Confidence.MARGIN, 0.21, 1),
-        (Confidence.ENTROPY, 0.062, 3),
-        (Confidence.ENTROPY, 0.063, 1),
+        (Confidence.ENTROPY, 0.357, 3),
+        (Confidence.ENTROPY, 0.358, 1),
     ]
-    sure = {Confidence.PROBABILITY: 0.5, Confidence.MARGIN: 0.2, Confidence.ENTROPY: 0.0628}
+    sure = {Confidence.PROBABILITY: 0.5, Confidence.MARGIN: 0.2, Confidence.ENTROPY: 0.3571}
     for measure, threshold, count in rows:
         others = [(Confidence.PROBABILITY, 0.3, 5), (Confidence.ENTROPY, 1.0, 1)]
         mixed = [(measure, threshold, count), *others]
