@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 
@@ -103,8 +105,13 @@ def plain_pass(model, committed, threshold, measure):
     return run
 
 
-@pytest.mark.parametrize("measure", Confidence)
-@pytest.mark.parametrize("threshold", [0.25, 0.4, 0.6])
+@pytest.mark.parametrize(
+    ("measure", "threshold"),
+    [
+        *product([Confidence.PROBABILITY, Confidence.MARGIN], [0.25, 0.4, 0.6]),
+        *product([Confidence.ENTROPY], [0.05, 0.1, 0.2]),
+    ],
+)
 def test_passes_equal_those_of_a_plain_loop(model, threshold, measure):
     lengths = set()
     for prompt in PROMPTS:

@@ -26,7 +26,7 @@ SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 OPTIONS = {
     "half": DecodingOptions(24, threshold=0.05, window=4),
     "ar": DecodingOptions(24, Mode.AR),
-    "entropy": DecodingOptions(24, threshold=0.1, confidence=Confidence.ENTROPY, window=3),
+    "entropy": DecodingOptions(24, threshold=0.0037, confidence=Confidence.ENTROPY, window=3),
     "margin": DecodingOptions(24, threshold=0.02, confidence=Confidence.MARGIN, window=2),
     "sampled": DecodingOptions(
         24, threshold=0.05, window=3, sampling=Sampling(0.8, top_p=0.9, seed=7)
