@@ -1,7 +1,10 @@
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 import yaml
 
-from mars_platform.config import apply_overrides, build_settings
+from mars_platform.config import apply_overrides, build_settings, load_settings
 from mars_platform.errors import UserError
 from mars_train.recipe import Recipe, Scaling
 
@@ -204,3 +207,16 @@ def test_an_unknown_key_of_a_stage_is_refused():
 def test_an_ar_stage_has_no_block_size():
     message = refusal(stages=[{"objective": "ar", "block_size": 4}])
     assert "block_size: unknown key" in message
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        Path(str(files("mars_platform.demo"))) / "recipe.yaml",
+        Path(__file__).parents[2] / "bench" / "recipes" / "tiny.yaml",
+    ],
+    ids=lambda file: file.name,
+)
+def test_a_recipe_of_the_project_lacks_nothing_but_data(file):
+    recipe = load_settings(file, Recipe, ["data.train=[train.jsonl]", "output=out"])
+    assert [stage.objective for stage in recipe.stages] == ["ar", "mars"]

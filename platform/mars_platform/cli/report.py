@@ -223,7 +223,8 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
         files: path by the name of its option; ``--plot`` names a picture, None is an unused option.
 
     Raises:
-        UserError: a directory is missing, or the picture's suffix names no format.
+        UserError: a directory is missing, a path is itself one, or the picture's suffix names no
+            format.
     """
     for option, path in files.items():
         if path is None:
@@ -237,3 +238,5 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
                 )
         if not path.parent.is_dir():
             raise UserError(f"{option}: there is no directory {path.parent}; make it first")
+        if path.is_dir():
+            raise UserError(f"{option}: {path} is a directory; name a file in it")

@@ -16,7 +16,9 @@ def demo(
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the results into this SVG file.")] = None,
-    items: Annotated[int, typer.Option(min=10, help="Held-out questions to ask.")] = 300,
+    items: Annotated[
+        int, typer.Option(min=10, max=10_000, help="Held-out questions to ask.")
+    ] = 300,
     serve: Annotated[
         bool, typer.Option("--serve", help="Keep the server up afterwards, until Ctrl-C.")
     ] = False,

@@ -28,6 +28,7 @@ SETTINGS = [
     *(DemoSetting(MARS_MODEL, Mode.THRESHOLD, threshold) for threshold in _THRESHOLDS),
 ]
 """Rows of the table, from top to bottom."""
+_NUMS_USERS = (ONE_USER, MANY_USERS)
 _SMALL_LOSS = 0.02
 """Share of right answers that the advice takes as a fair price for speed."""
 
@@ -84,13 +85,17 @@ def _mode(result: DemoResult) -> str:
 def advice(results: Sequence[DemoResult]) -> str:
     """Return one sentence on which mode these results speak for."""
     base, exact = _result_of(results, _ONE_TOKEN), _result_of(results, _EXACT)
-    same = f"Choose exact for the AR model's own answers ({_speeds(exact, base)})"
+    own, speeds = "the AR model's own answers", _speeds(exact, base)
+    if any(_speed(exact, base, num_users) > 1 for num_users in _NUMS_USERS):
+        same = f"Choose exact for {own} ({speeds})"
+    else:
+        same = f"Choose ar for {own}: exact gains nothing ({speeds})"
     fair = [
         result
         for result in results
         if result.setting.mode is Mode.THRESHOLD
         and result.accuracy >= base.accuracy - _SMALL_LOSS
-        and _speed(result, exact, MANY_USERS) > 1
+        and min(_speed(result, lossless, MANY_USERS) for lossless in (base, exact)) > 1
     ]
     if not fair:
         return f"{same}; here, no τ is faster under load for {100 * _SMALL_LOSS:g} points or less."
@@ -101,7 +106,7 @@ def advice(results: Sequence[DemoResult]) -> str:
 
 
 def _speeds(result: DemoResult, base: DemoResult) -> str:
-    one, many = (_speed(result, base, num_users) for num_users in (ONE_USER, MANY_USERS))
+    one, many = (_speed(result, base, num_users) for num_users in _NUMS_USERS)
     return f"{one:.1f}x ar for one user, {many:.1f}x for {MANY_USERS}"
 
 
@@ -124,8 +129,7 @@ def figures(results: Sequence[DemoResult], seconds: dict[str, float]) -> dict[st
                 "accuracy": result.accuracy,
                 "tokens_per_forward": result.tokens_per_forward,
                 "tokens_per_s": result.tokens_per_s(MANY_USERS),
-                "tokens_per_s_1": result.tokens_per_s(ONE_USER),
-                "tokens_per_s_16": result.tokens_per_s(MANY_USERS),
+                **{f"tokens_per_s_{num}": result.tokens_per_s(num) for num in _NUMS_USERS},
                 "items": len(result.correct),
             }
             for result in results

@@ -100,6 +100,7 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> Non
     ("files", "message"),
     [
         ({"--json": Path("nowhere/x.json")}, "--json: there is no directory nowhere"),
+        ({"--json": Path.cwd()}, "--json: .* is a directory; name a file in it"),
         ({"--json": None, "--plot": Path("x.odd")}, "--plot: x.odd names no format"),
     ],
 )

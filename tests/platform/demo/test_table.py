@@ -51,6 +51,7 @@ def test_the_table_compares_each_row_with_mode_ar_and_fits_a_terminal():
         ({}, ", and τ = 0.95 under load (2.1x ar for one user, 1.3x for 16, for 1.0 points)."),
         ({"right": [98] * 7}, "τ = 0.5 under load (2.4x ar for one user, 1.6x for 16, at no meas"),
         ({"right": [98, 98, 98, 90, 80, 70, 60]}, "no τ is faster under load for 2 points or less"),
+        ({"many": [1000, 2000, 1700, 1300, 1400, 1500, 1600]}, "no τ is faster under load"),
         ({"many": [1000, 1000, 1700, 1300, 1400, 1500, 1600]}, "no τ is faster under load"),
     ],
 )
@@ -58,6 +59,13 @@ def test_the_advice_is_the_fastest_threshold_that_costs_little(changes, said):
     sentence = advice(made_up(**changes))
     assert sentence.startswith("Choose exact for the AR model's own answers (2.0x ar for one user,")
     assert said in sentence
+
+
+def test_the_advice_does_not_name_exact_where_it_gains_nothing():
+    slow = [100, 100, 90, 210, 220, 230, 240], [1000, 1000, 800, 1300, 1400, 1500, 1600]
+    sentence = advice(made_up(one=slow[0], many=slow[1]))
+    assert sentence.startswith("Choose ar for the AR model's own answers: exact gains nothing (0.9")
+    assert "and τ = 0.95 under load (2.1x" in sentence
 
 
 def test_the_figures_keep_one_key_for_each_number_of_users():
