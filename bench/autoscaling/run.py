@@ -118,7 +118,7 @@ def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage
     cluster = Cluster(arguments.max_num_seqs, arguments.max_replicas, arguments.cold_start_s)
     capacity = frontier.capacity(cluster.max_num_seqs)
     mean_output = mean_output_tokens(model, data)
-    rate = arguments.busy * capacity.tokens_per_s(capacity.rungs[0]) / mean_output
+    rate = arguments.busy * capacity.tokens_per_s(capacity.base()) / mean_output
     console.print(
         f"{rate:.2f} requests a second, of {mean_output:.1f} tokens by the data's answers"
     )

@@ -18,11 +18,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from mars_autoscale.model.capacity import Capacity, Rung, StepTime
+from mars_autoscale.model.capacity import AR, Capacity, Rung, StepTime, Window
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 
 FRONTIER_FILE = "frontier.json"
 MAX_SPEED_DIP = 0.02
@@ -201,31 +202,33 @@ class Frontier(Settings):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def rungs(self) -> tuple[Rung, ...]:
-        """Return the rungs of plain AR decoding and then of mode threshold, with falling τ.
+        """Return the rungs of mode ar, of mode exact if measured, and of mode threshold.
 
-        Loss and tokens per pass never fall along the rungs: measured figures that fall, within the
-        noise allowed, are replaced by the closest rising ones (isotonic regression). No loss is
-        negative, and no rung gives fewer tokens per pass than plain AR decoding.
+        τ falls along the rungs of mode threshold. Their losses and tokens per pass never fall:
+        measured figures that fall, within the noise allowed, are replaced by the closest rising
+        ones (isotonic regression). No loss is negative, and no rung gives fewer tokens per pass
+        than plain AR decoding.
         """
         ar, *below = self._ladder
         losses = _rising([ar.quality - point.quality for point in below])
         tokens = _rising([point.tokens_per_forward for point in below])
+        exact = (point for point in self.points if point.mode == "exact")
         return (
-            self._rung(ar, ar.tokens_per_forward),
+            AR,
             *(
-                self._rung(point, max(speed, ar.tokens_per_forward), max(loss, 0.0))
+                Rung(Mode.EXACT, 1.0, (Window(point.tokens_per_forward, point.positions_per_row),))
+                for point in exact
+            ),
+            *(
+                Rung(
+                    Mode.THRESHOLD,
+                    point.threshold,
+                    (Window(max(speed, ar.tokens_per_forward), point.positions_per_row),),
+                    max(loss, 0.0),
+                )
                 for point, speed, loss in zip(below, tokens, losses, strict=True)
             ),
         )
-
-    def exact_rung(self) -> Rung | None:
-        """Return the rung of mode exact, which loses no quality; None if it was not measured."""
-        exact = (point for point in self.points if point.mode == "exact")
-        return next((self._rung(point, point.tokens_per_forward) for point in exact), None)
-
-    def _rung(self, point: FrontierPoint, speed: float, loss: float = 0.0) -> Rung:
-        num_masks = 0 if point.mode == "ar" else self.window
-        return Rung(point.threshold, speed, loss, num_masks, point.positions_per_row)
 
     def capacity(
         self, max_num_seqs: int, mean_cached_tokens: float = 512, target_threshold: float = 1.0
@@ -242,16 +245,15 @@ class Frontier(Settings):
             UserError: the target was not measured.
         """
         assert max_num_seqs >= 1, "a replica has at least one row"
-        rungs = tuple(rung for rung in self.rungs() if rung.threshold <= target_threshold)
-        if not rungs or rungs[0].threshold != target_threshold:
-            known = ", ".join(f"{rung.threshold:g}" for rung in self.rungs())
+        rungs = self.rungs()
+        known = sorted({rung.threshold for rung in rungs}, reverse=True)
+        if target_threshold not in known:
             raise UserError(
-                f"target_threshold: {target_threshold:g} is not among the measured ones ({known}); "
-                "choose one of them"
+                f"target_threshold: {target_threshold:g} is not among the measured ones "
+                f"({', '.join(f'{threshold:g}' for threshold in known)}); choose one of them"
             )
         step_time = self.step_seconds.at_cached(max_num_seqs * mean_cached_tokens)
-        exact = self.exact_rung() if target_threshold == 1.0 else None
-        return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, exact)
+        return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, target_threshold)
 
 
 def read_frontier(path: Path) -> Frontier:

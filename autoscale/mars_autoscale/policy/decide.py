@@ -1,8 +1,9 @@
 """Decides how many replicas there should be, and how far τ may go.
 
-Replicas follow the token rate at the target τ, never concurrency: a lower τ empties the queue, and
-a policy that counts concurrency would stop replicas just while quality is paying. Replicas also
-stay for bursts that recur and that τ cannot carry, because no replica starts in time for those.
+Replicas follow the token rate, at the speed of the fastest decoding that loses nothing. They never
+follow concurrency: a lower τ empties the queue, and a policy that counts concurrency would stop
+replicas just while quality is paying. Replicas also stay for bursts that recur and that τ cannot
+carry, because no replica starts in time for those.
 `decide` is pure and total: any snapshot gives a decision within bounds, whatever is missing, stale
 or not finite.
 """
@@ -61,7 +62,11 @@ def decide(
     losses = budget.added(state.losses, replicas, elapsed_s=elapsed_s, now_s=now_s)
     is_overspent = budget.is_spent(losses, settings.loss_budget, was_spent=state.is_overspent)
     floor_threshold = 1.0 if is_overspent else settings.floor_threshold
-    debt = _debt(state, replicas, elapsed_s, capacity)
+    highest_gain = demand.highest_gain(capacity, floor_threshold)
+    # a spent budget closes the floor, and must not make what was lost before it count for more
+    debt = _debt(
+        state, replicas, elapsed_s, demand.highest_gain(capacity, settings.floor_threshold)
+    )
 
     current_demand = (now_s, demand.total_demand(arrivals, capacity))
     demand_history = (
@@ -70,7 +75,7 @@ def decide(
     )
     bursts = demand.remembered_bursts(
         state.bursts,
-        demand.total_demand(arrivals, capacity, demand.highest_gain(capacity, floor_threshold)),
+        demand.total_demand(arrivals, capacity, highest_gain),
         demand.mean(demand_history) / settings.utilization,  # what replicas for the mean carry
         now_s=now_s,
         apart_s=settings.sizing_window_s,  # a step in demand is a burst for no longer
@@ -169,17 +174,18 @@ def _without_invalid_history(
 
 
 def _debt(
-    state: OuterState, replicas: Sequence[ReplicaLoad], elapsed_s: float, capacity: Capacity
+    state: OuterState, replicas: Sequence[ReplicaLoad], elapsed_s: float, highest_gain: float
 ) -> float:
-    """Add the time since the last decision to the debt, in proportion to how low τ is.
+    """Add the time since the last decision to the debt, in proportion to the gain in use.
 
-    The debt falls while τ is at the target.
+    Time at the highest gain that the floors allow counts in full. The debt falls while τ is at the
+    target.
     """
     if not replicas:
         return state.debt
-    highest = capacity.gain(capacity.rungs[-1]) - 1.0
+    highest = highest_gain - 1.0
     used = [max(replica.gain - 1.0, 0.0) for replica in replicas]
-    share = sum(used) / len(used) / highest if highest > 0 else 0.0
+    share = min(sum(used) / len(used) / highest, 1.0) if highest > 0 else 0.0
     return state.debt + share * elapsed_s if share > 0 else max(0.0, state.debt - elapsed_s)
 
 

@@ -18,7 +18,7 @@ class ThresholdRange:
     flex_floor_threshold: float = 1.0
     """Lowest τ for tier flex."""
     feed_forward: float = 1.0
-    """Gain over the target τ that the ready replicas need to carry the arrivals."""
+    """Gain over the base that the ready replicas need to carry the arrivals."""
     is_saturated: bool = False
     """Whether nothing is left to give: the highest number of replicas is ordered, and those that
     serve are full and at their lowest τ. Requests that would come too late should be refused, as a
@@ -75,7 +75,7 @@ class OuterState:
     num_replicas: int = 0
     """Replicas ordered by the last decision; 0 before the first."""
     demand_history: demand.History = ()
-    """Demand at the target τ within the sizing window."""
+    """Demand at the base within the sizing window."""
     wanted_history: tuple[tuple[float, int], ...] = ()
     """(time in s, replicas wanted) within the scale-in window."""
     debt: float = 0.0

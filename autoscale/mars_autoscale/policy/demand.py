@@ -1,6 +1,6 @@
 """Computes how many replicas carry the arrivals.
 
-A demand is the number of replicas that it keeps busy: at the target τ, unless said otherwise.
+A demand is the number of replicas that it keeps busy: at the base, unless said otherwise.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MIN_FREE_SHARE = 0.1
 
 
 def total_demand(arrivals: Arrivals, capacity: Capacity, gain: float = 1.0) -> float:
-    """Return the demand of prompts, and of decoding at ``gain`` times the target τ's speed."""
+    """Return the demand of prompts, and of decoding at ``gain`` times the base's speed."""
     return capacity.busy_s(arrivals.output_tokens_per_s, arrivals.prompt_tokens_per_s, gain)
 
 
 def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
-    """Return the highest gain over the target τ of the rungs at or above a floor; at least 1."""
+    """Return the highest gain over the base of the rungs at or above a floor; at least 1."""
     allowed = [rung for rung in capacity.rungs if rung.threshold >= floor_threshold]
     return max([1.0, *(capacity.gain(rung) for rung in allowed)])
 
 
 def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float:
-    """Return the gain over the target τ at which the ready replicas carry the arrivals.
+    """Return the gain over the base at which the ready replicas carry the arrivals.
 
     It is 1 if prompts alone fill the replicas, as no τ makes those faster.
     """

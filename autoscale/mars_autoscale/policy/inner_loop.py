@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mars_autoscale.model.capacity import Capacity, mixed
+from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.decision import ANY_THRESHOLD, ThresholdRange
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import Mode
 
 LOOK_PERIOD_S = 0.5
 """Seconds between two looks of a replica's inner loop."""
@@ -23,7 +24,7 @@ _MIN_FLEX_SHARE = 0.01
 """Share of the requests below which tier flex does not get rungs of its own."""
 
 _RungPair = tuple[int, int]
-"""Indices of the rungs of tier default and tier flex; rung 0 is the target τ."""
+"""Indices of the rungs of tier default and tier flex; rung 0 is the base."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class InnerLoopDecision:
 
     live: LiveDecoding
     gain: float = 1.0
-    """Speed of a full batch as a multiple of that at the target τ."""
+    """Speed as a multiple of the base's at the present number of rows."""
     loss: float = 0.0
     """Points of quality that a token of tier default loses beyond those at the target τ."""
     is_lowest: bool = False
@@ -62,40 +63,70 @@ class InnerLoop:
     """One replica's inner loop.
 
     It walks a path of rung pairs: tier flex goes down first, as far as it may, then tier default.
+    The path begins at the base, the fastest way to decode that loses nothing, and depends on the
+    number of rows, as speeds do.
     """
 
     def __init__(self, capacity: Capacity, settings: InnerSettings) -> None:
         self._settings = settings
         self._capacity = capacity
-        self._rungs = capacity.useful(settings.min_gain)
-        self._pair: _RungPair = (0, 0)
-        """Rungs in use by tier default and tier flex."""
-        self._is_exact = False
-        """Whether mode exact replaces plain AR decoding."""
+        self._ladders: dict[int, tuple[Rung, ...]] = {}
+        """Ladder by number of rows, for those that were seen."""
+        self._thresholds = (capacity.target_threshold, capacity.target_threshold)
+        """τ of tier default and tier flex."""
+        self._base = capacity.base(1)
+        """The base in use."""
         self._changed_s = -math.inf
-        """Time of the last change of rungs."""
+        """Time of the last change of τ."""
         self._wanted_since_s: float | None = None
         """Time since which more speed has been wanted; None while it is not."""
 
     def update(self, look: Look, /) -> InnerLoopDecision:
         """Choose how to decode from now on. A load that is not finite counts as 0."""
         load = look.load if math.isfinite(look.load) else 0.0
-        path = self._path(look)
-        gains = self._gains(path, look)
+        rows = round(min(max(load, 1.0), self._capacity.max_num_seqs))
+        rungs = self._rungs(rows)
+        path = self._path(rungs, look)
+        gains = self._gains(rungs, rows, path, look)
         wanted_gain = self._wanted_gain(load / self._capacity.max_num_seqs, look)
         lowest = self._lowest_useful(gains, look)
-        at = self._move(look.now_s, path, gains, wanted_gain, lowest, load)
-        self._choose_exact(load)
-        default, flex = (self._rungs[index] for index in path[at])
+        at = self._move(look.now_s, self._place(rungs, path), gains, wanted_gain, lowest, load)
+        default, flex = (rungs[index] if index else self._base for index in path[at])
+        self._thresholds = (default.threshold, flex.threshold)
+        target_loss = self._capacity.target.loss
         return InnerLoopDecision(
-            LiveDecoding(default.threshold, flex.threshold, self._is_exact),
+            LiveDecoding(*self._thresholds, self._base.mode is Mode.EXACT),
             gain=gains[at],
-            loss=default.loss - self._rungs[0].loss,
+            loss=max(default.loss - target_loss, 0.0),
             is_lowest=at >= lowest,
         )
 
+    def _rungs(self, rows: int) -> tuple[Rung, ...]:
+        """Return the ladder for a number of rows, and choose the base.
+
+        Mode exact becomes the base only where it is faster by some percent, because the number of
+        rows jitters.
+        """
+        capacity = self._capacity
+        if rows not in self._ladders:
+            self._ladders[rows] = capacity.ladder(self._settings.min_gain, rows)
+        rungs = self._ladders[rows]
+        gain = capacity.gain(rungs[0], rows) / capacity.gain(self._base, rows)
+        if rungs[0].mode is not Mode.EXACT or gain >= self._settings.exact_gain:
+            self._base = rungs[0]
+        return rungs
+
+    def _place(self, rungs: Sequence[Rung], path: Sequence[_RungPair]) -> int:
+        """Return the index in the path of the τ in use, or of the next higher ones."""
+        default, flex = self._thresholds
+        return max(
+            i
+            for i, (first, second) in enumerate(path)
+            if i == 0 or (rungs[first].threshold >= default and rungs[second].threshold >= flex)
+        )
+
     def _wanted_gain(self, filled: float, look: Look) -> float:
-        """Return the gain over the target τ that a load of so many full batches needs."""
+        """Return the gain over the base that a load of so many full batches needs."""
         settings = self._settings
         if filled <= settings.full:
             self._wanted_since_s = None
@@ -103,37 +134,40 @@ class InnerLoop:
         if self._wanted_since_s is None:
             self._wanted_since_s = look.now_s
         is_confirmed = not 0 <= look.now_s - self._wanted_since_s < settings.confirm_s
-        if self._pair == (0, 0) and filled < settings.urgent and not is_confirmed:
+        target = self._capacity.target_threshold
+        is_at_target = min(self._thresholds) >= target
+        if is_at_target and filled < settings.urgent and not is_confirmed:
             return 1.0
         # the arrivals count only here: they say little about a replica whose batch has room
         arrivals_gain = look.allowed.feed_forward if look.allowed.feed_forward < math.inf else 1.0
         return max(1.0 + settings.proportional * (filled - settings.full), arrivals_gain)
 
-    def _path(self, look: Look) -> list[_RungPair]:
+    def _path(self, rungs: Sequence[Rung], look: Look) -> list[_RungPair]:
         """Return the rung pairs that the floors allow, from the highest τ to the lowest."""
         floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
         default, flex = (
-            max((i for i, rung in enumerate(self._rungs) if rung.threshold >= floor), default=0)
+            max((i for i, rung in enumerate(rungs) if rung.threshold >= floor), default=0)
             for floor in floors
         )
         default = min(default, flex)  # tier default never goes below tier flex
         flex_alone = range(flex + 1) if look.flex_share >= _MIN_FLEX_SHARE else range(1)
         return [*((0, i) for i in flex_alone), *((i, flex) for i in range(1, default + 1))]
 
-    def _gains(self, path: Sequence[_RungPair], look: Look) -> list[float]:
-        """Return each pair's gain over the target τ with a full batch of the present mixture."""
+    def _gains(
+        self, rungs: Sequence[Rung], rows: int, path: Sequence[_RungPair], look: Look
+    ) -> list[float]:
+        """Return each pair's gain over the base with the present rows and mixture."""
         flex = _as_share(look.flex_share)
         pinned = min(_as_share(look.pinned_share), 1 - flex)
         shares = (pinned, 1 - flex - pinned, flex)
         speeds = [
-            self._capacity.tokens_per_s(
-                mixed(
-                    [
-                        (share, self._rungs[index])
-                        for share, index in zip(shares, (0, *pair), strict=True)
-                        if share > 0
-                    ]
-                )
+            self._capacity.mixed_tokens_per_s(
+                [
+                    (share, rungs[index])
+                    for share, index in zip(shares, (0, *pair), strict=True)
+                    if share > 0
+                ],
+                rows,
             )
             for pair in path
         ]
@@ -153,33 +187,22 @@ class InnerLoop:
     def _move(
         self,
         now_s: float,
-        path: Sequence[_RungPair],
+        at: int,
         gains: Sequence[float],
         wanted_gain: float,
         lowest: int,
         load: float,
     ) -> int:
-        """Drop to the rungs that are fast enough, or climb one; returns the index in the path."""
-        at = max(i for i, pair in enumerate(path) if pair <= self._pair)
+        """Return the index in the path to go to: down to what is fast enough, or up by one."""
         fast_enough = [i for i, gain in enumerate(gains) if gain >= wanted_gain]
-        wanted = min(fast_enough[0] if fast_enough else len(path) - 1, lowest)
+        wanted = min(fast_enough[0] if fast_enough else len(gains) - 1, lowest)
         if at > lowest or wanted > at:
             at, self._changed_s = wanted, now_s
         elif wanted < at and not 0 <= now_s - self._changed_s < self._settings.climb_s:
             filled_after = load / self._capacity.max_num_seqs * gains[at] / gains[at - 1]
             if filled_after <= self._settings.climb_full:
                 at, self._changed_s = at - 1, now_s
-        self._pair = path[at]
         return at
-
-    def _choose_exact(self, load: float) -> None:
-        """Use mode exact for τ = 1 while it is faster than plain AR decoding."""
-        exact, target = self._capacity.exact, self._rungs[0]
-        if exact is None or target.threshold < 1.0:
-            return
-        gain = self._capacity.gain(exact, min(max(load, 1.0), self._capacity.max_num_seqs))
-        # mode exact stays until it is slower, because the number of rows jitters
-        self._is_exact = gain >= (1.0 if self._is_exact else self._settings.exact_gain)
 
 
 def _as_share(value: float) -> float:

@@ -16,7 +16,7 @@ class ReplicaLoad:
     num_running: float
     num_waiting: float
     gain: float = 1.0
-    """Decoding speed as a multiple of that at the target τ, by the ladder."""
+    """Decoding speed as a multiple of the base's, by the ladder."""
     loss: float = 0.0
     """Points of quality that a token of tier default loses now, beyond those at the target τ."""
     is_lowest: bool = False

@@ -39,7 +39,7 @@ class LoadReport:
     flex_threshold: float
     """τ of tier flex."""
     gain: float
-    """Speed of a full batch as a multiple of that at the target τ."""
+    """Speed as a multiple of the base's at the present number of rows."""
     loss: float
     """Points of quality that a token of tier default loses now, beyond those at the target τ."""
     is_lowest: bool

@@ -17,7 +17,7 @@ class OuterSettings(Settings):
     max_replicas: int = Field(default=16, ge=1)
     """Highest number of replicas."""
     utilization: float = Field(default=0.68, gt=0, le=1)
-    """Share of a replica's speed at the target τ that the mean rate may take, in (0, 1]. The rest
+    """Share of a replica's speed at the base that the mean rate may take, in (0, 1]. The rest
     absorbs what the mean over a window hides."""
     cold_start_s: float = Field(default=60.0, ge=0)
     """Seconds from ordering a replica to its first request; the trend is followed this far ahead.
@@ -73,7 +73,7 @@ class InnerSettings(Settings):
     """(running + waiting) / max_num_seqs above which a replica wants more speed. It is below 1
     because a full batch already makes the next request wait."""
     proportional: float = Field(default=1.1, ge=0)
-    """Gain over the target τ that is wanted for each further full batch of load above `full`."""
+    """Gain over the base that is wanted for each further full batch of load above `full`."""
     confirm_s: float = Field(default=1.0, ge=0)
     """Seconds for which more speed must be wanted before τ leaves the target; a batch that fills up
     for a moment empties by itself."""
@@ -85,7 +85,7 @@ class InnerSettings(Settings):
     """Highest (running + waiting) / max_num_seqs that may be expected after a climb, at the lower
     speed that it brings; a climb that would only be undone is not made."""
     min_gain: float = Field(default=1.05, ge=1)
-    """Gain over the target τ that a rung must have to be worth any loss of quality."""
+    """Gain over the base that a rung must have to be worth any loss of quality."""
     max_prompt_share: float = Field(default=0.35, gt=0, le=1)
     """Share of its time that a replica may spend on prompts and still lower τ. No τ makes prompts
     faster: where they are the load, quality would be lost for nothing."""

@@ -23,7 +23,7 @@ from mars_autoscale.traces.files import TraceRequest
 _SPAN_S = 10.0
 """Seconds of a span."""
 _MIN_GAIN = 1.0
-"""Lowest gain of the rungs that are used: any that is faster than the target τ."""
+"""Lowest gain of the rungs that are used: any that is faster than the base."""
 _NUM_BACKLOGS = 9
 """Number of backlogs considered, from none to the largest that the objective allows."""
 _NUM_PRICES = 24
@@ -101,10 +101,9 @@ class _Programme:
         outputs = np.array([request.output_tokens for request in trace], dtype=float)
         prompts = np.array([request.prompt_tokens for request in trace], dtype=float)
         self._tokens = np.bincount(spans, outputs, num_spans)
-        plain = capacity.tokens_per_s(capacity.rungs[0])
-        self._decode_s = self._tokens / plain  # replica-seconds at τ = 1
+        self._decode_s = self._tokens / capacity.tokens_per_s(capacity.base())  # replica-seconds
         self._prompt_s = np.bincount(spans, prompts, num_spans) / capacity.prefill_tokens_per_s
-        rungs = capacity.useful(_MIN_GAIN)
+        rungs = capacity.ladder(_MIN_GAIN)
         self._gains = np.array([capacity.gain(rung) for rung in rungs])
         self._losses = np.array([rung.loss for rung in rungs])
         self._replicas = np.arange(settings.min, settings.max + 1)

@@ -10,9 +10,10 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.model.capacity import AR, ONE_TOKEN, Capacity, Rung, Window
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.traces.files import TraceRequest
+from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 
 _SHARE_HALF_LIFE_S = 5.0
@@ -59,6 +60,8 @@ class _Lane:
 
     rung: Rung
     """Rung of the step at hand, which lasts although the replica's decision changes."""
+    window: Window = ONE_TOKEN
+    """Window of the step at hand."""
     num_waiting: int = 0
     """Requests that have no row yet."""
     rows: list[tuple[float, int, _SimulatedRow]] = field(default_factory=list)
@@ -83,8 +86,8 @@ class _Lane:
         """Give the rows their tokens; returns the requests that have ended."""
         if not self.rows:
             return []
-        self.tokens += self.rung.tokens_per_forward
-        self.loss += self.rung.loss * self.rung.tokens_per_forward
+        self.tokens += self.window.tokens_per_forward
+        self.loss += self.rung.loss * self.window.tokens_per_forward
         ended = []
         while self.rows and self.rows[0][0] <= self.tokens:
             row = heapq.heappop(self.rows)[2]
@@ -130,7 +133,7 @@ class Replica:
         self._num_arrived = 0
         self._new = list[Served]()
         """Running requests without a first token."""
-        self._lanes = {tier: _Lane(capacity.rungs[0]) for tier in Tier}
+        self._lanes = {tier: _Lane(AR) for tier in Tier}
         self._prompt_s = 0.0
         self._busy_s = 0.0
         self.follow(decision)
@@ -141,11 +144,10 @@ class Replica:
         self._rungs = {tier: self._rung_of(tier) for tier in Tier}
 
     def _rung_of(self, tier: Tier) -> Rung:
-        live, target = self.decision.live, self.capacity.rungs[0]
-        threshold = target.threshold if tier is Tier.PRIORITY else live.threshold_of(tier)
-        if threshold >= 1.0 and live.is_exact and self.capacity.exact is not None:
-            return self.capacity.exact
-        return next(rung for rung in self.capacity.rungs if rung.threshold == threshold)
+        live = self.decision.live
+        threshold = 1.0 if tier is Tier.PRIORITY else live.threshold_of(tier)
+        is_exact = threshold == 1.0 and live.is_exact
+        return self.capacity.rung(Mode.EXACT if is_exact else Mode.THRESHOLD, threshold)
 
     @property
     def prompt_share(self) -> float:
@@ -190,12 +192,18 @@ class Replica:
         for tier, lane in self._lanes.items():
             if lane.rows:
                 lane.rung = self._rungs[tier]
-                positions += len(lane.rows) * lane.rung.positions
+                lane.window = self._window(lane.rung)
+                positions += len(lane.rows) * lane.window.positions
         step_s = self.capacity.step_time.at(positions)
         fade = 0.5 ** ((stall_s + step_s) / _SHARE_HALF_LIFE_S)
         self._prompt_s = self._prompt_s * fade + stall_s
         self._busy_s = self._busy_s * fade + stall_s + step_s
         return stall_s + step_s
+
+    def _window(self, rung: Rung) -> Window:
+        if len(rung.windows) == 1:
+            return rung.windows[0]
+        return self.capacity.window(rung, self.num_running)
 
     def _admit(self) -> float:
         """Fill the batch; returns the seconds that the new rows' prompts take."""

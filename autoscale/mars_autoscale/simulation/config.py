@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity, Rung, Window, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import Activator, Dispatch, ServerQueue
@@ -29,6 +29,7 @@ from mars_autoscale.simulation.rivals import (
 )
 from mars_autoscale.traces.synthetic import SyntheticTrace, TraceChange
 from mars_platform.config import Settings
+from mars_platform.method.mode import Mode
 
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
 """Keys that must be given if ``frontier_file`` is not."""
@@ -96,7 +97,7 @@ class SimulationConfig(Settings):
     frontier: tuple[LadderPoint, ...] = ()
     """The ladder; it must contain τ = 1 with one token a pass and no loss."""
     exact: ExactPoint | None = None
-    """Mode exact, which replaces plain AR decoding while it is faster; None for never."""
+    """Mode exact, which replaces plain AR decoding where it is faster; None for never."""
     replicas: ReplicaSettings = ReplicaSettings()
     """Limits of the number of replicas, and their cold start."""
     synthetic: SyntheticTrace | None = None
@@ -160,27 +161,29 @@ class SimulationConfig(Settings):
             return frontier.capacity(self.slots_per_replica, self.mean_stored_tokens)
         assert self.step_time is not None, "checked"
         assert self.prefill_tokens_per_s is not None, "checked"
-        points = sorted(self.frontier, key=lambda point: -point.threshold)
-        rungs = tuple(
-            Rung(
-                point.threshold,
-                point.tokens_per_forward,
-                point.loss,
-                self.num_masks if point.threshold < 1.0 else 0,
-            )
-            for point in points
-        )
-        exact = None
-        if self.exact is not None:
-            tokens, positions = self.exact.tokens_per_forward, self.exact.positions_per_row
-            exact = Rung(1.0, tokens, 0.0, positions_per_row=positions)
         return Capacity(
             linear_step_time(self.step_time.t0_s, self.step_time.positions_to_double),
-            rungs,
+            (AR, *self._exact_rungs, *self._threshold_rungs),
             self.slots_per_replica,
             self.prefill_tokens_per_s,
-            exact,
         )
+
+    @property
+    def _exact_rungs(self) -> list[Rung]:
+        if self.exact is None:
+            return []
+        window = Window(self.exact.tokens_per_forward, self.exact.positions_per_row)
+        return [Rung(Mode.EXACT, 1.0, (window,))]
+
+    @property
+    def _threshold_rungs(self) -> list[Rung]:
+        rungs = []
+        for point in sorted(self.frontier, key=lambda point: -point.threshold):
+            tokens = point.tokens_per_forward
+            window = Window(tokens, tokens + self.num_masks)
+            if point.threshold < 1.0:
+                rungs.append(Rung(Mode.THRESHOLD, point.threshold, (window,), point.loss))
+        return rungs
 
 
 Variant = tuple[str, Callable[[], Policy]]
@@ -200,9 +203,10 @@ def families(config: SimulationConfig) -> list[Family]:
     outer = config.outer.model_copy(update=limits)
     most, static_threshold = config.replicas.max, config.rivals.static_threshold
 
-    plain = partial(FixedThreshold, capacity.rungs[0].threshold)
+    plain = partial(FixedThreshold, 1.0)
     static = partial(FixedThreshold, static_threshold)
-    integral = partial(ProportionalIntegral, capacity.rungs, capacity.max_num_seqs)
+    falling = tuple(rung for rung in capacity.rungs if rung.mode is not Mode.EXACT)
+    integral = partial(ProportionalIntegral, falling, capacity.max_num_seqs)
 
     def tuned(policy: Callable[[float], Policy], targets: Iterable[float]) -> list[Variant]:
         return [(f"target {target:g}", partial(policy, target)) for target in targets]
@@ -215,7 +219,7 @@ def families(config: SimulationConfig) -> list[Family]:
 
     return [
         ("joint", [("", partial(Joint, capacity, outer, config.inner))]),
-        (f"static, {most} replicas", [("", partial(StaticReplicas, most, capacity.rungs[0]))]),
+        (f"static, {most} replicas", [("", partial(StaticReplicas, most))]),
         ("ray", tuned(partial(RayDefault, inner_loop=plain), config.rivals.ray_targets)),
         ("knative", knative(plain)),
         (f"knative, τ={static_threshold:g}", knative(static)),

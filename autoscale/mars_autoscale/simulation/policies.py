@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
@@ -93,10 +93,9 @@ class FixedThreshold:
 
 @dataclass
 class StaticReplicas:
-    """A constant number of replicas at one τ."""
+    """A constant number of replicas that decode plainly."""
 
     num_replicas: int
-    rung: Rung
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:
@@ -104,8 +103,8 @@ class StaticReplicas:
         return Target(self.num_replicas)
 
     def inner_loop(self) -> InnerLoopPolicy:
-        """Make an inner loop that keeps the one τ."""
-        return FixedThreshold(self.rung.threshold)
+        """Make an inner loop that stays at τ = 1."""
+        return FixedThreshold(1.0)
 
     def dispatch(self, _: int, /) -> Dispatch:
         """Make the server's queue."""

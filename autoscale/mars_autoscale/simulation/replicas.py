@@ -11,7 +11,7 @@ from mars_autoscale.traces.files import TraceRequest
 from mars_platform.config import Settings
 
 _INITIAL_UTILIZATION = 0.8
-"""Share of the initial replicas' time that the trace takes on average at the target τ, if their
+"""Share of the initial replicas' time that the trace takes on average at the base, if their
 number is not given."""
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig
 
 from mars_autoscale.model.capacity import Rung
-from mars_autoscale.policy.inner_loop import InnerLoopDecision, Look
+from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.simulation.dispatch import Activator, Dispatch, TwoChoices
-from mars_autoscale.simulation.policies import FixedThreshold, InnerLoopPolicy, Joint, Target
+from mars_autoscale.simulation.policies import InnerLoopPolicy, Joint, Target
 from mars_platform.cluster.ray_private import autoscaled
 from mars_platform.method.live import LiveDecoding
 
@@ -129,6 +129,7 @@ class ProportionalIntegral:
     """An inner loop that sets τ by a PI controller on the load, without a model of speed."""
 
     rungs: tuple[Rung, ...]
+    """Rungs with falling τ."""
     max_num_seqs: int
     setpoint: float = 0.9
     """(running + waiting) / max_num_seqs to keep."""
@@ -149,12 +150,16 @@ class ProportionalIntegral:
 
 
 class ModelReplicas(Joint):
-    """The joint policy without its inner loop: replicas by token rate, at the target τ."""
+    """The joint policy without a lower τ: replicas by token rate, which lose nothing."""
 
     def decide(self, snapshot: Snapshot, /) -> Target:
         """Take the joint policy's decision, and leave out its range of τ."""
         return Target(super().decide(snapshot).num_replicas)
 
     def inner_loop(self) -> InnerLoopPolicy:
-        """Make an inner loop that stays at the target τ."""
-        return FixedThreshold(self.capacity.rungs[0].threshold)
+        """Make an inner loop that only chooses between the modes that lose nothing."""
+        return InnerLoop(replace(self.capacity, rungs=self._lossless), self.inner)
+
+    @property
+    def _lossless(self) -> tuple[Rung, ...]:
+        return tuple(rung for rung in self.capacity.rungs if rung.threshold == 1.0)

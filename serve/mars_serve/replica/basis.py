@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from mars_autoscale.model.capacity import Capacity, Rung, StepTime
+from mars_autoscale.model.capacity import AR, Capacity, StepTime
 from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, read_frontier
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
@@ -96,4 +96,4 @@ def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
         step_time = StepTime((0.0, 1.0), (seconds[0], seconds[0]))
     else:
         step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
-    return Capacity(step_time, (Rung(1.0, 1.0, 0.0),), max_num_seqs, prefill_tokens_per_s)
+    return Capacity(step_time, (AR,), max_num_seqs, prefill_tokens_per_s)

@@ -63,7 +63,7 @@ class Steering:
         """Time at which the range came."""
         self._pinned: float | None = None
         """τ that was set by hand; None if the inner loop sets it."""
-        target = basis.capacity.rungs[0].threshold
+        target = basis.capacity.target_threshold
         self._decision = InnerLoopDecision(LiveDecoding(target, target))
         self._prompts = deque[tuple[float, int]]()
         """(time in s, prompt tokens computed since the start) within the window."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ladders import CAPACITY, LADDER
+from ladders import CAPACITY, LADDER, exact_rung
+from mars_autoscale.model.capacity import AR
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.inner_loop import InnerLoop, Look
@@ -427,3 +428,26 @@ def test_without_known_arrivals_nothing_changes(change):
     held = decision_on(replace(snapshot_of(300, 0), **change), state)
     assert held.num_replicas == decisions[-1].num_replicas
     assert (held.reason, held.range) == (Reason.HELD, AT_TARGET)
+
+
+# Lossless speed
+
+
+def test_replicas_are_sized_by_the_fastest_lossless_decoding():
+    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
+    plain = decide(snapshot_of(0.0, 8.0), OuterState(), CAPACITY, SETTINGS)[0]
+    faster = decide(snapshot_of(0.0, 8.0), OuterState(), capacity, SETTINGS)[0]
+    assert faster.needed == pytest.approx(plain.needed / 1.523, rel=0.001)
+    assert faster.range.feed_forward == pytest.approx(max(plain.range.feed_forward / 1.523, 1.0))
+
+
+@pytest.mark.parametrize("num_rungs", [3, 5])
+def test_time_at_the_floor_counts_in_full_whatever_else_was_measured(num_rungs):
+    """20 s at the floor of .9 are 20 s of debt, with and without rungs of .8 and .7."""
+    capacity = replace(CAPACITY, rungs=LADDER[:num_rungs])
+    settings = SETTINGS.model_copy(update={"debt_s": 100.0})
+    state = OuterState()
+    for step in range(11):
+        snapshot = snapshot_of(PERIOD * step, 4.0, threshold=0.9)
+        decision, state = decide(snapshot, state, capacity, settings)
+    assert decision.debt == pytest.approx(20.0)

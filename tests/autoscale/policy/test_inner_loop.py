@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ladders import CAPACITY, LADDER
-from mars_autoscale.model.capacity import Rung
+from ladders import CAPACITY, LADDER, exact_rung, threshold_rung
+from mars_autoscale.model.capacity import AR
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, Look
 from mars_autoscale.policy.settings import InnerSettings
@@ -130,7 +130,7 @@ def test_no_quality_is_paid_for_hardly_any_speed(loop):
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_at_a_target_below_one_gain_and_loss_count_from_the_target(flex, pinned):
-    loop = make_loop(replace(CAPACITY, rungs=LADDER[1:]))
+    loop = make_loop(replace(CAPACITY, target_threshold=LADDER[1].threshold))
     calm = loop.update(look(0.0, 2, flex_share=flex, pinned_share=pinned))
     assert (calm.gain, calm.loss) == (1.0, 0.0)
     assert loop.update(look(1.0, 64)).loss == LADDER[-1].loss - LADDER[1].loss
@@ -138,12 +138,12 @@ def test_at_a_target_below_one_gain_and_loss_count_from_the_target(flex, pinned)
 
 # Mode exact
 
-EXACT = Rung(1.0, 1.9, 0.0, positions_per_row=16)
+EXACT = exact_rung(1.9, 16)
 """By hand: faster than plain AR decoding up to 128 * .9 / (16 - 1.9) = 8 rows."""
 
 
 def exact_loop():
-    return make_loop(replace(CAPACITY, exact=EXACT))
+    return make_loop(replace(CAPACITY, rungs=(AR, EXACT, *LADDER[1:])))
 
 
 def test_mode_exact_replaces_ar_only_while_it_is_faster(loop):
@@ -151,8 +151,28 @@ def test_mode_exact_replaces_ar_only_while_it_is_faster(loop):
     seen = [exact.update(look(now, now)).live.is_exact for now in (1, 5, 8, 9, 8, 5)]
     assert seen == [True, True, True, False, False, True]
     assert not loop.update(look(0.0, 1)).live.is_exact
-    below_one = make_loop(replace(CAPACITY, rungs=LADDER[1:], exact=EXACT))
-    assert not below_one.update(look(0.0, 1)).live.is_exact
+
+
+def test_no_quality_is_paid_where_mode_exact_is_faster():
+    """By hand, 16 rows and K = 128: exact 1.52, τ .95 1.20, τ .7 1.53 times plain AR decoding."""
+    lossless = exact_rung(2.2, 5)
+    capacity = replace(CAPACITY, rungs=(AR, lossless, *LADDER[1:]))
+    assert capacity.gain(AR) == pytest.approx(1 / 1.523, rel=0.001)
+    assert capacity.gain(LADDER[1]) == pytest.approx(1.20 / 1.523, rel=0.01)
+    loop = make_loop(capacity)
+    for step, load in enumerate((4, 20, 40, 200)):
+        decision = loop.update(look(2.0 * step, load, feed_forward=3.0))
+        assert decision.live.is_exact
+        assert (decision.live.threshold, decision.loss, decision.is_lowest) == (1.0, 0.0, True)
+
+
+def test_a_lower_threshold_is_used_only_where_it_beats_mode_exact_by_some_percent():
+    deep = threshold_rung(0.8, 2.6, 5.0)  # 2.6 / 1.7 over exact's 2.2 / 1.625: 1.13
+    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), LADDER[1], deep))
+    loop = make_loop(capacity)
+    assert thresholds(loop.update(look(0.0, 40))) == (0.8, 0.8)
+    back = loop.update(look(1.0, 2))
+    assert (back.live.threshold, back.live.is_exact) == (1.0, True)
 
 
 # Properties

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from ladders import threshold_rung
+from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.simulation.bound import clairvoyant
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 
-AR, LOW = Rung(1.0, 1.0, 0.0), Rung(0.9, 1.85, 3.0, 3)
+LOW = threshold_rung(0.9, 1.85, 3.0)
 CAPACITY = Capacity(linear_step_time(0.032, 128), (AR, LOW), 16, 20_000)
 GAIN = CAPACITY.gain(LOW)
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from frontiers import AR as AR_POINT
 from frontiers import frontier_of, point
-from mars_autoscale.model.capacity import Rung
+from ladders import exact_rung
 from mars_autoscale.model.frontier import write_frontier
 from mars_autoscale.simulation.compare import compare
 from mars_autoscale.simulation.config import SimulationConfig, families
@@ -26,6 +26,7 @@ from mars_autoscale.traces.synthetic import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.main import run as run_command
+from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 
 CONFIG = {
@@ -241,14 +242,14 @@ def test_a_calibrated_model_can_be_simulated(tmp_path):
     capacity = SimulationConfig.model_validate(config).capacity
     assert capacity.step_time.at(0) == pytest.approx(0.02), "at 1000 cached tokens"
     assert (capacity.max_num_seqs, capacity.prefill_tokens_per_s) == (8, 5000.0)
-    assert [rung.threshold for rung in capacity.rungs] == [1.0, 0.95]
-    assert capacity.exact.positions == 16.0
+    assert [rung.threshold for rung in capacity.rungs] == [1.0, 1.0, 0.95]
+    assert capacity.rung(Mode.EXACT, 1.0).windows[0].positions == 16.0
 
 
 def test_mode_exact_can_be_made_up():
     exact = {"tokens_per_forward": 1.9, "positions_per_row": 16}
-    assert config_of(exact=exact).capacity.exact == Rung(1.0, 1.9, 0.0, positions_per_row=16)
-    assert config_of().capacity.exact is None
+    assert exact_rung(1.9, 16) in config_of(exact=exact).capacity.rungs
+    assert {rung.mode for rung in config_of().capacity.rungs} == {Mode.AR, Mode.THRESHOLD}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import Look
 from mars_autoscale.queueing.grants import reserve_of
@@ -18,7 +18,6 @@ from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
 
-AR = Rung(1.0, 1.0, 0.0)
 CAPACITY = Capacity(linear_step_time(0.05, 40), (AR,), 4, 1000.0)
 RESERVE = reserve_of(CAPACITY.max_num_seqs)
 LONGEST_STEP_S = CAPACITY.step_time.at(CAPACITY.max_num_seqs)

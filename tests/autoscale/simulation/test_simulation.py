@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ladders import CAPACITY as FAST
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from ladders import exact_rung, threshold_rung
+from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.simulation.dispatch import ServerQueue
@@ -17,9 +18,8 @@ from mars_autoscale.traces.synthetic import Lengths, SyntheticTrace, generate
 from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 
-AR = Rung(1.0, 1.0, 0.0)
-LIGHT = Rung(0.9, 1.5, 2.0, 2)
-DEEP = Rung(0.8, 2.0, 5.0, 2)
+LIGHT = threshold_rung(0.9, 1.5, 2.0, 2)
+DEEP = threshold_rung(0.8, 2.0, 5.0, 2)
 STEP = linear_step_time(0.1, 10)
 """A step of one row at τ = 1 takes 0.11 s."""
 ONE_ROW = Capacity(STEP, (AR, LIGHT, DEEP), 1, 100.0)
@@ -49,7 +49,7 @@ class Script:
 
 
 def simulate(trace, capacity=ONE_ROW, policy=None):
-    policy = policy or StaticReplicas(1, AR)
+    policy = policy or StaticReplicas(1)
     num_replicas = getattr(policy, "num_replicas", 1)
     limits = ReplicaSettings(max=num_replicas, initial=num_replicas)
     return Simulation(trace, capacity, limits, policy).run()
@@ -80,7 +80,7 @@ def test_a_prompt_stalls_the_rows_beside_it():
 
 def test_several_tokens_per_pass_cost_time_and_quality():
     trace = [TraceRequest(0.0, 0, 10), TraceRequest(0.0, 0, 1)]
-    first, second = simulate(trace, policy=StaticReplicas(1, DEEP)).served
+    first, second = simulate(trace, policy=Script((DEEP.threshold,))).served
     step = 0.1 * (1 + 4 / 10)  # a row costs two tokens and two masks
     assert second.ttft_s == pytest.approx(5 * step + step)
     assert first.loss_tokens == pytest.approx(10 * 5.0)
@@ -110,7 +110,7 @@ def test_each_tier_has_its_rung():
 
 @pytest.mark.parametrize("tiers", [(DEFAULT, DEFAULT), (PRIORITY, FLEX)])
 def test_mode_exact_is_faster_and_costs_no_quality(tiers):
-    capacity = replace(ONE_ROW, exact=Rung(1.0, 2.0, 0.0, positions_per_row=4))
+    capacity = replace(ONE_ROW, rungs=(AR, exact_rung(2.0, 4), LIGHT, DEEP))
     trace = [TraceRequest(0.0, 0, n, tier) for n, tier in zip((10, 1), tiers, strict=True)]
     first, second = simulate(trace, capacity, Script((1.0, 1.0, True))).served
     assert second.ttft_s == pytest.approx(6 * 0.14)
@@ -120,7 +120,7 @@ def test_mode_exact_is_faster_and_costs_no_quality(tiers):
 
 
 def test_mode_exact_does_not_replace_a_lower_threshold():
-    capacity = replace(ONE_ROW, exact=Rung(1.0, 2.0, 0.0, positions_per_row=4))
+    capacity = replace(ONE_ROW, rungs=(AR, exact_rung(2.0, 4), LIGHT, DEEP))
     (served,) = simulate([TraceRequest(0.0, 0, 10)], capacity, Script((0.8, 0.8, True))).served
     assert served.loss_tokens == pytest.approx(50.0)
 
@@ -143,7 +143,8 @@ def test_tier_flex_is_refused_first():
 def test_a_change_of_either_tiers_threshold_is_counted_and_one_of_exact_is_not():
     decisions = [(1.0, 1.0), (1.0, 1.0, True), (1.0, 0.8), (0.9, 0.8), (1.0, 1.0)]
     trace = [TraceRequest(float(i), 0, 1) for i in range(6)]
-    assert simulate(trace, policy=Script(*decisions)).num_threshold_changes == 3
+    capacity = replace(ONE_ROW, rungs=(AR, exact_rung(2.0, 4), LIGHT, DEEP))
+    assert simulate(trace, capacity, Script(*decisions)).num_threshold_changes == 3
 
 
 # Replicas
@@ -163,7 +164,7 @@ class Steps:
         return Target(self.numbers[max(time for time in self.numbers if time <= snapshot.now_s)])
 
     def inner_loop(self):
-        return StaticReplicas(1, AR).inner_loop()
+        return StaticReplicas(1).inner_loop()
 
     def dispatch(self, seed, /):
         return ServerQueue()
@@ -177,7 +178,7 @@ def simulate_steps(seconds, numbers):
 
 def test_the_least_loaded_replica_takes_a_request():
     trace = [TraceRequest(0.01 * i, 0, 5) for i in range(3)]
-    served = simulate(trace, policy=StaticReplicas(3, AR)).served
+    served = simulate(trace, policy=StaticReplicas(3)).served
     assert [each.ttft_s for each in served] == pytest.approx([0.11] * 3)
 
 
@@ -201,7 +202,7 @@ def test_starting_replicas_are_stopped_first():
 def test_every_request_is_served_once_and_the_time_is_billed():
     lengths = {"prompt": Lengths(mean=300, max=2000), "output": Lengths(mean=150, max=1000)}
     trace = generate(SyntheticTrace(duration_s=300, mean_rate_per_s=5.0, **lengths), seed=1)
-    result = simulate(trace, FAST, StaticReplicas(8, AR))
+    result = simulate(trace, FAST, StaticReplicas(8))
     assert [each.request for each in result.served] == trace
     assert all(0 < each.ttft_s < np.inf for each in result.served)
     assert result.replica_seconds == pytest.approx(8 * trace[-1].arrival_s)

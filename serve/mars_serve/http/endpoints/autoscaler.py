@@ -9,21 +9,24 @@ from typing import Any
 from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.decision import Reason
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_platform.method.mode import Mode
 from mars_serve.api.schema import Shape
 from mars_serve.config.served import Explanation, ServedModel
 
 
 class LadderRung(Shape):
-    """A τ that the autoscaler may choose, with its speed and quality loss."""
+    """A way to decode that the autoscaler may choose, with its speed and quality loss."""
 
+    mode: Mode
     confidence_threshold: float
     tokens_per_forward: float
     loss: float
-    """Loss of quality compared with plain AR decoding, in percentage points."""
+    """Loss of quality compared with plain AR decoding, in percentage points, at the pessimistic end
+    of its measured interval."""
     gain: float
-    """Speed as a multiple of that at the target τ, with a full batch."""
+    """Speed with a full batch as a multiple of the base's, the fastest decoding without loss."""
     break_even_batch: int
-    """Largest batch, in requests, at which this rung is faster than the target τ."""
+    """Largest batch, in requests, at which this rung is faster than the others without loss."""
 
 
 class AutoscalerPlan(Shape):
@@ -35,10 +38,10 @@ class AutoscalerPlan(Shape):
     num_slots: int
     """Number of requests that a replica runs at once at most."""
     tokens_per_s: float
-    """Output tokens per second of a replica at the target τ with a full batch."""
+    """Output tokens per second of a replica with a full batch that loses no quality."""
     prefill_tokens_per_s: float
     ladder: list[LadderRung]
-    """Rungs from the target τ downwards, without those whose gain is too small for their loss."""
+    """The base with a full batch, and the rungs below the target τ that are worth their loss."""
     frontier_refused: str | None
     """Reason why frontier.json is not used, if it is not; the only rung is then τ = 1."""
     frontier_mismatch: str | None
@@ -75,7 +78,7 @@ class AutoscalerDecision(Shape):
     """Lowest τ that replicas may choose for tier default."""
     flex_floor_threshold: float
     feed_forward: float
-    """Gain over the target τ that the ready replicas need to serve the arriving load."""
+    """Gain over the base that the ready replicas need to serve the arriving load."""
     is_saturated: bool
     """Whether neither τ nor replicas can help further, so that late requests are refused."""
     is_overspent: bool
@@ -124,9 +127,9 @@ def _plan(plan: AutoscalingBasis, min_gain: float) -> dict[str, Any]:
         "max_replicas": settings.max_replicas,
         "cold_start_s": settings.cold_start_s,
         "num_slots": capacity.max_num_seqs,
-        "tokens_per_s": capacity.tokens_per_s(capacity.rungs[0]),
+        "tokens_per_s": capacity.tokens_per_s(capacity.base()),
         "prefill_tokens_per_s": capacity.prefill_tokens_per_s,
-        "ladder": [_rung(capacity, rung) for rung in capacity.useful(min_gain)],
+        "ladder": [_rung(capacity, rung) for rung in capacity.ladder(min_gain)],
         "frontier_refused": plan.refused,
         "frontier_mismatch": plan.mismatch,
     }
@@ -134,8 +137,9 @@ def _plan(plan: AutoscalingBasis, min_gain: float) -> dict[str, Any]:
 
 def _rung(capacity: Capacity, rung: Rung) -> dict[str, Any]:
     return {
+        "mode": rung.mode,
         "confidence_threshold": rung.threshold,
-        "tokens_per_forward": rung.tokens_per_forward,
+        "tokens_per_forward": capacity.window(rung).tokens_per_forward,
         "loss": rung.loss,
         "gain": capacity.gain(rung),
         "break_even_batch": capacity.break_even_batch(rung),
