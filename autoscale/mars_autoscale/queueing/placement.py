@@ -6,7 +6,7 @@ Imports no Ray, torch or HTTP library.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 _MAX_KEYS = 65_536
 """Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
@@ -27,17 +27,25 @@ def load_of(num_requests: int, backlog_tokens: int) -> float:
     return num_requests + backlog_tokens / TOKENS_PER_REQUEST
 
 
+def slack_of(max_num_seqs: int) -> int:
+    """Return the slack of a `Placement` on replicas that run so many requests at once.
+
+    A few more requests in a batch cost little, and a cached prefix saves more than that.
+    """
+    return max(1, max_num_seqs // 4)
+
+
 class PrefixMap:
     """Remembers which replicas received which beginnings of prompts."""
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._holders = OrderedDict[bytes, tuple[str, ...]]()  # least recently used first
+        self._holders = OrderedDict[Hashable, tuple[str, ...]]()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def deepest(self, keys: Sequence[bytes], among: Collection[str]) -> list[str]:
+    def deepest(self, keys: Sequence[Hashable], among: Collection[str]) -> list[str]:
         """Return the replicas among some that hold the longest known beginning."""
         for key in reversed(keys):
             holders = [holder for holder in self._holders.get(key, ()) if holder in among]
@@ -45,7 +53,7 @@ class PrefixMap:
                 return holders
         return []
 
-    def record(self, keys: Sequence[bytes], replica: str) -> None:
+    def record(self, keys: Sequence[Hashable], replica: str) -> None:
         """Remember a replica as a holder of a prompt's pages."""
         for key in reversed(keys):  # ends are then forgotten before beginnings
             holders = self._holders.pop(key, ())
@@ -98,7 +106,7 @@ class Placement:
         return len(self._sessions)
 
     def choose(
-        self, keys: Sequence[bytes], loads: Mapping[str, float], session: str | None = None
+        self, keys: Sequence[Hashable], loads: Mapping[str, float], session: str | None = None
     ) -> str:
         """Return a replica for a prompt, and remember it for the prompt's pages and session.
 

@@ -1,4 +1,4 @@
-"""Simulated replicas: batches, queues, steps, prompts that stall a batch, starts and drains.
+"""Simulated replicas: batches, queues, steps, prompts and their cache, starts and drains.
 
 Each step of each replica is one event. A row gets its rung's mean number of tokens in each step,
 because the randomness of decoding averages out over a request.
@@ -7,12 +7,13 @@ because the randomness of decoding averages out over a request.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import AR, ONE_TOKEN, Capacity, Rung, Window
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
-from mars_autoscale.traces.files import TraceRequest
+from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS, TraceRequest
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 
@@ -30,6 +31,10 @@ class Served:
     loss_tokens: float = 0.0
     """Points of quality lost, summed over the request's tokens."""
     is_rejected: bool = False
+    cached_tokens: int = 0
+    """Tokens of the prompt that the replica had cached when it began with it."""
+    due_tokens: int = 0
+    """Tokens of the prompt that the replica had not cached when it got the request."""
 
     @property
     def ttft_s(self) -> float:
@@ -97,6 +102,39 @@ class _Lane:
         return ended
 
 
+class PrefixCache:
+    """The blocks of prompts that a replica has computed; the least recently used are dropped first.
+
+    As in a server, what is looked up are whole blocks, and the last block of a prompt is computed
+    in any case, since its logits are needed. Outputs are not kept: no trace tells which prompts
+    continue them.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Start empty; ``max_tokens`` is the room for blocks, of which 0 keeps none."""
+        self._max_blocks = max_tokens // PREFIX_BLOCK_TOKENS
+        self._blocks = OrderedDict[int, None]()  # least recently used first
+
+    def num_cached(self, request: TraceRequest) -> int:
+        """Return the tokens at the beginning of a request's prompt that are cached."""
+        most = max(request.prompt_tokens - 1, 0) // PREFIX_BLOCK_TOKENS
+        num_blocks = 0
+        for block in request.prefix[:most]:
+            if block not in self._blocks:
+                break
+            num_blocks += 1
+        return num_blocks * PREFIX_BLOCK_TOKENS
+
+    def add(self, request: TraceRequest) -> None:
+        """Keep a request's prompt, of whose blocks the last are dropped first."""
+        num_whole = request.prompt_tokens // PREFIX_BLOCK_TOKENS
+        for block in reversed(request.prefix[:num_whole]):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._max_blocks:
+            self._blocks.popitem(last=False)
+
+
 class Replica:
     """One simulated replica."""
 
@@ -108,8 +146,10 @@ class Replica:
         is_by_tier: bool,
         started_s: float,
         ready_s: float,
+        name: str = "",
+        prefix_cache_tokens: int = 0,
     ) -> None:
-        """Start without requests.
+        """Start without requests and with an empty cache.
 
         Args:
             capacity: its speed.
@@ -118,15 +158,20 @@ class Replica:
                 order of arrival; otherwise all are served in order of arrival.
             started_s: time at which it was ordered.
             ready_s: time from which on it gets requests.
+            name: name that is unique in its cluster.
+            prefix_cache_tokens: see `PrefixCache`.
         """
+        self.name = name
         self.capacity = capacity
+        self.prefixes = PrefixCache(prefix_cache_tokens)
         self.started_s = started_s
         self.ready_s = ready_s
         self.is_draining = False
         self.num_running = 0
         """Rows of the step at hand."""
         self.backlog_tokens = 0
-        """Prompt tokens of the requests without a first token."""
+        """Prompt tokens of the requests without a first token, but for those that were cached when
+        they came."""
         self._is_by_tier = is_by_tier
         self._waiting = list[tuple[int, int, Served]]()
         """Heap of (negative rank of the tier if tiers count, order of arrival, request)."""
@@ -181,7 +226,8 @@ class Replica:
         )
         self._num_arrived += 1
         self._lanes[tier].num_waiting += 1
-        self.backlog_tokens += served.request.prompt_tokens
+        served.due_tokens = served.request.prompt_tokens - self.prefixes.num_cached(served.request)
+        self.backlog_tokens += served.due_tokens
 
     def begin_step(self) -> float | None:
         """Admit requests and begin a step; returns its seconds, or None if there is no request."""
@@ -213,14 +259,17 @@ class Replica:
             self._lanes[served.request.tier].admit(served)
             self._new.append(served)
             self.num_running += 1
-            stall_s += served.request.prompt_tokens / self.capacity.prefill_tokens_per_s
+            served.cached_tokens = self.prefixes.num_cached(served.request)
+            self.prefixes.add(served.request)
+            prompt_tokens = served.request.prompt_tokens - served.cached_tokens
+            stall_s += prompt_tokens / self.capacity.prefill_tokens_per_s
         return stall_s
 
     def finish_step(self, now_s: float) -> list[Served]:
         """Give the rows their tokens; returns the requests that have ended."""
         for served in self._new:
             served.first_token_s = now_s
-            self.backlog_tokens -= served.request.prompt_tokens
+            self.backlog_tokens -= served.due_tokens
         self._new.clear()
         ended = [served for lane in self._lanes.values() for served in lane.finish_step()]
         self.num_running -= len(ended)

@@ -12,9 +12,12 @@ from typing import Protocol
 
 from mars_autoscale.queueing.grants import reserve_of
 from mars_autoscale.queueing.order import FairQueue
-from mars_autoscale.queueing.placement import load_of
+from mars_autoscale.queueing.placement import Placement, load_of, slack_of
 from mars_autoscale.simulation.cluster import Replica, Served
 from mars_platform.tier import Tier
+
+_MAX_BLOCKS = 64
+"""Leading blocks of a prompt that the router compares: its 128 pages of 256 tokens on a GPU."""
 
 
 class Dispatch(Protocol):
@@ -40,13 +43,17 @@ class ServerQueue:
     """The server's own queue with one ingress.
 
     Credits take no time to travel here, so a replica's credits are its free room. Traces name no
-    keys, so there is one; and a request's cost is known from the start.
+    keys, so there is one; and a request's cost is known from the start. Requests are placed as by
+    the server's router, which looks at no more than the beginning of a prompt.
     """
 
     is_by_tier = True
 
     def __init__(self) -> None:
         self._queue = FairQueue[Served]()
+        self._placement: Placement | None = None
+        self._known = frozenset[str]()
+        """Names of the replicas that were ready last."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -62,18 +69,33 @@ class ServerQueue:
         self._queue.add(served, tier=request.tier, key="", cost=cost, deadline_s=deadline_s)
 
     def send(self, ready: Sequence[Replica], /) -> list[Replica]:
-        """Send requests in order, each to the least loaded replica with a credit."""
-        free = [each for each in ready if _has_credit(each)] if self._queue else []
+        """Send requests in order, each to the replica with a credit that `Placement` chooses."""
+        free = {each.name: each for each in ready if _has_credit(each)} if self._queue else {}
+        if not free:
+            return []
+        placement = self._placement_among(ready)
+        loads = {name: load_of(each.load, each.backlog_tokens) for name, each in free.items()}
         sent = list[Replica]()
-        while free and self._queue:
+        while loads and self._queue:
             ticket = self._queue.pop()
             self._queue.settle(ticket, ticket.cost)
-            chosen = min(free, key=lambda each: load_of(each.load, each.backlog_tokens))
+            chosen = free[placement.choose(ticket.item.request.prefix[:_MAX_BLOCKS], loads)]
             chosen.enqueue(ticket.item)
             sent.append(chosen)
+            loads[chosen.name] = load_of(chosen.load, chosen.backlog_tokens)
             if not _has_credit(chosen):
-                free.remove(chosen)
+                del loads[chosen.name]
         return sent
+
+    def _placement_among(self, ready: Sequence[Replica]) -> Placement:
+        """Return the placement, which forgets the replicas that are not ready any more."""
+        if self._placement is None:
+            self._placement = Placement(slack_of(ready[0].capacity.max_num_seqs))
+        names = frozenset(each.name for each in ready)
+        if names != self._known:
+            self._known = names
+            self._placement.retain(names)
+        return self._placement
 
 
 def _has_credit(replica: Replica) -> bool:

@@ -27,6 +27,10 @@ class ReplicaSettings(Settings):
     time."""
     cold_start_s: float = Field(default=60.0, ge=0)
     """Seconds from ordering a replica to its first request."""
+    prefix_cache_tokens: int = Field(default=1_000_000, ge=0)
+    """Tokens of prompts that a replica keeps, for prompts that begin alike, if the trace tells
+    which do; 0 for no reuse. The default is what 57 GB hold of a 7B model with grouped-query
+    attention (57 kB a token: 28 layers, 4 KV heads of 128, 2 bytes a number)."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> ReplicaSettings:

@@ -83,12 +83,12 @@ class Simulation:
         self._dispatch = policy.dispatch(seed)
         self._replicas: list[Replica] = []
         """Replicas that have not ended."""
+        self._num_started = 0
         self._inner_loops: dict[int, InnerLoopPolicy] = {}
         self._stepping: set[int] = set()
         """Identities of the replicas that are in a step."""
-        self._window: deque[TraceRequest] = deque()
+        self._window: deque[Served] = deque()
         """Requests that arrived within the rate window."""
-        self._window_prompt_tokens = 0
         self._mean_output = 0.0
         self._target = Target(self._num_initial)
         self._next = 0
@@ -116,8 +116,7 @@ class Simulation:
             self._events.at(self._trace[self._next].arrival_s, self._arrive)
         served = Served(request)
         self._result.served.append(served)
-        self._window.append(request)
-        self._window_prompt_tokens += request.prompt_tokens
+        self._window.append(served)
         if self._target.range.is_saturated and self._is_too_late(request.tier):
             served.is_rejected = True
             return
@@ -130,12 +129,16 @@ class Simulation:
         if not ready:
             return False
         gain = min(each.decision.gain for each in ready)
-        mean_prompt = self._window_prompt_tokens / max(len(self._window), 1)
+        mean_prompt = self._window_prompt_tokens() / max(len(self._window), 1)
         each_s = self._capacity.busy_s(self._mean_output, mean_prompt, gain)
         reserve = reserve_of(self._capacity.max_num_seqs)
         num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
         num_ahead = (self._dispatch.num_ahead(tier) + num_sent) / len(ready)
         return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
+
+    def _window_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the window's requests; prefix hits count until they hit."""
+        return sum(each.request.prompt_tokens - each.cached_tokens for each in self._window)
 
     def _send(self) -> None:
         """Send waiting requests to replicas, and let those begin that are not in a step."""
@@ -176,7 +179,10 @@ class Simulation:
             is_by_tier=self._dispatch.is_by_tier,
             started_s=now,
             ready_s=now + cold_start_s,
+            name=str(self._num_started),
+            prefix_cache_tokens=self._settings.prefix_cache_tokens,
         )
+        self._num_started += 1
         self._replicas.append(replica)
         self._inner_loops[id(replica)] = inner_loop
         self._events.at(replica.ready_s, self._send)
@@ -240,8 +246,8 @@ class Simulation:
 
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s
-        while self._window and self._window[0].arrival_s < now - RATE_WINDOW_S:
-            self._window_prompt_tokens -= self._window.popleft().prompt_tokens
+        while self._window and self._window[0].request.arrival_s < now - RATE_WINDOW_S:
+            self._window.popleft()
         span = max(min(now, RATE_WINDOW_S), 1.0)
         loads = [
             ReplicaLoad(
@@ -255,7 +261,7 @@ class Simulation:
             for each, num_before in self._told()
         ]
         arrivals = Arrivals(
-            len(self._window) / span, self._window_prompt_tokens / span, self._mean_output
+            len(self._window) / span, self._window_prompt_tokens() / span, self._mean_output
         )
         return Snapshot(now, loads, len(self._alive()) - len(loads), arrivals, now)
 

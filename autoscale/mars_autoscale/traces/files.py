@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import chain
@@ -22,6 +23,9 @@ from mars_platform.config import describe_validation_error
 from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 
+PREFIX_BLOCK_TOKENS = 512
+"""Tokens in a block of `TraceRequest.prefix`, as in the traces of Mooncake."""
+
 _CSV_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "class")
 
 
@@ -31,7 +35,8 @@ class TraceFormat(StrEnum):
     AZURE = "azure"
     """CSV of the Azure LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
     MOONCAKE = "mooncake"
-    """JSONL with ``timestamp`` in milliseconds, ``input_length`` and ``output_length``."""
+    """JSONL with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and optionally
+    ``hash_ids``, the prompt's blocks. See R. Qin et al., Mooncake, FAST 2025."""
     CSV = "csv"
     """CSV with ``arrival_s,prompt_tokens,output_tokens`` and optionally ``class``, the tier."""
 
@@ -46,6 +51,10 @@ class TraceRequest:
     output_tokens: int
     """Number of output tokens, at least 1."""
     tier: Tier = Tier.DEFAULT
+    prefix: Sequence[int] = field(default=(), hash=False)
+    """Ids of the prompt's blocks of `PREFIX_BLOCK_TOKENS` tokens, of which the last may be shorter.
+    Each names the prompt up to the block's end: prompts with an equal id begin alike. Empty if the
+    trace does not say, and then no prompt has anything in common with another."""
 
 
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[TraceRequest]:
@@ -85,6 +94,8 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[Trac
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
     """Write a trace in the csv format, compressed if the name ends in ``.gz``.
+
+    The format has no prefixes, so they are left out.
 
     Arrivals are rounded to 1 µs. `read_trace` shifts them to a first arrival at 0 s.
 
@@ -131,6 +142,12 @@ class _MooncakeRow(_TraceRow):
     )
     prompt_tokens: int = Field(alias="input_length", ge=0)
     output_tokens: int = Field(alias="output_length", ge=0)
+    prefix: list[int] = Field(default=[], alias="hash_ids")
+
+    def request(self) -> TraceRequest:
+        num_blocks = -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)
+        # a tuple of numbers would take four times the memory, which is most of a long trace's
+        return replace(super().request(), prefix=array("q", self.prefix[:num_blocks]))
 
 
 class _CsvRow(_TraceRow):

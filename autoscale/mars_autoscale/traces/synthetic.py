@@ -6,6 +6,7 @@ All randomness comes from a given seed.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -188,7 +189,9 @@ def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> li
 
     Let f be ``multiply`` times the spikes' factor at a request's arrival. The request is copied
     floor(f + uniform(0, 1)) times, and each copy arrives uniform(0, ``shift_s``) seconds later. If
-    f is 1, the request stays as it is. The time axis is not stretched.
+    f is 1, the request stays as it is. The time axis is not stretched. The n-th copies of all
+    requests have the prefixes in common that the requests have, but n-th and m-th copies have none,
+    as if they came from other users; else all but the first would find their prompts cached.
 
     Args:
         trace: requests by arrival.
@@ -219,8 +222,23 @@ def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> li
     if not len(source):
         raise UserError("multiply: no request is left of the trace; raise it, or raise cut_s")
     order = np.argsort(times, kind="stable")
-    picked = [replace(kept[source[i]], arrival_s=float(times[i])) for i in order]
+    # of the repetitions of a request, the first has number 0
+    numbers = np.arange(len(source)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    num_ids = 1 + max((max(r.prefix) for r in kept if r.prefix), default=-1)
+    picked = [
+        replace(
+            kept[source[i]],
+            arrival_s=float(times[i]),
+            prefix=_shifted(kept[source[i]].prefix, int(numbers[i]) * num_ids),
+        )
+        for i in order
+    ]
     return _with_tiers(picked, change.classes, rng)
+
+
+def _shifted(prefix: Sequence[int], shift: int) -> Sequence[int]:
+    """Return ids of blocks that no other shift returns; the same sequence for a shift of 0."""
+    return array("q", [each + shift for each in prefix]) if prefix and shift else prefix
 
 
 def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArray[np.float64]:

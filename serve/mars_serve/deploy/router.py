@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from mars_autoscale.queueing.placement import Placement, load_of
+from mars_autoscale.queueing.placement import Placement, load_of, slack_of
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.pages import page_key, root_key
 from mars_serve.engine.request import Request
@@ -58,13 +58,11 @@ class Router:
 
     @classmethod
     def of(cls, model: ModelSettings) -> Router:
-        """Make the router of a model.
-
-        A few more requests in a batch cost little, and a cached prefix saves more than that.
-        """
+        """Make the router of a model."""
         page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
-        slack = max(1, model.engine.max_num_seqs // 4)
-        return cls(page_size if model.engine.enable_prefix_caching else None, slack)
+        if not model.engine.enable_prefix_caching:
+            page_size = None
+        return cls(page_size, slack_of(model.engine.max_num_seqs))
 
     def retain(self, replicas: frozenset[str]) -> None:
         """Forget all replicas except these."""
