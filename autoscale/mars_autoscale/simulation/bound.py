@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.simulation.cluster import PrefixCache
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 
@@ -84,6 +85,20 @@ def clairvoyant(
     return best
 
 
+def _new_prompt_tokens(trace: Sequence[TraceRequest], settings: ReplicaSettings) -> list[int]:
+    """Return the prompt tokens of each request that no earlier prompt began with.
+
+    No replica has more of a prompt cached than all replicas together got, unless they keep nothing.
+    """
+    seen = PrefixCache(sum(request.prompt_tokens for request in trace))
+    tokens = list[int]()
+    for request in trace:
+        is_kept = settings.prefix_cache_tokens > 0
+        tokens.append(request.prompt_tokens - is_kept * seen.num_cached(request))
+        seen.add(request)
+    return tokens
+
+
 class _Programme:
     """A dynamic programme over spans, whose states are numbers of replicas and backlogs."""
 
@@ -99,7 +114,7 @@ class _Programme:
         num_spans = int(trace[-1].arrival_s / _SPAN_S) + 1
         spans = np.array([int(request.arrival_s / _SPAN_S) for request in trace])
         outputs = np.array([request.output_tokens for request in trace], dtype=float)
-        prompts = np.array([request.prompt_tokens for request in trace], dtype=float)
+        prompts = np.array(_new_prompt_tokens(trace, settings), dtype=float)
         self._tokens = np.bincount(spans, outputs, num_spans)
         self._decode_s = self._tokens / capacity.tokens_per_s(capacity.base())  # replica-seconds
         self._prompt_s = np.bincount(spans, prompts, num_spans) / capacity.prefill_tokens_per_s

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from statistics import fmean
 
 from mars_autoscale.simulation.bound import Bound, clairvoyant
-from mars_autoscale.simulation.config import Family, SimulationConfig, families
+from mars_autoscale.simulation.config import Family, SimulationConfig, families, fixed_families
 from mars_autoscale.simulation.figures import PolicyFigures, figures_of, mean_figures
 from mars_autoscale.simulation.policies import Policy, StaticReplicas
 from mars_autoscale.simulation.run import ClusterSample, Simulation, SimulationResult
@@ -16,6 +24,8 @@ from mars_platform.errors import UserError
 
 _HOURS_SLACK = 1.01
 """Replica-hours that a rival's best variant may take, as a multiple of the joint policy's."""
+_FEW_REQUESTS = 100_000
+"""Requests, summed over the runs, up to which starting processes would take longer than to run."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,14 @@ class PolicyComparison:
     """Every policy, the joint one first."""
     bounds: list[Bound]
     """Least loss for as many replica-hours as the joint policy took, for each seed."""
+    has_prefixes: bool
+    """Whether the trace tells which prompts begin alike."""
+
+
+_Outcome = tuple[PolicyFigures, list[ClusterSample]]
+_RunAll = Callable[[Iterable["_Task"]], Iterable[_Outcome]]
+_Task = tuple[SimulationConfig, Sequence[TraceRequest], Callable[[], Policy], int]
+"""The comparison, a version of the trace, a function that makes the policy, and the seed."""
 
 
 def compare(
@@ -45,7 +63,7 @@ def compare(
     trace: Sequence[TraceRequest],
     on_progress: Callable[[int, int, str], None],
 ) -> PolicyComparison:
-    """Run every policy on every seed's version of a trace.
+    """Run every policy on every seed's version of a trace; long ones in a process for each CPU.
 
     Args:
         config: replicas, policies and changes of the trace.
@@ -58,19 +76,101 @@ def compare(
     """
     versions = [changed(trace, config.trace, seed) for seed in config.seeds]
     _check_counted(versions, config.measured_from_s)
-    groups = families(config)
-    num_runs = sum(len(variants) for _, variants in groups) * len(versions)
-    num_done, compared = 0, list[ComparedPolicy]()
-    for family in groups:
-        variants = list[ComparedPolicy]()
-        for variant in _run_variants(config, family, versions):
-            num_done += len(versions)
-            on_progress(num_done, num_runs, family[0])
-            variants.append(variant)
-        max_hours = compared[0].figures.replica_hours if compared else float("inf")
-        compared.append(_best(variants, max_hours))
-    hours = compared[0].figures.replica_hours
-    return PolicyComparison(compared, [_bound(config, version, hours) for version in versions])
+    has_prefixes = any(request.prefix for request in trace)
+    joint, *rivals = families(config, has_prefixes=has_prefixes)
+    num_variants = sum(
+        len(variants) for _, variants in (joint, *rivals, *fixed_families(config, 1))
+    )
+    num_runs, num_done = num_variants * len(versions), 0
+
+    def tell(name: str) -> None:
+        nonlocal num_done
+        num_done += len(versions)
+        on_progress(num_done, num_runs, name)
+
+    is_long = num_variants * sum(map(len, versions)) > _FEW_REQUESTS
+    with _processes(is_long) as run_all:
+        run_families = partial(_run_families, run_all, config, versions, tell)
+        [[best]] = run_families([joint])
+        hours = best.figures.replica_hours
+        # how many replicas are fixed follows from the joint policy's hours, so that comes first
+        rivals += fixed_families(config, _num_fixed(config, versions, hours))
+        compared = [best, *(_best(variants, hours) for variants in run_families(rivals))]
+    bounds = [_bound(config, version, hours) for version in versions]
+    return PolicyComparison(compared, bounds, has_prefixes)
+
+
+@contextmanager
+def _processes(is_long: bool) -> Iterator[_RunAll]:
+    """Give a function that runs tasks and yields their outcomes in order."""
+    num = os.cpu_count() or 1
+    if not is_long or num == 1:
+        yield partial(map, _outcome)
+        return
+    # a fork of a process with threads, such as the one that draws the progress, may hang
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num, mp_context=context) as executor:
+        yield partial(executor.map, _outcome)
+
+
+def _run_families(
+    run_all: _RunAll,
+    config: SimulationConfig,
+    versions: Sequence[Sequence[TraceRequest]],
+    tell: Callable[[str], None],
+    groups: Sequence[Family],
+) -> Iterator[list[ComparedPolicy]]:
+    """Run all variants of some policies, and yield those of each policy."""
+    tasks: list[_Task] = [
+        (config, version, make_policy, seed)
+        for _, variants in groups
+        for _, make_policy in variants
+        for seed, version in zip(config.seeds, versions, strict=True)
+    ]
+    outcomes = iter(run_all(tasks))
+    for name, variants in groups:
+        compared = list[ComparedPolicy]()
+        for variant, _ in variants:
+            figures, samples = zip(*islice(outcomes, len(versions)), strict=True)
+            compared.append(ComparedPolicy(name, variant, mean_figures(figures), samples[0]))
+            tell(name)
+        yield compared
+
+
+def _run(
+    config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy, seed: int
+) -> SimulationResult:
+    replicas = config.replicas
+    if isinstance(policy, StaticReplicas):  # all of its replicas are there from the start
+        replicas = replicas.model_copy(update={"initial": policy.num_replicas})
+    return Simulation(
+        trace,
+        config.capacity,
+        replicas,
+        policy,
+        objective_ttft_s=config.objective_ttft_s,
+        seed=seed,
+    ).run()
+
+
+def _outcome(task: _Task) -> _Outcome:
+    config, trace, make_policy, seed = task
+    result = _run(config, trace, make_policy(), seed)
+    figures = figures_of(
+        result,
+        measured_from_s=config.measured_from_s,
+        objective_ttft_s=config.objective_ttft_s,
+    )
+    return figures, result.samples
+
+
+def _num_fixed(
+    config: SimulationConfig, versions: Sequence[Sequence[TraceRequest]], hours: float
+) -> int:
+    """Return the highest number of replicas that takes no more hours, within the limits."""
+    length_s = fmean(version[-1].arrival_s for version in versions)
+    number = math.floor(hours * _HOURS_SLACK * 3600 / max(length_s, 1.0))
+    return min(max(number, config.replicas.min), config.replicas.max)
 
 
 def _check_counted(versions: Sequence[Sequence[TraceRequest]], measured_from_s: float) -> None:
@@ -90,42 +190,6 @@ def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float
         objective_s=config.objective_ttft_s,
         max_replica_hours=hours,
     )
-
-
-def _run_variants(
-    config: SimulationConfig, family: Family, versions: Sequence[Sequence[TraceRequest]]
-) -> Iterator[ComparedPolicy]:
-    name, variants = family
-    for variant, make_policy in variants:
-        results = [
-            _run(config, version, make_policy(), seed)
-            for seed, version in zip(config.seeds, versions, strict=True)
-        ]
-        figures = [
-            figures_of(
-                result,
-                measured_from_s=config.measured_from_s,
-                objective_ttft_s=config.objective_ttft_s,
-            )
-            for result in results
-        ]
-        yield ComparedPolicy(name, variant, mean_figures(figures), results[0].samples)
-
-
-def _run(
-    config: SimulationConfig, trace: Sequence[TraceRequest], policy: Policy, seed: int
-) -> SimulationResult:
-    replicas = config.replicas
-    if isinstance(policy, StaticReplicas):  # all of its replicas are there from the start
-        replicas = replicas.model_copy(update={"initial": policy.num_replicas})
-    return Simulation(
-        trace,
-        config.capacity,
-        replicas,
-        policy,
-        objective_ttft_s=config.objective_ttft_s,
-        seed=seed,
-    ).run()
 
 
 def _best(variants: Sequence[ComparedPolicy], max_hours: float) -> ComparedPolicy:

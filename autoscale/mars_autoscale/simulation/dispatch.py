@@ -18,6 +18,8 @@ from mars_platform.tier import Tier
 
 _MAX_BLOCKS = 64
 """Leading blocks of a prompt that the router compares: its 128 pages of 256 tokens on a GPU."""
+_MATCH_RATE = 0.1
+"""Share of a prompt that a replica must have got for `PrefixAware` to prefer it: Ray's default."""
 
 
 class Dispatch(Protocol):
@@ -142,11 +144,61 @@ class TwoChoices(_ArrivalOrder):
         """Bind all requests at once."""
         sent = list[Replica]()
         while ready and self._waiting:
-            candidates = self._random.sample(ready, min(2, len(ready)))
-            chosen = min(candidates, key=lambda each: each.load)
+            chosen = self._choose(self._waiting[0], ready)
             chosen.enqueue(self._waiting.popleft())
             sent.append(chosen)
         return sent
+
+    def _choose(self, _: Served, ready: Sequence[Replica]) -> Replica:
+        return self._choose_of_two(ready)
+
+    def _choose_of_two(self, ready: Sequence[Replica]) -> Replica:
+        candidates = self._random.sample(ready, min(2, len(ready)))
+        return min(candidates, key=lambda each: each.load)
+
+
+class PrefixAware(TwoChoices):
+    """Ray Serve LLM's router that knows what prompts each replica got.
+
+    It follows ``PrefixCacheAffinityRouter`` of Ray 2.60 and Ray's guide on it: a request goes to
+    the replicas that got the longest beginning of its prompt, and if that is less than a tenth of
+    it, to those that got the fewest different tokens; of several, to the one with the fewest
+    requests. While the largest and the smallest number of requests differ by more than
+    ``imbalanced_threshold``, two random replicas are compared. Ray's default for that threshold is
+    infinite; a replica that has just started then gets all prompts that are new.
+    """
+
+    def __init__(self, seed: int, imbalanced_threshold: float) -> None:
+        """Start without memory; see the class for ``imbalanced_threshold``."""
+        super().__init__(seed)
+        self._imbalanced_threshold = imbalanced_threshold
+        self._received = dict[str, set[int]]()
+        """Blocks of prompts that each ready replica got."""
+
+    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+        """Bind all requests at once."""
+        self._received = {each.name: self._received.get(each.name, set()) for each in ready}
+        return super().send(ready)
+
+    def _choose(self, served: Served, ready: Sequence[Replica]) -> Replica:
+        chosen = self._choose_by_prefix(served.request.prefix, ready)
+        self._received[chosen.name].update(served.request.prefix)
+        return chosen
+
+    def _choose_by_prefix(self, prefix: Sequence[int], ready: Sequence[Replica]) -> Replica:
+        loads = [each.load for each in ready]
+        if not prefix or max(loads) - min(loads) > self._imbalanced_threshold:
+            return self._choose_of_two(ready)
+        matched, holders = 0, list(ready)
+        for block in prefix:
+            others = [each for each in holders if block in self._received[each.name]]
+            if not others:
+                break
+            matched, holders = matched + 1, others
+        if matched < _MATCH_RATE * len(prefix):
+            sizes = {each.name: len(self._received[each.name]) for each in ready}
+            holders = [each for each in ready if sizes[each.name] == min(sizes.values())]
+        return min(holders, key=lambda each: each.load)
 
 
 class Activator(_ArrivalOrder):

@@ -42,16 +42,21 @@ class PolicyFigures(TierFigures):
     """Number of changes of τ over all replicas; tiers that change at once count as one change."""
     replica_changes: float
     """Number of changes of the number of replicas."""
+    prefix_hit_rate: float
+    """Share of the served prompts' tokens that the replicas had cached."""
     by_class: dict[Tier, TierFigures]
     """Figures of each tier that the trace has."""
 
 
-def policy_columns(objective_ttft_s: float, hours: str = ".2f") -> list[Column]:
+def policy_columns(
+    objective_ttft_s: float, hours: str = ".2f", *, has_prefixes: bool = False
+) -> list[Column]:
     """Return the columns of a table with one row for each policy.
 
     Args:
         objective_ttft_s: seconds in which the first token should come.
         hours: format of the replica-hours.
+        has_prefixes: whether to tell how much of the prompts was cached.
     """
     first, *quality, rejected = tier_columns(objective_ttft_s)
     return [
@@ -60,6 +65,7 @@ def policy_columns(objective_ttft_s: float, hours: str = ".2f") -> list[Column]:
         Column("replica-hours", "replica_hours", hours),
         Column("τ changes", "threshold_changes", ".0f"),
         Column("replica changes", "replica_changes", ".0f"),
+        *([Column("cached", "prefix_hit_rate", ".1%")] if has_prefixes else []),
         rejected,
     ]
 
@@ -94,10 +100,16 @@ def figures_of(
         replica_hours=result.replica_seconds / 3600,
         threshold_changes=result.num_threshold_changes,
         replica_changes=result.num_replica_changes,
+        prefix_hit_rate=_prefix_hit_rate(counted),
         by_class={
             tier: _figures(group, objective_ttft_s) for tier, group in by_tier.items() if group
         },
     )
+
+
+def _prefix_hit_rate(requests: Sequence[Served]) -> float:
+    tokens = sum(served.request.prompt_tokens for served in requests if not served.is_rejected)
+    return sum(served.cached_tokens for served in requests) / max(tokens, 1)
 
 
 def _figures(requests: Sequence[Served], objective_ttft_s: float) -> TierFigures:

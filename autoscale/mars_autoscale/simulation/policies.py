@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,29 +83,40 @@ class FixedThreshold:
     """An inner loop that always decodes tiers default and flex with one τ."""
 
     threshold: float
+    is_exact: bool = False
+    """Whether rows at τ = 1 run in mode exact."""
 
     def update(self, _: Look, /) -> InnerLoopDecision:
         """Return the same decision at every look.
 
         It reports a gain of 1 and no loss, as a constant τ is no debt and spends no budget.
         """
-        return InnerLoopDecision(LiveDecoding(self.threshold))
+        return InnerLoopDecision(LiveDecoding(self.threshold, is_exact=self.is_exact))
+
+
+def decode_plainly() -> InnerLoopPolicy:
+    """Return an inner loop that stays at τ = 1 in mode ar."""
+    return FixedThreshold(1.0)
 
 
 @dataclass
 class StaticReplicas:
-    """A constant number of replicas that decode plainly."""
+    """A constant number of replicas."""
 
     num_replicas: int
+    make_inner_loop: Callable[[], InnerLoopPolicy] = decode_plainly
+    """Makes the inner loop of a new replica."""
+    range: ThresholdRange = AT_TARGET
+    """Limits of τ."""
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:
         """Return the same number at every decision."""
-        return Target(self.num_replicas)
+        return Target(self.num_replicas, self.range)
 
     def inner_loop(self) -> InnerLoopPolicy:
-        """Make an inner loop that stays at τ = 1."""
-        return FixedThreshold(1.0)
+        """Make the inner loop of a new replica."""
+        return self.make_inner_loop()
 
     def dispatch(self, _: int, /) -> Dispatch:
         """Make the server's queue."""

@@ -23,17 +23,18 @@ def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> R
     """
     rows = [{"policy": _name_of(each), **vars(each.figures)} for each in comparison.policies]
     bound = {"policy": "clairvoyant", **_bound_of(comparison)}
-    table = table_of(policy_columns(objective_ttft_s), rows, [bound])
+    columns = policy_columns(objective_ttft_s, has_prefixes=comparison.has_prefixes)
+    table = table_of(columns, rows, [bound])
     if len(comparison.policies[0].figures.by_class) < 2:
         return table
     policy, *others = tier_columns(objective_ttft_s)
-    columns = [policy, Column("class", "class"), *others]
+    by_tier = [policy, Column("class", "class"), *others]
     tiers = [
         {"policy": "" if i else _name_of(each), "class": tier, **vars(figures)}
         for each in comparison.policies
         for i, (tier, figures) in enumerate(each.figures.by_class.items())
     ]
-    return Group(table, table_of(columns, tiers))
+    return Group(table, table_of(by_tier, tiers))
 
 
 def _name_of(compared: ComparedPolicy) -> str:

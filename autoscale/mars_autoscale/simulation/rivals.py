@@ -1,7 +1,8 @@
-"""Other autoscalers to compare with: Ray Serve's, Knative's, and a PI controller on τ.
+"""Other autoscalers: Ray Serve's, Knative's, KEDA's, and two controllers of τ without replicas.
 
 Ray's arithmetic is Ray's own code. Knative's follows its documentation, "About autoscaling" and
 "Configuring the autoscaler (KPA)": stable and panic window, panic threshold, rates of change.
+KEDA's is that of Kubernetes' HorizontalPodAutoscaler, as the documentation of both has it.
 Requests wait as they do in each, see `mars_autoscale.simulation.dispatch`.
 """
 
@@ -11,17 +12,21 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig
 
-from mars_autoscale.model.capacity import Rung
+from mars_autoscale.model.capacity import Capacity, Rung
+from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
-from mars_autoscale.simulation.dispatch import Activator, Dispatch, TwoChoices
-from mars_autoscale.simulation.policies import InnerLoopPolicy, Joint, Target
+from mars_autoscale.policy.settings import InnerSettings
+from mars_autoscale.simulation.dispatch import Activator, Dispatch, ServerQueue, TwoChoices
+from mars_autoscale.simulation.policies import InnerLoopPolicy, Joint, StaticReplicas, Target
 from mars_platform.cluster.ray_private import autoscaled
 from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import Mode
 
 
 class _WindowMean:
@@ -50,6 +55,8 @@ class RayDefault:
     target_ongoing_requests: float
     inner_loop: Callable[[], InnerLoopPolicy]
     """Makes the inner loop of a new replica."""
+    routing: Callable[[int], Dispatch] = TwoChoices
+    """Makes the routing by its seed."""
     period_s: float = 1.0
     config: AutoscalingConfig = field(init=False)
     _num_replicas: int | None = None
@@ -77,7 +84,7 @@ class RayDefault:
 
     def dispatch(self, seed: int, /) -> Dispatch:
         """Make Ray Serve's routing."""
-        return TwoChoices(seed)
+        return self.routing(seed)
 
 
 @dataclass
@@ -125,6 +132,144 @@ class Knative:
 
 
 @dataclass
+class Keda:
+    """KEDA with two triggers: requests that wait, and the rate of output tokens.
+
+    KEDA gives the metrics of its triggers to a HorizontalPodAutoscaler, which asks every 15 s ("The
+    ScaledObject specification": ``pollingInterval`` only counts for scaling from and to zero unless
+    ``useCachedMetrics`` is set). That computes ceil(metric / target) for each metric of type
+    ``AverageValue``, but keeps the number while the metric is within a tolerance of 10%, and takes
+    the highest. It at most doubles the pods or adds 4, whichever is more, in 15 s, and goes down to
+    the highest number of the last 300 s ("Horizontal Pod Autoscaling": algorithm details and
+    default behavior). KEDA has no queue of its own; here requests wait in the server's.
+    """
+
+    waiting_target: float
+    """Waiting requests per replica."""
+    tokens_per_s_target: float
+    """Output tokens per second and replica."""
+    make_inner_loop: Callable[[], InnerLoopPolicy]
+    """Makes the inner loop of a new replica."""
+    max_replicas: int = 16
+    rate_window_s: float = 60.0
+    """Seconds over which the rate is averaged: a common range of Prometheus' ``rate``."""
+    period_s: float = 15.0
+    tolerance: float = 0.1
+    stabilization_s: float = 300.0
+    _num_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        self._rate = _WindowMean(self.rate_window_s)
+        self._wanted = deque[tuple[float, int]]()
+        """(time in s, replicas) of the recommendations within the stabilization window."""
+
+    def decide(self, snapshot: Snapshot, /) -> Target:
+        """Choose the number of replicas as the HorizontalPodAutoscaler does at each sync."""
+        now, current = snapshot.now_s, self._num_replicas
+        if current is None:
+            current = len(snapshot.replicas) + snapshot.num_starting
+        num_waiting = sum(replica.num_waiting for replica in snapshot.replicas)
+        assert snapshot.arrivals is not None, "simulations know the arrivals"
+        tokens_per_s = self._rate.add(now, snapshot.arrivals.output_tokens_per_s)
+        wanted = max(
+            self._wanted_for(num_waiting, self.waiting_target, current),
+            self._wanted_for(tokens_per_s, self.tokens_per_s_target, current),
+        )
+        wanted = min(wanted, self.max_replicas)
+        self._wanted.append((now, wanted))
+        while self._wanted[0][0] < now - self.stabilization_s:
+            self._wanted.popleft()
+        stabilized = max(number for _, number in self._wanted) if wanted < current else wanted
+        most = max(2 * current, current + 4)
+        # a recommendation of the past never raises the number
+        number = min(stabilized, most if wanted >= current else current)
+        self._num_replicas = max(number, 1)
+        return Target(self._num_replicas)
+
+    def _wanted_for(self, metric: float, target: float, current: int) -> int:
+        if abs(metric / (target * current) - 1) <= self.tolerance:
+            return current
+        return math.ceil(metric / target)
+
+    def inner_loop(self) -> InnerLoopPolicy:
+        """Make the inner loop of a new replica."""
+        return self.make_inner_loop()
+
+    def dispatch(self, _: int, /) -> Dispatch:
+        """Make the server's queue."""
+        return ServerQueue()
+
+
+@dataclass(frozen=True)
+class FollowFloor:
+    """An inner loop that decodes with the lowest τ that it may."""
+
+    is_exact: bool
+    """Whether rows at τ = 1 run in mode exact."""
+
+    def update(self, look: Look, /) -> InnerLoopDecision:
+        """Take the floor of tier default for all tiers that τ moves."""
+        threshold = look.allowed.floor_threshold or 1.0  # there is no floor before a decision
+        return InnerLoopDecision(LiveDecoding(threshold, is_exact=self.is_exact))
+
+
+class DeadlineThreshold(StaticReplicas):
+    """One τ for a fixed number of replicas, by the deadline of what waits, without tiers.
+
+    It follows what the abstract of DiLaServe (arXiv 2606.29094) tells, and no more is known here:
+    thresholds are lowered under load so that deadlines are met, and chosen anew periodically. Each
+    time it takes the highest τ at which, by the model of speed, the last request that waits now,
+    and the last one that will wait at the next time, get their first token within the objective.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        capacity: Capacity,
+        floor_threshold: float,
+        objective_ttft_s: float,
+        period_s: float,
+    ) -> None:
+        """Start at the base.
+
+        Args:
+            num_replicas: fixed number of replicas.
+            capacity: speed of each.
+            floor_threshold: lowest τ that may be chosen.
+            objective_ttft_s: seconds in which the first token should come.
+            period_s: seconds between two choices.
+        """
+        base = capacity.base()
+        is_exact = base.mode is Mode.EXACT
+        super().__init__(num_replicas, partial(FollowFloor, is_exact), period_s=period_s)
+        self._capacity = capacity
+        self._objective_s = objective_ttft_s
+        ladder = capacity.ladder(min_gain=1.0)
+        self._rungs = [rung for rung in ladder if rung.threshold >= floor_threshold]
+
+    def decide(self, snapshot: Snapshot, /) -> Target:
+        """Choose the highest τ that meets the deadlines, or the lowest that there is."""
+        in_time = [rung for rung in self._rungs if self._is_in_time(rung, snapshot)]
+        threshold = (in_time or self._rungs[-1:])[0].threshold
+        return Target(self.num_replicas, ThresholdRange(threshold, threshold))
+
+    def _is_in_time(self, rung: Rung, snapshot: Snapshot) -> bool:
+        arrivals, num = snapshot.arrivals, max(len(snapshot.replicas), 1)
+        if arrivals is None or not arrivals.requests_per_s:
+            return True
+        mean_prompt = arrivals.prompt_tokens_per_s / arrivals.requests_per_s
+        each_s = self._capacity.busy_s(
+            arrivals.mean_output_tokens, mean_prompt, self._capacity.gain(rung)
+        )
+        num_waiting = sum(replica.num_waiting for replica in snapshot.replicas)
+        now_s = each_s * num_waiting / num
+        utilization = each_s * arrivals.requests_per_s / num
+        next_s = now_s + self.period_s * (utilization - 1)
+        prompt_s = mean_prompt / self._capacity.prefill_tokens_per_s
+        return max(now_s, next_s) + prompt_s <= self._objective_s
+
+
+@dataclass
 class ProportionalIntegral:
     """An inner loop that sets τ by a PI controller on the load, without a model of speed."""
 
@@ -158,8 +303,10 @@ class ModelReplicas(Joint):
 
     def inner_loop(self) -> InnerLoopPolicy:
         """Make an inner loop that only chooses between the modes that lose nothing."""
-        return InnerLoop(replace(self.capacity, rungs=self._lossless), self.inner)
+        return lossless_loop(self.capacity, self.inner)
 
-    @property
-    def _lossless(self) -> tuple[Rung, ...]:
-        return tuple(rung for rung in self.capacity.rungs if rung.threshold == 1.0)
+
+def lossless_loop(capacity: Capacity, settings: InnerSettings) -> InnerLoop:
+    """Return an inner loop that takes the fastest mode that loses nothing, by its load."""
+    lossless = tuple(rung for rung in capacity.rungs if rung.threshold == 1.0)
+    return InnerLoop(replace(capacity, rungs=lossless), settings)

@@ -62,7 +62,7 @@ def compared_json(test: LoadTest) -> dict[str, Any]:
     return {
         "name": test.options.model,
         "variant": "",
-        **{name: everything[name] for name in names},
+        **{name: everything.get(name) for name in names},  # hits of the cache are not known
         "by_class": {
             tier: {name: getattr(each, name) for name in _TIER_FIELDS}
             for tier, each in figures.classes.items()
