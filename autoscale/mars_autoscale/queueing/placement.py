@@ -53,6 +53,15 @@ class PrefixMap:
                 return holders
         return []
 
+    def depths(self, keys: Sequence[Hashable], among: Collection[str]) -> dict[str, int]:
+        """Return how many leading keys each replica among some holds, for those that hold any."""
+        found = dict[str, int]()
+        for depth in range(len(keys), 0, -1):
+            for holder in self._holders.get(keys[depth - 1], ()):
+                if holder in among:
+                    found.setdefault(holder, depth)
+        return found
+
     def record(self, keys: Sequence[Hashable], replica: str) -> None:
         """Remember a replica as a holder of a prompt's pages."""
         for key in reversed(keys):  # ends are then forgotten before beginnings
@@ -77,25 +86,34 @@ class Placement:
     Only replicas that can take the request now are offered to it: one that has the prompt cached
     but no room is not waited for, since computing a prompt again takes less than a request's time.
 
-    Bound: the chosen replica's load exceeds the least load by ``slack`` at most. With loads of
-    `load_of`, a prompt is placed behind at most (slack + requests of the least busy replica -
-    requests of the chosen one) x ``TOKENS_PER_REQUEST`` more tokens of prompts than the least busy
-    replica has left, so a short prompt does not follow a long one where another replica has less to
-    compute.
+    Bound: the chosen replica's load exceeds the least load by ``slack`` at most, or by the load
+    that its cached part of the prompt would be. With loads of `load_of`, a prompt is placed behind
+    at most (slack + requests of the least busy replica - requests of the chosen one) x
+    ``TOKENS_PER_REQUEST`` more tokens of prompts than the least busy replica has left, or as many
+    more as it need not compute; so a short prompt does not follow a long one where another replica
+    has less to compute.
     """
 
     def __init__(
-        self, slack: float, *, max_keys: int = _MAX_KEYS, max_sessions: int = _MAX_SESSIONS
+        self,
+        slack: float,
+        *,
+        tokens_per_key: int = 0,
+        max_keys: int = _MAX_KEYS,
+        max_sessions: int = _MAX_SESSIONS,
     ) -> None:
         """Start without memory of any prompt.
 
         Args:
-            slack: load above the least busy replica's from which on neither prefixes nor sessions
-                count: waiting then takes longer than computing the prefix again.
+            slack: load above the least busy replica's from which on sessions do not count, and
+                prefixes only by the tokens that need not be computed again.
+            tokens_per_key: tokens of the page that a key names; with 0, prefixes do not count
+                beyond the slack.
             max_keys: most pages that are remembered.
             max_sessions: most sessions that are remembered.
         """
         self.slack = slack
+        self._load_per_key = tokens_per_key / TOKENS_PER_REQUEST
         self.prefixes = PrefixMap(max_keys)
         self._max_sessions = max_sessions
         self._sessions = OrderedDict[str, str]()  # least recently used first
@@ -125,7 +143,9 @@ class Placement:
         if usual in preferred and loads[usual] <= most:
             chosen = usual
         if loads[chosen] > most:
-            chosen = min(loads, key=loads.__getitem__)
+            held = self.prefixes.depths(keys, loads) if self._load_per_key else {}
+            worth = {name: held.get(name, 0) * self._load_per_key for name in loads}
+            chosen = min(loads, key=lambda name: loads[name] - worth[name])
         self.prefixes.record(keys, chosen)
         if session is not None:
             self._remember(session, chosen)

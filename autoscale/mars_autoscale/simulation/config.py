@@ -45,6 +45,9 @@ from mars_platform.method.mode import Mode
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
 """Keys that must be given if ``frontier_file`` is not."""
 
+_MIN_GAIN = 1.0
+"""Lowest gain over the base of the rungs of rivals that change τ: any that is faster."""
+
 
 class LinearStepTime(Settings):
     """A step time of ``t0 * (1 + positions / K)``."""
@@ -88,7 +91,7 @@ class RivalSettings(Settings):
     """``imbalanced_threshold`` of Ray Serve LLM's prefix-aware router; infinite is its default."""
     keda_waiting_target: float = Field(default=4.0, gt=0)
     """Waiting requests per replica that KEDA's queue trigger allows."""
-    keda_token_shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.55, 0.65, 0.75)
+    keda_token_shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.65, 0.8, 0.95)
     """Output tokens per second and replica that KEDA's rate trigger allows, as shares of what a
     full batch decodes."""
     deadline_periods_s: tuple[Annotated[float, Field(gt=0)], ...] = (2.0, 5.0)
@@ -232,8 +235,7 @@ def families(config: SimulationConfig, *, has_prefixes: bool = False) -> list[Fa
         partial(FixedThreshold, tau),
         capacity.rung(Mode.THRESHOLD, tau),
     )
-    falling = tuple(rung for rung in capacity.rungs if rung.mode is not Mode.EXACT)
-    integral = partial(ProportionalIntegral, falling, capacity.max_num_seqs)
+    integral = partial(ProportionalIntegral, capacity.ladder(_MIN_GAIN), capacity.max_num_seqs)
     found: list[Family] = [
         ("joint", [("", partial(Joint, capacity, outer, config.inner))]),
         ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer, config.inner))]),
@@ -269,7 +271,9 @@ def fixed_families(config: SimulationConfig, num_replicas: int) -> list[Family]:
     floors = ThresholdRange(outer.floor_threshold, outer.flex_floor_threshold)
     fixed = partial(StaticReplicas, num_replicas)
     by_load = partial(lossless_loop, capacity, config.inner)
-    variants = [(name, partial(fixed, loop)) for name, loop, _ in _lossless_decodings(capacity)]
+    variants: list[Variant] = [
+        (name, partial(fixed, loop)) for name, loop, _ in _lossless_decodings(capacity)
+    ]
     if len(variants) > 1:
         variants.append(("ar or exact by load", partial(fixed, by_load)))
     deadline = partial(

@@ -14,6 +14,7 @@ from mars_autoscale.queueing.grants import reserve_of
 from mars_autoscale.queueing.order import FairQueue
 from mars_autoscale.queueing.placement import Placement, load_of, slack_of
 from mars_autoscale.simulation.cluster import Replica, Served
+from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS
 from mars_platform.tier import Tier
 
 _MAX_BLOCKS = 64
@@ -92,7 +93,8 @@ class ServerQueue:
     def _placement_among(self, ready: Sequence[Replica]) -> Placement:
         """Return the placement, which forgets the replicas that are not ready any more."""
         if self._placement is None:
-            self._placement = Placement(slack_of(ready[0].capacity.max_num_seqs))
+            slack = slack_of(ready[0].capacity.max_num_seqs)
+            self._placement = Placement(slack, tokens_per_key=PREFIX_BLOCK_TOKENS)
         names = frozenset(each.name for each in ready)
         if names != self._known:
             self._known = names

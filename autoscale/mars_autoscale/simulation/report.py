@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 from rich.console import Group, RenderableType
 
 from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
@@ -14,6 +18,12 @@ from mars_platform.cli.report import Column, table_of, write_json, write_picture
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
+_SHOWN_THRESHOLD = 0.9
+"""τ down to which the diagram of τ reaches at least, so that a τ of 1 is at its top."""
+_MARKERS = "os"
+"""Markers of the policies in turn, since there are ten colours and more policies."""
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small"}
+"""Options of a legend that stands to the right of a diagram."""
 
 
 def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> RenderableType:
@@ -74,34 +84,59 @@ def picture_of(comparison: PolicyComparison) -> Figure:
 
     The last diagram shows the quality loss of every policy against its replica-hours.
     """
+    figure = Figure(figsize=(13, 12), layout="constrained")
+    *timelines, trade = figure.subplots(5, 1, height_ratios=[1, 1.3, 1.3, 1, 2])
+    _draw_timelines(comparison, timelines)
+    _draw_trade(comparison, trade)
+    return figure
+
+
+def _draw_timelines(comparison: PolicyComparison, axes: Sequence[Axes]) -> None:
     compared, bound = comparison.policies, comparison.bounds[0]
-    figure = Figure(figsize=(11, 11), layout="constrained")
-    load, replicas, threshold, queue, trade = figure.subplots(5, 1, height_ratios=[1, 1, 1, 1, 2])
+    load, replicas, threshold, queue = axes
     samples = compared[0].samples
     times = [sample.time_s for sample in samples]
     load.plot(times, [sample.requests_per_s for sample in samples], color="black")
     load.set_ylabel("requests/s")
-    for each in [one for one in compared if one.name in _TIMELINES]:
+    drawn = [one for one in compared if one.name in _TIMELINES]
+    for i, each in enumerate(drawn):
+        # the joint policy, which is first, is drawn on top
+        line: dict[str, Any] = {"color": f"C{i}", "zorder": 3 - i / len(drawn), "linewidth": 1.2}
         times = [sample.time_s for sample in each.samples]
-        replicas.step(times, [sample.num_ready for sample in each.samples], label=each.name)
-        threshold.step(times, [sample.threshold for sample in each.samples])
-        queue.plot(times, [sample.num_waiting for sample in each.samples])
+        ready = [sample.num_ready for sample in each.samples]
+        replicas.step(times, ready, where="post", label=_name_of(each), **line)
+        thresholds = [sample.threshold for sample in each.samples]
+        threshold.step(times, thresholds, where="post", **line)
+        queue.plot(times, [sample.num_waiting for sample in each.samples], **line)
     times = [bound.span_s * index for index in range(len(bound.num_replicas))]
-    replicas.step(times, bound.num_replicas, label="clairvoyant", color="gray", linestyle=":")
+    replicas.step(
+        times, bound.num_replicas, where="post", label="clairvoyant", color="gray", linestyle=":"
+    )
     replicas.set_ylabel("replicas ready")
-    replicas.legend(loc="upper right", fontsize="small")
-    threshold.set_ylabel("τ, mean")
+    replicas.legend(**_BESIDE)
+    threshold.set_ylabel("τ, mean of replicas")
+    threshold.set_ylim(min(*threshold.get_ylim(), _SHOWN_THRESHOLD), 1.01)
     queue.set_ylabel("waiting")
     queue.set_yscale("symlog")
     queue.set_xlabel("time, s")
-    for each in compared:
+    for axis in axes:
+        axis.sharex(load)
+        axis.margins(x=0.01)
+
+
+def _draw_trade(comparison: PolicyComparison, axes: Axes) -> None:
+    for i, each in enumerate(comparison.policies):
         figures = each.figures
+        label = f"{each.name}: {figures.slo_attainment:.1%} in time"
         place = (figures.replica_hours, figures.quality_loss_mean)
-        trade.scatter(*place)
-        text = f"{each.name}\n{figures.slo_attainment:.1%}"
-        trade.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize="small")
-    trade.set_xlabel("replica-hours")
-    trade.set_ylabel("loss, points")
+        axes.scatter(*place, color=f"C{i % 10}", marker=_MARKERS[i // 10 % 2], label=label)
     means = _bound_of(comparison)
-    trade.scatter(means["replica_hours"], means["quality_loss_mean"], color="gray", marker="x")
-    return figure
+    label = f"clairvoyant: {means['slo_attainment']:.1%} in time"
+    place = (means["replica_hours"], means["quality_loss_mean"])
+    axes.scatter(*place, color="gray", marker="x", label=label)
+    axes.set_xscale("log")  # as many static replicas as allowed take several times the hours
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_xlabel("replica-hours")
+    axes.set_ylabel("loss, points")
+    axes.legend(**_BESIDE)

@@ -274,7 +274,7 @@ class ProportionalIntegral:
     """An inner loop that sets τ by a PI controller on the load, without a model of speed."""
 
     rungs: tuple[Rung, ...]
-    """Rungs with falling τ."""
+    """Rungs with falling τ and rising speed."""
     max_num_seqs: int
     setpoint: float = 0.9
     """(running + waiting) / max_num_seqs to keep."""
@@ -291,7 +291,8 @@ class ProportionalIntegral:
         self._integral = min(max(grown, 0.0), float(most))
         wanted = round(self.proportional * error * most + self._integral)
         rung = self.rungs[min(max(wanted, 0), most)]
-        return InnerLoopDecision(LiveDecoding(rung.threshold))
+        is_exact = self.rungs[0].mode is Mode.EXACT
+        return InnerLoopDecision(LiveDecoding(rung.threshold, is_exact=is_exact))
 
 
 class ModelReplicas(Joint):

@@ -53,16 +53,15 @@ class Router:
             slack: See `Placement`.
         """
         self._page_size = page_size
-        self._placement = Placement(slack)
+        self._placement = Placement(slack, tokens_per_key=page_size or 0)
         self._known = frozenset[str]()
 
     @classmethod
     def of(cls, model: ModelSettings) -> Router:
         """Make the router of a model."""
         page_size = model.engine.page_size_on("cuda" if model.num_gpus else "cpu")
-        if not model.engine.enable_prefix_caching:
-            page_size = None
-        return cls(page_size, slack_of(model.engine.max_num_seqs))
+        slack = slack_of(model.engine.max_num_seqs)
+        return cls(page_size if model.engine.enable_prefix_caching else None, slack)
 
     def retain(self, replicas: frozenset[str]) -> None:
         """Forget all replicas except these."""
