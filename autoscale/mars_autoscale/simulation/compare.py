@@ -89,7 +89,7 @@ def compare(
         on_progress(num_done, num_runs, name)
 
     is_long = num_variants * sum(map(len, versions)) > _FEW_REQUESTS
-    with _processes(is_long) as run_all:
+    with processes(is_long) as run_all:
         run_families = partial(_run_families, run_all, config, versions, tell)
         [[best]] = run_families([joint])
         hours = best.figures.replica_hours
@@ -101,7 +101,7 @@ def compare(
 
 
 @contextmanager
-def _processes(is_long: bool) -> Iterator[_RunAll]:
+def processes(is_long: bool) -> Iterator[_RunAll]:
     """Give a function that runs tasks and yields their outcomes in order."""
     num = os.cpu_count() or 1
     if not is_long or num == 1:

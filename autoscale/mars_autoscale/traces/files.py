@@ -145,9 +145,11 @@ class _MooncakeRow(_TraceRow):
     prefix: list[int] = Field(default=[], alias="hash_ids")
 
     def request(self) -> TraceRequest:
-        num_blocks = -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)
+        request, num_blocks = super().request(), -(-self.prompt_tokens // PREFIX_BLOCK_TOKENS)
+        if not self.prefix:
+            return request
         # a tuple of numbers would take four times the memory, which is most of a long trace's
-        return replace(super().request(), prefix=array("q", self.prefix[:num_blocks]))
+        return replace(request, prefix=array("q", self.prefix[:num_blocks]))
 
 
 class _CsvRow(_TraceRow):

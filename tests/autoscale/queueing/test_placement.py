@@ -33,6 +33,40 @@ def test_a_much_busier_replica_is_avoided_and_the_prefix_gets_a_second_holder():
     assert placement.choose(keys_of(SHARED), {"a": 1, "b": 2, "c": 0}) == "a"
 
 
+def test_a_beginning_that_saves_more_than_it_waits_for_outweighs_the_slack():
+    """By hand: ten pages of 1,024 tokens save as much as 20 requests' load."""
+    keys = keys_of(SHARED)
+
+    def chosen(**loads: float) -> str:
+        placement = Placement(slack=1, tokens_per_key=2 * TOKENS_PER_REQUEST)
+        placement.choose(keys, {"a": 0.0})
+        placement.choose(keys[:4], {"b": 0.0})
+        return placement.choose(keys, loads)
+
+    assert chosen(a=19, b=12, c=0) == "a"
+    assert chosen(a=21, b=7, c=0) == "b", "four pages save 8"
+    assert chosen(a=21, b=9, c=0) == "c"
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 30), min_size=1),
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 10)),
+    st.integers(0, 4),
+)
+def test_no_replica_is_worth_much_more_than_the_chosen_one(loads, held, slack):
+    placement = Placement(slack, tokens_per_key=TOKENS_PER_REQUEST)
+    keys = keys_of(SHARED)
+    for name, depth in held.items():
+        placement.prefixes.record(keys[:depth], name)
+    assert placement.prefixes.depths(keys, loads) == {
+        name: depth for name, depth in held.items() if depth and name in loads
+    }
+    chosen = placement.choose(keys, loads)
+    worth = {name: load - held.get(name, 0) for name, load in loads.items()}
+    is_within_slack = loads[chosen] <= min(loads.values()) + slack
+    assert is_within_slack or worth[chosen] == min(worth.values())
+
+
 def test_the_longest_cached_beginning_decides():
     placement = Placement(slack=9)
     assert placement.choose(keys_of([*SHARED, 1, 1, 1, 1]), {"a": 0, "b": 1}) == "a"

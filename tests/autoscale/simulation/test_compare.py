@@ -10,8 +10,8 @@ from frontiers import AR as AR_POINT
 from frontiers import frontier_of, point
 from ladders import exact_rung
 from mars_autoscale.model.frontier import write_frontier
-from mars_autoscale.simulation.compare import compare
-from mars_autoscale.simulation.config import SimulationConfig, families
+from mars_autoscale.simulation.compare import compare, processes
+from mars_autoscale.simulation.config import SimulationConfig, families, fixed_families
 from mars_autoscale.simulation.figures import figures_of
 from mars_autoscale.simulation.report import picture_of
 from mars_autoscale.simulation.run import Simulation
@@ -95,6 +95,48 @@ def test_the_joint_policy_trades_quality_for_waiting(policies):
 
 def test_a_fixed_threshold_costs_its_loss(policies):
     assert policies["knative, τ=0.95"].quality_loss_mean == pytest.approx(1.7)
+
+
+def test_all_rivals_appear_each_with_the_best_of_its_variants(policies):
+    num = int(next(name for name in policies if name.startswith("best fixed")).split()[-1])
+    assert list(policies) == [
+        "joint",
+        "replicas by token rate",
+        "static, 8 replicas",
+        "ray",
+        "knative",
+        "knative, τ=0.95",
+        "knative, PI on τ",
+        "keda",
+        f"best fixed number, {num}",
+        f"{num} replicas, τ by load",
+        f"{num} replicas, DiLaServe-like",
+    ]
+    joint, fixed = policies["joint"].replica_hours, policies[f"best fixed number, {num}"]
+    assert fixed.replica_hours <= 1.01 * joint < fixed.replica_hours * (num + 1) / num
+    assert policies[f"{num} replicas, τ by load"].slo_attainment >= fixed.slo_attainment
+
+
+def test_rivals_may_use_mode_exact_and_a_router_that_knows_prefixes():
+    exact = {"tokens_per_forward": 2.2, "positions_per_row": 5}
+    without, config = dict(families(config_of())), config_of(exact=exact)
+    found = dict(families(config, has_prefixes=True))
+    assert set(found) - set(without) == {"ray, prefix-aware"}
+    assert [name for name, _ in found["static, 8 replicas"]] == ["", "exact"]
+    assert [name for name, _ in found["ray"]] == ["target 10", "target 10, exact"]
+    assert "target 10, imbalance inf, exact" in dict(found["ray, prefix-aware"])
+    assert len(found["keda"]) == 2 * len(without["keda"])
+    (best, *_) = fixed_families(config, 3)
+    assert [name for name, _ in best[1]] == ["", "exact", "ar or exact by load"]
+
+
+def test_runs_in_processes_have_the_same_outcomes():
+    config, trace = config_of(), trace_of(duration_s=20)
+    tasks = [(config, trace, make, 0) for _, [(_, make), *_] in families(config)[:2]]
+    with processes(is_long=True) as run_all:
+        outcomes = list(run_all(tasks))
+    with processes(is_long=False) as run_all:
+        assert outcomes == list(run_all(tasks))
 
 
 def test_static_replicas_are_there_from_the_start():

@@ -36,7 +36,7 @@ CONTENT = {
     TraceFormat.AZURE: AZURE
     + "2023-11-16 18:17:04.0319699,3180,0\n2023-11-16 18:17:03.9799600,4808,10\n",
     TraceFormat.MOONCAKE: '{"timestamp": 27482, "input_length": 3180, "output_length": 0}\n\n'
-    '{"timestamp": 27430, "input_length": 4808, "output_length": 10, "hash_ids": [1, 2]}\n',
+    '{"timestamp": 27430, "input_length": 4808, "output_length": 10, "other": [1, 2]}\n',
     TraceFormat.CSV: CSV + "7.052009,3180,0\n7,4808,10\n",
 }
 
@@ -49,6 +49,15 @@ def test_each_format_gives_the_same_sorted_trace(file, trace_format, guessed, en
     trace = read_trace(path, None if guessed else trace_format)
     later_s = 0.052 if trace_format is TraceFormat.MOONCAKE else 0.052009
     assert trace == [TraceRequest(0.0, 4808, 10), TraceRequest(later_s, 3180, 1)]
+
+
+def test_the_blocks_of_mooncakes_prompts_are_kept(file):
+    row = '{"timestamp": %d, "input_length": %d, "output_length": 1, "hash_ids": %s}\n'
+    rows = [(0, 1025, [7, 8, 9]), (1000, 1024, [7, 8, 10, 11]), (2000, 3, [])]
+    trace = read_trace(file("".join(row % each for each in rows)))
+    assert [list(request.prefix) for request in trace] == [[7, 8, 9], [7, 8], []]
+    with pytest.raises(UserError, match=r":1: hash_ids.1: .*'a'"):
+        read_trace(file(row % (0, 1, '[1, "a"]')))
 
 
 def test_azure_timestamps_may_have_an_offset_and_lack_a_fraction(file):

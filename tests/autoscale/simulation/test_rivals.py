@@ -1,0 +1,96 @@
+"""Checks of the arithmetic of rivals: KEDA's, and the control of τ by deadlines."""
+
+import pytest
+
+from ladders import CAPACITY, exact_rung
+from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.policy.decision import ThresholdRange
+from mars_autoscale.policy.inner_loop import Look
+from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.simulation.policies import decode_plainly
+from mars_autoscale.simulation.rivals import DeadlineThreshold, Keda
+from mars_platform.method.live import LiveDecoding
+
+
+def snapshot(now_s, num_replicas, *, waiting=0.0, requests_per_s=0.0, output=100.0, prompt=0.0):
+    loads = [ReplicaLoad(now_s, 1, waiting / num_replicas) for _ in range(num_replicas)]
+    arrivals = Arrivals(requests_per_s, requests_per_s * prompt, output)
+    return Snapshot(now_s, loads, 0, arrivals, now_s)
+
+
+def keda(**options):
+    return Keda(4.0, 300.0, decode_plainly, **options)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "tokens_per_s", "number"),
+    [
+        (0, 1200, 4),
+        (0, 1310, 4),
+        (0, 1325, 5),
+        (0, 2000, 7),
+        (30, 1200, 8),
+        (0, 9000, 8),
+        (17, 3000, 8),
+    ],
+    ids=["as many", "tolerated", "not tolerated", "by rate", "by queue", "twice", "the highest"],
+)
+def test_keda_takes_the_highest_of_its_triggers(waiting, tokens_per_s, number):
+    at = snapshot(0.0, 4, waiting=waiting, requests_per_s=tokens_per_s / 100)
+    assert keda().decide(at).num_replicas == number
+
+
+def test_keda_doubles_or_adds_four_each_time_up_to_the_limit():
+    policy = keda(max_replicas=20)
+    told = [snapshot(15.0 * i, 1, requests_per_s=100) for i in range(5)]
+    assert [policy.decide(each).num_replicas for each in told] == [5, 10, 20, 20, 20]
+
+
+def test_keda_goes_down_to_the_highest_number_of_five_minutes():
+    policy = keda(rate_window_s=15.0)
+    rates = [24, 24, *[12] * 19, *[3] * 22]
+    numbers = [
+        policy.decide(snapshot(15.0 * i, 8, requests_per_s=rate)).num_replicas
+        for i, rate in enumerate(rates)
+    ]
+    last_high_s, last_middle_s = 15.0, 15.0 * 20
+    down = [15.0 * i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
+    assert numbers[0] == 8
+    assert down == [last_high_s + 315, last_middle_s + 315]
+    assert sorted(set(numbers)) == [1, 4, 8]
+
+
+def deadline(capacity: Capacity = CAPACITY, num: int = 4) -> DeadlineThreshold:
+    return DeadlineThreshold(num, capacity, 0.8, objective_ttft_s=1.0, period_s=2.0)
+
+
+def threshold_of(policy, **load):
+    return policy.decide(snapshot(0.0, 4, **load)).range.floor_threshold
+
+
+def test_the_deadline_control_lowers_the_threshold_with_the_load_and_not_below_the_floor():
+    base = CAPACITY.tokens_per_s(CAPACITY.base())
+    rates = [0.0, *(share * 4 * base / 100 for share in (0.9, 1.7, 1.8, 3.0))]
+    found = [threshold_of(deadline(), requests_per_s=rate) for rate in rates]
+    assert found[:2] == [1.0, 1.0]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 0.8
+    assert threshold_of(deadline(), requests_per_s=1.0, waiting=1000) == 0.8
+    assert threshold_of(deadline(), requests_per_s=1.0, waiting=4) == 1.0
+
+
+def test_the_deadline_control_keeps_its_fleet_and_all_replicas_follow():
+    policy = deadline()
+    target = policy.decide(snapshot(0.0, 4, requests_per_s=99.0))
+    assert target.num_replicas == 4
+    loop = policy.inner_loop()
+    assert loop.update(Look(0.0, 0.0)).live == LiveDecoding(1.0), "nothing is decided yet"
+    assert loop.update(Look(0.0, 0.0, target.range)).live == LiveDecoding(0.8)
+
+
+def test_the_deadline_control_begins_at_mode_exact_where_that_is_the_base():
+    capacity = Capacity(
+        CAPACITY.step_time, (CAPACITY.rungs[0], exact_rung(2.2, 5), *CAPACITY.rungs[1:]), 16, 2e4
+    )
+    loop = deadline(capacity).inner_loop()
+    assert loop.update(Look(0.0, 0.0, ThresholdRange())).live.is_exact
