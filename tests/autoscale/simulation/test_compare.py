@@ -40,7 +40,12 @@ CONFIG = {
         {"threshold": 0.7, "tokens_per_forward": 2.255, "loss": 12.6},
     ],
     "replicas": {"min": 1, "max": 8, "cold_start_s": 60},
-    "rivals": {"ray_targets": [10.0], "knative_targets": [9.6]},
+    "rivals": {
+        "ray_targets": [10.0],
+        "knative_targets": [9.6],
+        "keda_token_shares": [0.8],
+        "deadline_periods_s": [2.0],
+    },
 }
 TRACE = SyntheticTrace(
     duration_s=500,

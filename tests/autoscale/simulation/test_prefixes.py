@@ -1,4 +1,4 @@
-"""Checks of prompts that begin alike: caches of replicas, routing by them, and what figures tell."""
+"""Checks of prompts that begin alike: caches of replicas, routing by them, and the figures."""
 
 import pytest
 from hypothesis import given
