@@ -89,6 +89,8 @@ class Simulation:
         """Identities of the replicas that are in a step."""
         self._window: deque[Served] = deque()
         """Requests that arrived within the rate window."""
+        self._mean_prompt = 0.0
+        """Mean prompt tokens of the window's requests at the last decision, without prefix hits."""
         self._mean_output = 0.0
         self._target = Target(self._num_initial)
         self._next = 0
@@ -129,16 +131,11 @@ class Simulation:
         if not ready:
             return False
         gain = min(each.decision.gain for each in ready)
-        mean_prompt = self._window_prompt_tokens() / max(len(self._window), 1)
-        each_s = self._capacity.busy_s(self._mean_output, mean_prompt, gain)
+        each_s = self._capacity.busy_s(self._mean_output, self._mean_prompt, gain)
         reserve = reserve_of(self._capacity.max_num_seqs)
         num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
         num_ahead = (self._dispatch.num_ahead(tier) + num_sent) / len(ready)
         return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
-
-    def _window_prompt_tokens(self) -> int:
-        """Return the prompt tokens of the window's requests; prefix hits count until they hit."""
-        return sum(each.request.prompt_tokens - each.cached_tokens for each in self._window)
 
     def _send(self) -> None:
         """Send waiting requests to replicas, and let those begin that are not in a step."""
@@ -248,6 +245,11 @@ class Simulation:
         now = self._events.now_s
         while self._window and self._window[0].request.arrival_s < now - RATE_WINDOW_S:
             self._window.popleft()
+        # a hit is known once a request runs; until then its whole prompt counts, as in the server
+        prompt_tokens = sum(
+            served.request.prompt_tokens - served.cached_tokens for served in self._window
+        )
+        self._mean_prompt = prompt_tokens / max(len(self._window), 1)
         span = max(min(now, RATE_WINDOW_S), 1.0)
         loads = [
             ReplicaLoad(
@@ -260,9 +262,7 @@ class Simulation:
             )
             for each, num_before in self._told()
         ]
-        arrivals = Arrivals(
-            len(self._window) / span, self._window_prompt_tokens() / span, self._mean_output
-        )
+        arrivals = Arrivals(len(self._window) / span, prompt_tokens / span, self._mean_output)
         return Snapshot(now, loads, len(self._alive()) - len(loads), arrivals, now)
 
     def _sample(self, now: float) -> None:
