@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from mars_autoscale.traces.synthetic import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.main import run as run_command
+from mars_platform.config import load_settings
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 
@@ -272,6 +274,15 @@ def test_the_command_shows_each_tier_of_a_trace(tmp_path, capsys):
 
 
 # The configuration
+
+
+@pytest.mark.parametrize("name", ["simulate", "exact", "code", "mooncake"])
+def test_the_benchmarks_configurations_are_valid(name):
+    file = Path(__file__).parents[3] / f"bench/autoscaling/{name}.yaml"
+    config = load_settings(file, SimulationConfig, [])
+    assert f"marsray simulate bench/autoscaling/{name}.yaml --trace" in file.read_text()
+    modes = {rung.mode for rung in config.capacity.rungs}
+    assert (Mode.EXACT in modes) is (name == "exact")
 
 
 def test_a_calibrated_model_can_be_simulated(tmp_path):
