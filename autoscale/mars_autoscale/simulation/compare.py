@@ -26,6 +26,8 @@ _HOURS_SLACK = 1.01
 """Replica-hours that a rival's best variant may take, as a multiple of the joint policy's."""
 _FEW_REQUESTS = 100_000
 """Requests, summed over the runs, up to which starting processes would take longer than to run."""
+_MAX_PROCESSES = 8
+"""Most processes at once; each takes a few hundred MB and some seconds to start."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,12 @@ class PolicyComparison:
     """Whether the trace tells which prompts begin alike."""
 
 
-_Outcome = tuple[PolicyFigures, list[ClusterSample]]
-_RunAll = Callable[[Iterable["_Task"]], Iterable[_Outcome]]
 _Task = tuple[SimulationConfig, Sequence[TraceRequest], Callable[[], Policy], int]
 """The comparison, a version of the trace, a function that makes the policy, and the seed."""
+_Outcome = tuple[PolicyFigures, list[ClusterSample]]
+"""A run's figures and course."""
+_RunAll = Callable[[Iterable[_Task]], Iterable[_Outcome]]
+"""Runs tasks, and gives their outcomes in the same order."""
 
 
 def compare(
@@ -63,7 +67,7 @@ def compare(
     trace: Sequence[TraceRequest],
     on_progress: Callable[[int, int, str], None],
 ) -> PolicyComparison:
-    """Run every policy on every seed's version of a trace; long ones in a process for each CPU.
+    """Run every policy on every seed's version of a trace, if they are long in several processes.
 
     Args:
         config: replicas, policies and changes of the trace.
@@ -103,7 +107,7 @@ def compare(
 @contextmanager
 def processes(is_long: bool) -> Iterator[_RunAll]:
     """Give a function that runs tasks and yields their outcomes in order."""
-    num = os.cpu_count() or 1
+    num = min(os.cpu_count() or 1, _MAX_PROCESSES)
     if not is_long or num == 1:
         yield partial(map, _outcome)
         return

@@ -252,8 +252,8 @@ def families(config: SimulationConfig, *, has_prefixes: bool = False) -> list[Fa
     ]
     if has_prefixes:
         routings: list[tuple[str, Callable[[int], Dispatch]]] = [
-            (f"imbalance {most:g}", partial(PrefixAware, imbalanced_threshold=most))
-            for most in rivals.ray_imbalanced_thresholds
+            (f"imbalance {threshold:g}", partial(PrefixAware, imbalanced_threshold=threshold))
+            for threshold in rivals.ray_imbalanced_thresholds
         ]
         found.insert(4, ("ray, prefix-aware", _ray(config, lossless, routings)))
     return found
