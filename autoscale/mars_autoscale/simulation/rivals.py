@@ -168,6 +168,7 @@ class Keda:
         now, current = snapshot.now_s, self._num_replicas
         if current is None:
             current = len(snapshot.replicas) + snapshot.num_starting
+            self._wanted.append((now, current))  # so does the autoscaler, not to go down at once
         num_waiting = sum(replica.num_waiting for replica in snapshot.replicas)
         assert snapshot.arrivals is not None, "simulations know the arrivals"
         tokens_per_s = self._rate.add(now, snapshot.arrivals.output_tokens_per_s)

@@ -60,6 +60,12 @@ def test_keda_goes_down_to_the_highest_number_of_five_minutes():
     assert sorted(set(numbers)) == [1, 4, 8]
 
 
+def test_keda_keeps_the_replicas_of_the_start_for_five_minutes():
+    policy = keda()
+    numbers = [policy.decide(snapshot(15.0 * i, 8)).num_replicas for i in range(22)]
+    assert numbers == [8] * 21 + [1]
+
+
 def deadline(capacity: Capacity = CAPACITY, num: int = 4) -> DeadlineThreshold:
     return DeadlineThreshold(num, capacity, 0.8, objective_ttft_s=1.0, period_s=2.0)
 
