@@ -116,7 +116,7 @@ class DecisionRecord:
     prompt_tokens_per_s: float | None
     """Prompt tokens to compute each second; None if unknown."""
     mean_output_tokens: float | None
-    """Mean output of the requests that have ended; None if unknown."""
+    """Mean length of an output, running ones included; None if unknown."""
     problem: str | None = None
     """Error that prevented a decision; None if there was none."""
 

@@ -39,7 +39,7 @@ class Arrivals:
     prompt_tokens_per_s: float
     """Prompt tokens to compute each second, prefix hits not counted."""
     mean_output_tokens: float
-    """Mean output of the requests that have ended."""
+    """Mean length of an output, see `mars_autoscale.policy.lengths`."""
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.decide import decide, hold
 from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
+from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import Arrivals, Snapshot
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
@@ -25,8 +26,6 @@ RATE_WINDOW_S = 10.0
 
 _SILENT_S = 60.0
 """Seconds without a report after which a replica is forgotten, if the cluster says nothing."""
-_ENDED_WEIGHT = 0.01
-"""Weight of one ended request in the running mean of output tokens."""
 
 DecisionAndState = tuple[Decision, OuterState]
 Decide = Callable[[Snapshot, OuterState, Capacity, OuterSettings], DecisionAndState]
@@ -65,8 +64,8 @@ class SavedState:
     """The part of an outer loop that survives a restart."""
 
     outer: OuterState = field(default_factory=OuterState)
-    mean_output_tokens: float = 0.0
-    """Running mean of the ended requests' output tokens; 0 before the first."""
+    lengths: LengthCounts = field(default_factory=LengthCounts)
+    """Outputs of all replicas, the latest with the highest weight."""
 
 
 @dataclass
@@ -110,11 +109,11 @@ class OuterLoop:
         if known.totals and _has_jumped(known.totals[-1], now_s, report.totals):
             known.totals.clear()
         before = known.totals[-1][1] if known.totals else report.totals
+        self._note_lengths(report.totals.lengths - before.lengths)
         known.report, known.basis, known.heard_s = report, basis, now_s
         known.totals.append((now_s, report.totals))
         while len(known.totals) > 2 and known.totals[1][0] < now_s - RATE_WINDOW_S:
             known.totals.popleft()
-        self._note_ended(before, report.totals)
 
     def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
         """Take in what a known replica told the cluster, if it has been silent here."""
@@ -249,18 +248,11 @@ class OuterLoop:
         if span < 1.0:
             return None
         # a request's prefix hits are subtracted after it was counted: the difference may be below 0
-        return Arrivals(requests / span, max(prompts, 0) / span, self.state.mean_output_tokens)
+        return Arrivals(requests / span, max(prompts, 0) / span, self.state.lengths.mean)
 
-    def _note_ended(self, before: Totals, after: Totals) -> None:
-        ended = after.ended - before.ended
-        if ended <= 0:
-            return
-        mean = (after.output_tokens - before.output_tokens) / ended
-        if not 0 <= mean < math.inf:  # it would spoil the running mean for good
-            return
-        known = self.state.mean_output_tokens
-        weight = 1 - (1 - _ENDED_WEIGHT) ** ended if known else 1.0
-        self.state = replace(self.state, mean_output_tokens=known + weight * (mean - known))
+    def _note_lengths(self, new: LengthCounts) -> None:
+        if new.is_valid:  # others would spoil the mean for long
+            self.state = replace(self.state, lengths=self.state.lengths.followed_by(new))
 
 
 def _has_jumped(latest: tuple[float, Totals], now_s: float, totals: Totals) -> bool:

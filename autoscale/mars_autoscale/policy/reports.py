@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts
 from mars_autoscale.policy.observe import ReplicaLoad
 
 
@@ -18,10 +19,34 @@ class Totals:
     """Requests that have arrived."""
     prompt_tokens: int = 0
     """Prompt tokens of those requests, prefix hits not counted."""
-    ended: int = 0
-    """Requests that had output and have ended."""
-    output_tokens: int = 0
-    """Output tokens of the requests that have ended."""
+    lengths: LengthCounts = field(default_factory=LengthCounts)
+    """Outputs, those of running requests included."""
+
+    def stats(self) -> dict[str, float]:
+        """Return the totals as numbers alone."""
+        content = asdict(self)
+        lengths = content.pop("lengths")
+        for name in _SPANS:
+            numbers = lengths.pop(name)
+            content |= {f"{name}_{i}": number for i, number in enumerate(numbers)}
+        return {key: float(value) for key, value in (content | lengths).items()}
+
+    @classmethod
+    def of_stats(cls, stats: Mapping[str, float]) -> Totals:
+        """Return the totals from which `stats` made these numbers.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        spans = {name: tuple(stats[f"{name}_{i}"] for i in range(NUM_SPANS)) for name in _SPANS}
+        lengths = LengthCounts(stats["num_begun"], stats["limits"], **spans)
+        return cls(int(stats["arrived"]), int(stats["prompt_tokens"]), lengths)
+
+
+_SPANS = ("tokens", "passed", "ended")
+"""Fields of `LengthCounts` that are numbers for each span."""
+_TOTALS = frozenset(Totals().stats())
+"""Names of the numbers of `Totals.stats`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +77,7 @@ class LoadReport:
         Args:
             now_s: seconds since 1970, on a clock that the reader shares.
         """
-        content = {key: float(value) for key, value in asdict(self.totals).items()}
+        content = self.totals.stats()
         for name in _NUMBERS:
             content[name] = float(getattr(self, name))
         return {**content, "observed_s": now_s - self.age_s}
@@ -60,13 +85,13 @@ class LoadReport:
     @classmethod
     def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport | None:
         """Return the report from which `stats` made these numbers; None if one is not finite."""
-        names = (*(each.name for each in fields(Totals)), *_NUMBERS, "observed_s")
+        names = (*_TOTALS, *_NUMBERS, "observed_s")
         if not all(math.isfinite(stats.get(name, math.nan)) for name in names):
             return None
-        totals = Totals(*(int(stats[each.name]) for each in fields(Totals)))
         numbers: dict[str, Any] = {name: stats[name] for name in _NUMBERS}
         numbers["is_lowest"] = bool(numbers["is_lowest"])
-        return cls(replica, max(now_s - stats["observed_s"], 0.0), **numbers, totals=totals)
+        age_s = max(now_s - stats["observed_s"], 0.0)
+        return cls(replica, age_s, **numbers, totals=Totals.of_stats(stats))
 
     def load(self, now_s: float) -> ReplicaLoad:
         """Return the part of the report that decisions use.

@@ -218,6 +218,14 @@ class Replica:
         lane = self._lanes[tier]
         return (len(lane.rows) + lane.num_waiting) / max(self.load, 1)
 
+    def tokens_so_far(self) -> list[int]:
+        """Return the number of output tokens of each running request."""
+        return [
+            int(lane.tokens - row.tokens_at_start)
+            for lane in self._lanes.values()
+            for _, _, row in lane.rows
+        ]
+
     def enqueue(self, served: Served) -> None:
         """Let a request wait for a place in the batch."""
         tier = served.request.tier

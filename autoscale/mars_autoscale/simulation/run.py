@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
+from mars_autoscale.policy.lengths import LengthCounts, counts_of
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
 from mars_autoscale.queueing.estimate import LateRule
@@ -17,9 +18,6 @@ from mars_autoscale.simulation.policies import InnerLoopPolicy, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
-
-_ENDED_WEIGHT = 0.01
-"""Weight of one ended request in the running mean of output tokens, as in the server."""
 
 
 @dataclass
@@ -91,7 +89,14 @@ class Simulation:
         """Requests that arrived within the rate window."""
         self._mean_prompt = 0.0
         """Mean prompt tokens of the window's requests at the last decision, without prefix hits."""
-        self._mean_output = 0.0
+        self._num_begun = 0
+        """Requests that have come since the last decision."""
+        self._ended = list[int]()
+        """Output tokens of the requests that have ended since the last decision."""
+        self._running = LengthCounts()
+        """Outputs of the requests that ran at the last decision."""
+        self._lengths = LengthCounts()
+        """Outputs at the last decision, the latest with the highest weight."""
         self._target = Target(self._num_initial)
         self._next = 0
         """Index in the trace of the next request to arrive."""
@@ -122,6 +127,7 @@ class Simulation:
         if self._target.range.is_saturated and self._is_too_late(request.tier):
             served.is_rejected = True
             return
+        self._num_begun += 1
         self._dispatch.add(served, request.arrival_s + self._objective_ttft_s)
         self._send()
 
@@ -131,7 +137,7 @@ class Simulation:
         if not ready:
             return False
         gain = min(each.decision.gain for each in ready)
-        each_s = self._capacity.busy_s(self._mean_output, self._mean_prompt, gain)
+        each_s = self._capacity.busy_s(self._lengths.mean, self._mean_prompt, gain)
         reserve = reserve_of(self._capacity.max_num_seqs)
         num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
         num_ahead = (self._dispatch.num_ahead(tier) + num_sent) / len(ready)
@@ -157,9 +163,7 @@ class Simulation:
 
     def _finish_step(self, replica: Replica) -> None:
         ended = replica.finish_step(self._events.now_s)
-        for served in ended:
-            weight = _ENDED_WEIGHT if self._mean_output else 1.0
-            self._mean_output += weight * (served.request.output_tokens - self._mean_output)
+        self._ended.extend(served.request.output_tokens for served in ended)
         if ended:
             self._send()
         self._step(replica)
@@ -200,6 +204,7 @@ class Simulation:
         now, settings = self._events.now_s, self._settings
         if now > self._end_s:
             return
+        self._note_lengths()
         self._target = self._policy.decide(self._snapshot())
         wanted = min(max(self._target.num_replicas, settings.min), settings.max)
         alive = self._alive()
@@ -241,6 +246,15 @@ class Simulation:
         ready = self._ready()
         return list(zip(ready, even_parts(len(self._dispatch), len(ready)), strict=True))
 
+    def _note_lengths(self) -> None:
+        """Estimate the length of outputs from what came, grew and ended since the last decision."""
+        so_far = [tokens for each in self._replicas for tokens in each.tokens_so_far()]
+        new = counts_of(self._ended, so_far, self._num_begun)
+        self._lengths = self._lengths.followed_by(new - self._running)
+        self._running = counts_of((), so_far)
+        self._num_begun = 0
+        self._ended.clear()
+
     def _snapshot(self) -> Snapshot:
         now = self._events.now_s
         while self._window and self._window[0].request.arrival_s < now - RATE_WINDOW_S:
@@ -262,7 +276,7 @@ class Simulation:
             )
             for each, num_before in self._told()
         ]
-        arrivals = Arrivals(len(self._window) / span, prompt_tokens / span, self._mean_output)
+        arrivals = Arrivals(len(self._window) / span, prompt_tokens / span, self._lengths.mean)
         return Snapshot(now, loads, len(self._alive()) - len(loads), arrivals, now)
 
     def _sample(self, now: float) -> None:

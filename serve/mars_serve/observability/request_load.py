@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mars_autoscale.policy.lengths import LengthCounter
 from mars_autoscale.policy.reports import Totals
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
@@ -26,14 +27,15 @@ class RequestLoad:
     """Requests that have arrived, that wait and that run."""
 
     def __init__(self) -> None:
-        self._arrived = self._prompt_tokens = self._ended = self._output_tokens = 0
+        self._arrived = self._prompt_tokens = 0
+        self._lengths = LengthCounter()
         self._live_tiers = Counter[Tier | None]()
         """Present requests by `live_tier`."""
 
     @property
     def totals(self) -> Totals:
         """Counts since the replica's start."""
-        return Totals(self._arrived, self._prompt_tokens, self._ended, self._output_tokens)
+        return Totals(self._arrived, self._prompt_tokens, self._lengths.counts)
 
     def share(self, tier: Tier | None) -> float:
         """Return the share, 0 to 1, of the present requests that have this `live_tier`."""
@@ -50,11 +52,16 @@ class RequestLoad:
         if not request.is_announced:
             self._arrived += 1
             self._prompt_tokens += request.num_prompt
+        self._lengths.begun(request.options.max_tokens)
         self._live_tiers[live_tier(request)] += 1
 
     def begun(self, num_prefix_hit_tokens: int) -> None:
         """Count the first output of a request, some of whose prompt tokens were cached."""
         self._prompt_tokens -= num_prefix_hit_tokens
+
+    def grown(self, before: int, after: int) -> None:
+        """Count the new tokens of an output that had ``before`` and has ``after`` tokens."""
+        self._lengths.grown(before, after)
 
     def gone(self, request: Request, *, has_begun: bool, num_tokens: int) -> None:
         """Count a request that has finished, failed or was cancelled.
@@ -66,5 +73,4 @@ class RequestLoad:
         """
         self._live_tiers[live_tier(request)] -= 1
         if has_begun:
-            self._ended += 1
-            self._output_tokens += num_tokens
+            self._lengths.ended(num_tokens)

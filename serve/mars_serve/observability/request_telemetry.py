@@ -126,6 +126,7 @@ class RequestTelemetry:
             self._first.observe(now_s - times.start_s)
         times.last_s = now_s
         times.num_passes += 1
+        self.load.grown(times.num_tokens, times.num_tokens + num_tokens)
         times.num_tokens += num_tokens
         times.sum_threshold += output.threshold
         self._tokens.observe(num_tokens)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
+from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import LoadReport
 from mars_autoscale.queueing.estimate import LateRule
@@ -67,6 +68,10 @@ class Steering:
         self._decision = InnerLoopDecision(LiveDecoding(target, target))
         self._prompts = deque[tuple[float, int]]()
         """(time in s, prompt tokens computed since the start) within the window."""
+        self._counts = LengthCounts()
+        """Outputs since the start, at the last look."""
+        self._lengths = LengthCounts()
+        """Outputs, the latest with the highest weight."""
         self._late_rule: LateRule | None = None
         """The rule that the engine has."""
         self._apply()
@@ -112,7 +117,7 @@ class Steering:
             return None
         totals = self._load().totals
         each_s = self.basis.capacity.busy_s(
-            totals.output_tokens / max(totals.ended, 1),
+            self._lengths.mean,
             totals.prompt_tokens / max(totals.arrived, 1),
             self._decision.gain,
         )
@@ -142,10 +147,16 @@ class Steering:
         rate = max(last - first, 0) / (last_s - first_s)
         return min(rate / self.basis.capacity.prefill_tokens_per_s, 1.0)
 
+    def _note_lengths(self) -> None:
+        counts = self._load().totals.lengths
+        self._lengths = self._lengths.followed_by(counts - self._counts)
+        self._counts = counts
+
     def _apply(self) -> None:
         live = self._decision.live if self._pinned is None else LiveDecoding(self._pinned)
         if live != self._loop.live:
             self._loop.set_live(live)
+        self._note_lengths()
         rule = self.late_rule()
         if rule != self._late_rule:
             self._loop.set_late_rule(rule)

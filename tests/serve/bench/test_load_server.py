@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 
 from decoding.local_loop import LocalLoop
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from ladders import threshold_rung
+from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.simulation.figures import PolicyFigures, TierFigures
@@ -101,7 +102,7 @@ class GovernedBackend(SayingBackend):
     """A backend whose autoscaler has a ladder."""
 
     async def autoscaler(self) -> Explanation | None:
-        rungs = (Rung(1.0, 1.0, 0.0), Rung(0.9, 1.7, 2.0, 1), Rung(0.7, 2.2, 6.0, 1))
+        rungs = (AR, threshold_rung(0.9, 1.7, 2.0, 1), threshold_rung(0.7, 2.2, 6.0, 1))
         capacity = Capacity(linear_step_time(0.1, 1000), rungs, 4, 1_000.0)
         return Explanation(AutoscalingBasis(capacity, OuterSettings(max_replicas=3)), [])
 

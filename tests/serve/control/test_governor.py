@@ -15,6 +15,7 @@ from mars_autoscale.policy.decision import (
     Reason,
     ThresholdRange,
 )
+from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, SavedState
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
@@ -33,7 +34,7 @@ CALM = Decision(
 )
 FULL_RANGE = ThresholdRange(0.9, 0.7, feed_forward=1.5, is_saturated=True)
 FINE = replace(CALM, num_replicas=3, range=FULL_RANGE, reason=Reason.LOAD)
-KNOWN = SavedState(OuterState(num_replicas=5, debt=3.0), 80.0)
+KNOWN = SavedState(OuterState(num_replicas=5, debt=3.0), counts_of([80] * 9))
 
 
 async def test_a_waiting_replica_gets_a_change_at_once():
@@ -99,7 +100,8 @@ def raises(*_):
 
 
 def report_of(replica="r1", threshold=0.92):
-    return LoadReport(replica, 0.0, 4, 2, threshold, 0.8, 1.4, 2.0, False, Totals(10, 500, 8, 800))
+    totals = Totals(10, 500, counts_of([100] * 8, num_begun=10))
+    return LoadReport(replica, 0.0, 4, 2, threshold, 0.8, 1.4, 2.0, False, totals)
 
 
 @asynccontextmanager
@@ -356,7 +358,8 @@ async def test_silent_replicas_are_overheard_at_the_controller():
     async with deciding(fine) as governor:
         await records_of(governor)
         await asyncio.sleep(3 * BASIS.settings.period_s)  # without a report
-        later = LoadReport("r1", 0.0, 11, 7, 1.0, 1.0, 1.0, 0.0, False, Totals(20, 900, 9, 900))
+        totals = Totals(20, 900, counts_of([100] * 9, num_begun=20))
+        later = LoadReport("r1", 0.0, 11, 7, 1.0, 1.0, 1.0, 0.0, False, totals)
         stats = later.stats(time.time())
         await governor.tick("m", ["r1"], 1, {"r1": stats, "stranger": {}}, None)
         await records_of(governor, are_enough=lambda records: records[-1].num_waiting == 7)

@@ -12,6 +12,7 @@ from mars_autoscale.model.frontier import FRONTIER_FILE, write_frontier
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 from mars_serve.config.hardware import cpu_name, hardware_name
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.step_times import StepTimes
@@ -109,8 +110,7 @@ def test_a_refused_frontier_leaves_only_plain_decoding(model_dir, caplog, damage
     assert str(model_dir / FRONTIER_FILE) in basis.refused
     assert basis.refused.endswith("run marsray calibrate again")
     capacity = basis.capacity
-    assert [rung.threshold for rung in capacity.rungs] == [1.0]
-    assert capacity.exact is None
+    assert [rung.mode for rung in capacity.rungs] == [Mode.AR]
     # by the engine's own times: four rows that read half of their context, 512 tokens together
     assert capacity.tokens_per_s(capacity.rungs[0]) == pytest.approx(4 / 0.03)
     assert capacity.prefill_tokens_per_s == pytest.approx(16 / 0.05)
@@ -139,7 +139,7 @@ def test_a_target_that_was_not_measured_is_refused(model_dir):
     assert basis.refused.startswith(unknown)
     assert [rung.threshold for rung in basis.capacity.rungs] == [1.0]
     basis = basis_of(settings_of(model_dir, target_threshold=0.9))
-    assert (basis.refused, basis.capacity.rungs[0].threshold) == (None, 0.9)
+    assert (basis.refused, basis.capacity.target.threshold) == (None, 0.9)
 
 
 @pytest.mark.parametrize(

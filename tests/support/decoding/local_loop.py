@@ -45,7 +45,7 @@ class LocalLoop(EngineLoop):
         def found() -> RequestTelemetry:
             return self.activity if isinstance(self.activity, RequestTelemetry) else NOTHING
 
-        await soon(lambda: found().load.totals.ended == num_ended)
+        await soon(lambda: found().load.totals.lengths.num_ended == num_ended)
         return found()
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from mars_autoscale.model.capacity import Capacity, Rung, linear_step_time
+from ladders import threshold_rung
+from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import Reason
+from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
@@ -78,7 +80,7 @@ async def test_an_invalid_change_is_refused_and_has_no_effect(client, body, stat
 
 # Autoscaled models
 
-LADDER = (Rung(1.0, 1.0, 0.0), Rung(0.95, 1.7, 1.5, 3), Rung(0.9, 2.0, 3.0, 3))
+LADDER = (AR, threshold_rung(0.95, 1.7, 1.5, 3), threshold_rung(0.9, 2.0, 3.0, 3))
 CAPACITY = Capacity(linear_step_time(0.1, 1000), LADDER, 4, 1_000.0)
 PLAN = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, cold_start_s=30))
 
@@ -87,7 +89,7 @@ def decided() -> Explanation:
     """Return the explanation of an outer loop that has watched a replica for ten seconds."""
     control = OuterLoop()
     for i in range(21):
-        totals = Totals(2 * i, 20 * i, i, 40 * i)
+        totals = Totals(2 * i, 20 * i, counts_of([40] * i, num_begun=2 * i))
         report = LoadReport("r1", 0.0, 4, 2, 0.95, 0.9, 1.6, 1.5, False, totals)
         control.hear(1_000.0 + i / 2, report, PLAN)
         if i % 5 == 0:
@@ -163,12 +165,12 @@ async def test_the_autoscalers_plan_is_reported(governed):
 
 async def test_the_reported_ladder_is_the_one_that_replicas_use(governed):
     """Replicas leave out rungs with a gain below 5%."""
-    ladder = (LADDER[0], Rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
+    ladder = (LADDER[0], threshold_rung(0.97, 1.03, 0.01, 0), *LADDER[1:])
     capacity = Capacity(linear_step_time(0.1, 1000), ladder, 4, 1_000.0)
-    assert ladder[1] in capacity.useful(1.0)
+    assert ladder[1] in capacity.ladder(1.0)
     explanation = Explanation(AutoscalingBasis(capacity, PLAN.settings), [])
     plan = (await autoscalers(governed(explanation)))["mars"]["plan"]
-    walked = capacity.useful(InnerSettings().min_gain)
+    walked = capacity.ladder(InnerSettings().min_gain)
     assert [rung["confidence_threshold"] for rung in plan["ladder"]] == [
         rung.threshold for rung in walked
     ]
@@ -184,8 +186,9 @@ async def test_the_autoscalers_decisions_are_reported(governed):
     assert (first["requests_per_s"], first["reason"]) == (None, Reason.HELD)
     assert latest["requests_per_s"] == 4.0
     assert latest["prompt_tokens_per_s"] == 40.0
-    assert latest["mean_output_tokens"] == 40.0
-    assert latest["decode_tokens_per_s"] == 160.0
+    assert latest["mean_output_tokens"] == pytest.approx(40.0, rel=0.1)
+    decode_tokens_per_s = 4.0 * latest["mean_output_tokens"]
+    assert latest["decode_tokens_per_s"] == pytest.approx(decode_tokens_per_s)
     assert (latest["num_running"], latest["num_waiting"]) == (4, 2)
     assert (latest["threshold"], latest["flex_threshold"]) == (0.95, 0.9)
     assert latest["reason"] in set(Reason)
