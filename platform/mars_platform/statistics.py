@@ -64,12 +64,44 @@ def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) 
         numerators: numerator of each item, such as its output tokens.
         denominators: denominators of the same items, in the same order; their total is positive.
     """
-    num, total = len(numerators), math.fsum(denominators)
-    ratio = math.fsum(numerators) / total
+    num = len(numerators)
+    ratio, residuals = _residuals(numerators, denominators)
     if num == 1:
         return Estimate(ratio, -math.inf, math.inf)
-    squares = math.fsum(
-        (above - ratio * below) ** 2 for above, below in zip(numerators, denominators, strict=True)
-    )
-    half = _Z95 * math.sqrt(num / (num - 1) * squares) / total
+    half = _Z95 * math.sqrt(num / (num - 1) * math.fsum(each**2 for each in residuals))
     return Estimate(ratio, ratio - half, ratio + half)
+
+
+def difference_of_ratios(
+    ours: tuple[Sequence[float], Sequence[float]],
+    theirs: tuple[Sequence[float], Sequence[float]],
+) -> Estimate:
+    """Return the difference of two ratios of totals over the same items.
+
+    The interval is that of `ratio_of_totals` with the difference of both ratios' residuals, so that
+    what both have in common cancels out.
+
+    Args:
+        ours: numerators and denominators, each by item.
+        theirs: numerators and denominators of the same items, in the same order.
+
+    Returns:
+        Our ratio minus theirs.
+    """
+    (ratio, residuals), (other, others) = _residuals(*ours), _residuals(*theirs)
+    num, difference = len(residuals), ratio - other
+    if num == 1:
+        return Estimate(difference, -math.inf, math.inf)
+    squares = math.fsum((one - two) ** 2 for one, two in zip(residuals, others, strict=True))
+    half = _Z95 * math.sqrt(num / (num - 1) * squares)
+    return Estimate(difference, difference - half, difference + half)
+
+
+def _residuals(
+    numerators: Sequence[float], denominators: Sequence[float]
+) -> tuple[float, list[float]]:
+    """Return the ratio of totals, and by how much each item moves it."""
+    total = math.fsum(denominators)
+    ratio = math.fsum(numerators) / total
+    pairs = zip(numerators, denominators, strict=True)
+    return ratio, [(above - ratio * below) / total for above, below in pairs]

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.model.capacity import AR, Capacity, Rung, StepTime, Window
+from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
@@ -26,6 +27,7 @@ from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 
 FRONTIER_FILE = "frontier.json"
+FORMAT_VERSION = 2
 MAX_SPEED_DIP = 0.02
 """Share by which a lower threshold may give fewer tokens per pass, as the noise of measuring."""
 
@@ -33,8 +35,6 @@ _REMEDY = "run marsray calibrate again"
 
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Percent = Annotated[float, Field(ge=0, le=100)]
-_AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class StepTable(Settings):
@@ -77,57 +77,6 @@ class StepTable(Settings):
         return StepTime(self.positions, seconds)
 
 
-class LogLikelihood(Settings):
-    """Mean log-likelihood of output tokens under the plain AR model, in nats per token."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    mean: float
-    """Over all tokens of all items."""
-    low: float
-    """Lower end of its 95% interval."""
-    high: float
-    """Upper end of its 95% interval."""
-
-
-class FrontierPoint(Settings):
-    """Measured quality and speed of one way to decode."""
-
-    mode: Literal["ar", "threshold", "exact"]
-    """Decoding mode."""
-    threshold: float = Field(gt=0, le=1)
-    """τ, below 1 in mode threshold; 1 in the other modes, which have none."""
-    quality: _Percent
-    """Percentage of items, by the frontier's measure."""
-    quality_low: _Percent
-    """Lower end of the quality's 95% interval."""
-    quality_high: _Percent
-    """Upper end of the quality's 95% interval."""
-    tokens_per_forward: _AtLeastOne
-    """Mean number of tokens that a pass gives a row."""
-    positions_per_row: _AtLeastOne
-    """Mean number of positions of a row in a step."""
-    log_likelihood: LogLikelihood | None = None
-    """Log-likelihood of its outputs, for people to read; None if not measured."""
-
-    @field_validator("threshold")
-    @classmethod
-    def _check_threshold(cls, threshold: float, info: ValidationInfo) -> float:
-        mode = info.data.get("mode")
-        if mode == "threshold" and threshold == 1.0:
-            raise ValueError("must be below 1 in mode threshold; at 1 that is mode ar")
-        if mode in ("ar", "exact") and threshold != 1.0:
-            raise ValueError(f"must be 1 in mode {mode}")
-        return threshold
-
-    @field_validator("quality_low", "quality_high")
-    @classmethod
-    def _check_interval(cls, end: float, info: ValidationInfo) -> float:
-        quality = info.data.get("quality", end)
-        if end > quality if info.field_name == "quality_low" else end < quality:
-            raise ValueError(f"the interval must hold quality, {quality:g}")
-        return end
-
-
 class Frontier(Settings):
     """Content of ``frontier.json`` except its checksum, free of contradictions.
 
@@ -136,7 +85,7 @@ class Frontier(Settings):
     which reports a contradiction as a `UserError`.
     """
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     """Version of the file's layout."""
     weights: str
     """`weights_fingerprint` of the measured model."""
@@ -144,14 +93,16 @@ class Frontier(Settings):
     """Device that the model was measured on, in words."""
     dtype: str
     """Number type of the weights."""
-    measure: Literal["accuracy", "agreement"]
-    """Measure of quality: right answers, or answers equal to those of plain AR decoding."""
+    measure: Literal["accuracy", "likelihood"]
+    """Measure of quality in points of 100: the percentage of right answers, or, without answers,
+    100 times the likelihood of an output token under plain AR decoding (geometric mean) over that
+    of plain AR decoding's own outputs."""
     num_items: int = Field(ge=1)
     """Number of items that quality was measured on."""
     items: str | None = None
     """SHA-256 sum of the items, hexadecimal; two models can be compared only on the same items."""
     window: int = Field(ge=1)
-    """Masks of a row per step in mode threshold."""
+    """Most masks of a row per step, which is the model's block size."""
     step_seconds: StepTable
     """Times of decoding steps."""
     prefill_tokens_per_s: _Positive
@@ -161,12 +112,16 @@ class Frontier(Settings):
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:
-        seen = dict[tuple[str, float], int]()
+        seen = dict[tuple[Mode, float, str | None], int]()
         for i, point in enumerate(self.points):
-            first = seen.setdefault((point.mode, point.threshold), i)
+            first = seen.setdefault((point.mode, point.threshold, point.adapter), i)
             if first != i:
                 raise ValueError(f"points.{i}: has mode and threshold of points.{first}")
-        if ("ar", 1.0) not in seen:
+            if (point.right is not None) != (self.measure == "accuracy"):
+                raise ValueError(f"points.{i}.right: belongs to measure accuracy, and only to that")
+            if point.right is not None and len(point.right) != self.num_items:
+                raise ValueError(f"points.{i}.right: must have a digit for each of num_items")
+        if (Mode.AR, 1.0, None) not in seen:
             raise ValueError("points: there must be one of mode ar to compare others with")
         self._check_monotone()
         return self
@@ -177,8 +132,9 @@ class Frontier(Settings):
             where = f"points.{self.points.index(point)}"
             if point.tokens_per_forward < fastest.tokens_per_forward * (1 - MAX_SPEED_DIP):
                 raise ValueError(
-                    f"{where}.tokens_per_forward: must not be more than {MAX_SPEED_DIP:.0%} below "
-                    f"{fastest.tokens_per_forward:g}, that of τ {fastest.threshold:g}"
+                    f"{where}.windows: tokens_per_forward must not be more than "
+                    f"{MAX_SPEED_DIP:.0%} below {fastest.tokens_per_forward:g}, that of τ "
+                    f"{fastest.threshold:g}"
                 )
             if point.quality_low > worst.quality_high:
                 raise ValueError(
@@ -190,8 +146,15 @@ class Frontier(Settings):
 
     @property
     def _ladder(self) -> list[FrontierPoint]:
-        """Points of plain AR decoding and then of mode threshold, with falling τ."""
-        points = [point for point in self.points if point.mode != "exact"]
+        """Points of plain AR decoding and then of mode threshold, with falling τ.
+
+        Those of adapters are left out, because a server loads none.
+        """
+        points = [
+            point
+            for point in self.points
+            if point.mode in (Mode.AR, Mode.THRESHOLD) and point.adapter is None
+        ]
         return sorted(points, key=lambda point: -point.threshold)
 
     @property
@@ -204,29 +167,23 @@ class Frontier(Settings):
     def rungs(self) -> tuple[Rung, ...]:
         """Return the rungs of mode ar, of mode exact if measured, and of mode threshold.
 
-        τ falls along the rungs of mode threshold. Their losses and tokens per pass never fall:
-        measured figures that fall, within the noise allowed, are replaced by the closest rising
-        ones (isotonic regression). No loss is negative, and no rung gives fewer tokens per pass
-        than plain AR decoding.
+        τ falls along the rungs of mode threshold. Their losses, which are the upper ends of what
+        was measured, and their tokens per pass never fall: measured figures that fall, within the
+        noise allowed, are replaced by the closest rising ones (isotonic regression). No rung gives
+        fewer tokens per pass than plain AR decoding.
         """
-        ar, *below = self._ladder
-        losses = _rising([ar.quality - point.quality for point in below])
-        tokens = _rising([point.tokens_per_forward for point in below])
-        exact = (point for point in self.points if point.mode == "exact")
+        _, *below = self._ladder
+        losses = _rising([point.pessimistic_loss for point in below])
+        speeds = [point.tokens_per_forward for point in below]
+        exact = [point for point in self.points if point.mode is Mode.EXACT and not point.adapter]
         return (
             AR,
+            *(Rung(Mode.EXACT, 1.0, _windows(point)) for point in exact),
             *(
-                Rung(Mode.EXACT, 1.0, (Window(point.tokens_per_forward, point.positions_per_row),))
-                for point in exact
-            ),
-            *(
-                Rung(
-                    Mode.THRESHOLD,
-                    point.threshold,
-                    (Window(max(speed, ar.tokens_per_forward), point.positions_per_row),),
-                    max(loss, 0.0),
+                Rung(Mode.THRESHOLD, point.threshold, _windows(point, risen / speed), loss)
+                for point, speed, risen, loss in zip(
+                    below, speeds, _rising(speeds), losses, strict=True
                 )
-                for point, speed, loss in zip(below, tokens, losses, strict=True)
             ),
         )
 
@@ -268,6 +225,12 @@ def read_frontier(path: Path) -> Frontier:
     """
     file = path / FRONTIER_FILE
     content = read_json(file, _REMEDY)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format_version: it is {version}, but only {FORMAT_VERSION} is read, in which "
+            f"losses are paired and have intervals; {_REMEDY}"
+        )
     checksum = content.pop("checksum", None)
     frontier = build_settings(content, Frontier, source=str(file), remedy=_REMEDY)
     if checksum != frontier.checksum:
@@ -299,3 +262,11 @@ def _rising(values: Sequence[float]) -> list[float]:
             last = pools.pop()
             pools[-1].extend(last)
     return [fmean(pool) for pool in pools for _ in pool]
+
+
+def _windows(point: FrontierPoint, factor: float = 1.0) -> tuple[Window, ...]:
+    """Return a point's windows with so many times its tokens per pass."""
+    return tuple(
+        Window(max(each.tokens_per_forward * factor, 1.0), each.positions_per_row)
+        for each in point.windows
+    )

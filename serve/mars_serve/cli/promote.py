@@ -15,7 +15,10 @@ def promote(
         typer.Option(help="Symbolic link to the checkpoint in service; it is created if missing."),
     ],
     max_loss: Annotated[
-        float, typer.Option(min=0, help="Largest loss of quality, in percentage points.")
+        float,
+        typer.Option(
+            min=0, help="Largest loss of quality, in points, at the upper end of its interval."
+        ),
     ] = 1.0,
     max_slower: Annotated[
         float, typer.Option(min=0, help="Largest relative loss of tokens per pass.")
@@ -50,10 +53,19 @@ def promote(
             Column("", "name"),
             Column("quality", "candidate.quality", ".1f"),
             Column("in service", "current.quality", ".1f"),
+            Column("points lost", "loss.value", ".1f"),
+            Column("allowed", "allowed_loss", ".1f"),
+            Column("found in 80%", "found_loss", ".1f"),
             Column("tokens a pass", "candidate.tokens_per_forward", ".2f"),
             Column("in service", "current.tokens_per_forward", ".2f"),
         ]
         console.print(table_of(columns, compared))
+        console.print(
+            "Points lost are paired by conversation. More than what is allowed is refused: at most "
+            "5% of candidates that are as good, and 80% of those that lose what the last column "
+            "says.",
+            highlight=False,
+        )
     console.print(f"{service} is now {service.resolve()}", highlight=False, soft_wrap=True)
     if before is not None:
         console.print(f"before, it was {before}", highlight=False, soft_wrap=True)

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
-from mars_autoscale.model.frontier import Frontier, FrontierPoint, read_frontier
+from mars_autoscale.model.frontier import Frontier, read_frontier
+from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_platform.statistics import Estimate, paired_difference
 
+_FALSE_ALARMS = 0.05
+"""Most frequent refusal of a candidate that is as good as the checkpoint in service."""
+_POWER = 0.8
+"""Share of the refusals for which the loss that the gate finds is named."""
 _FORCE = "or promote with --force, which compares nothing"
 
 
@@ -27,7 +35,8 @@ class Gate(Settings):
     """The limits of how much worse a candidate may be."""
 
     max_loss: float = Field(default=1.0, ge=0, le=100)
-    """Most points of quality lost, in mode ar and at each τ that both were measured at."""
+    """Most points of quality lost, in mode ar and at each τ that both were measured at. A candidate
+    must show that it loses no more, as far as the items can show it; see `_allowed_loss`."""
     max_slower: float = Field(default=0.05, ge=0, lt=1)
     """Largest share of the tokens per forward pass lost, in the same settings."""
 
@@ -40,25 +49,35 @@ class PointPair:
     """Point of the candidate."""
     current: FrontierPoint
     """Point of the checkpoint in service."""
+    loss: Estimate
+    """Points of quality that the candidate loses, paired by item."""
+    allowed_loss: float
+    """Points of loss above which the candidate is refused."""
 
     @property
     def name(self) -> str:
         """Name of the setting."""
-        return "mode ar" if self.current.mode == "ar" else f"τ {self.current.threshold:g}"
+        return "mode ar" if self.current.mode is Mode.AR else f"τ {self.current.threshold:g}"
+
+    @property
+    def found_loss(self) -> float:
+        """Loss of a candidate, in points, that is refused four times out of five."""
+        return self.allowed_loss + _quantile(_POWER) * _standard_error(self.loss)
 
     def problem(self, gate: Gate) -> str | None:
         """Return what the candidate is too much worse in, None if it passes the gate."""
-        loss = self.current.quality - self.candidate.quality
-        if loss > gate.max_loss:
+        if self.loss.value > self.allowed_loss:
             return (
-                f"{self.name}: quality {self.candidate.quality:.1f} is {loss:.1f} points below "
-                f"{self.current.quality:.1f}"
+                f"{self.name}: quality {self.candidate.quality:.1f} is {self.loss.value:.1f} "
+                f"points below {self.current.quality:.1f}, and on these conversations "
+                f"{self.allowed_loss:.1f} are allowed"
             )
-        slower = 1 - self.candidate.tokens_per_forward / self.current.tokens_per_forward
+        current = self.current.tokens_per_forward
+        slower = 1 - self.candidate.tokens_per_forward / current
         if slower > gate.max_slower:
             return (
                 f"{self.name}: {self.candidate.tokens_per_forward:.2f} tokens a pass are "
-                f"{slower:.0%} fewer than {self.current.tokens_per_forward:.2f}"
+                f"{slower:.0%} fewer than {current:.2f}"
             )
         return None
 
@@ -93,7 +112,7 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
             current = read_frontier(service)
         except UserError as error:
             raise UserError(f"{error}, {_FORCE}") from error
-        compared = compare(frontier, current)
+        compared = compare(frontier, current, gate)
         problems = [each.problem(gate) for each in compared]
         if any(problems):
             raise UserError(
@@ -105,21 +124,21 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
     return compared
 
 
-def compare(candidate: Frontier, current: Frontier) -> list[PointPair]:
+def compare(candidate: Frontier, current: Frontier, gate: Gate) -> list[PointPair]:
     """Return the settings that both were measured in: mode ar, then mode threshold by falling τ.
 
-    If no conversation has an answer, quality is the agreement with the model's own mode ar. Two
-    such frontiers are not compared: a worse model agrees with itself as well as a better one.
+    If no conversation has an answer, quality is a likelihood under the model's own mode ar. Two
+    such frontiers are not compared: a worse model finds its own outputs as likely as a better one.
 
     Raises:
         UserError: the two were measured differently, or on conversations without answers.
     """
-    if "agreement" in (candidate.measure, current.measure):
+    if "likelihood" in (candidate.measure, current.measure):
         both = candidate.measure == current.measure
-        one = "the candidate" if candidate.measure == "agreement" else "the one in service"
+        one = "the candidate" if candidate.measure == "likelihood" else "the one in service"
         raise UserError(
-            f"frontier.json: the quality of {'both' if both else one} is agreement "
-            "with the model's own mode ar, which says nothing of another model; run marsray "
+            f"frontier.json: the quality of {'both' if both else one} is likelihood under the "
+            "model's own mode ar, which says nothing of another model; run marsray "
             f'calibrate on both with the same --data, whose rows have an "answer" each, {_FORCE}'
         )
     if candidate.items is None or candidate.items != current.items:
@@ -127,13 +146,43 @@ def compare(candidate: Frontier, current: Frontier) -> list[PointPair]:
             "frontier.json: the two checkpoints were not measured on the same conversations; run "
             f"marsray calibrate on the one in service with the candidate's --data, {_FORCE}"
         )
-    known = {(point.mode, point.threshold): point for point in current.points}
+    known = {(point.mode, point.threshold, point.adapter): point for point in current.points}
     shared = [
-        PointPair(point, known[point.mode, point.threshold])
+        (point, known[point.mode, point.threshold, point.adapter])
         for point in candidate.points
-        if point.mode != "exact" and (point.mode, point.threshold) in known
+        if point.mode is not Mode.EXACT and (point.mode, point.threshold, point.adapter) in known
     ]
-    return sorted(shared, key=lambda each: (each.current.mode != "ar", -each.current.threshold))
+    pairs = []
+    for ours, theirs in sorted(shared, key=lambda pair: -pair[0].threshold):
+        difference = paired_difference(_right(theirs), _right(ours))
+        loss = Estimate(*(100 * end for end in difference))
+        pairs.append(PointPair(ours, theirs, loss, _allowed_loss(loss, len(shared), gate)))
+    return pairs
+
+
+def _right(point: FrontierPoint) -> list[bool]:
+    assert point.right is not None, "a frontier of accuracy has what was right"
+    return [digit == "1" for digit in point.right]
+
+
+def _allowed_loss(loss: Estimate, num_settings: int, gate: Gate) -> float:
+    """Return the points of measured loss up to which a candidate passes.
+
+    Its pessimistic end, at 95%, must be within the gate. But no more is asked than the items can
+    show: with few of them, that end is far above the gate for equally good models, too. Those are
+    refused in one of twenty comparisons at most, whatever the number of settings (Bonferroni).
+    """
+    error = _standard_error(loss)
+    shown = gate.max_loss - _quantile(1 - _FALSE_ALARMS) * error
+    return max(shown, _quantile(1 - _FALSE_ALARMS / num_settings) * error)
+
+
+def _standard_error(loss: Estimate) -> float:
+    return (loss.high - loss.low) / (2 * _quantile(0.975))
+
+
+def _quantile(probability: float) -> float:
+    return NormalDist().inv_cdf(probability)
 
 
 def _check(candidate: Path) -> None:

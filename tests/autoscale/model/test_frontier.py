@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import frontiers
-from mars_autoscale.model.capacity import Rung
+from mars_autoscale.model.capacity import AR as PLAIN
+from mars_autoscale.model.capacity import Rung, Window
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier, write_frontier
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 
 REMEDY = "run marsray calibrate again"
 
@@ -115,8 +117,8 @@ def drawn_frontiers(draw, weights):
         weights=weights,
         hardware=draw(st.text()),
         dtype=draw(st.text()),
-        measure=draw(st.sampled_from(["accuracy", "agreement"])),
-        num_items=draw(st.integers(1, 10**9)),
+        measure=draw(st.sampled_from(["accuracy", "likelihood"])),
+        num_items=draw(st.integers(1, 1000)),
         window=draw(st.integers(1, 64)),
         prefill_tokens_per_s=draw(Numbers),
         step_seconds={"positions": positions, "stored": stored, "seconds": seconds},
@@ -185,16 +187,41 @@ def at(*keys):
 
 
 def points_are(*points):
-    return at("points")(list(points))
+    right = frontiers.right_of(80.0, frontiers.NUM_ITEMS)
+    return at("points")([{"right": right, **one} for one in points])
+
+
+in_window = partial(at, "points", 2, "windows", 0)
 
 
 REFUSED = [
-    ("format_version", at("format_version")(2), "should be 1"),
+    ("format_version", at("format_version")(1), "it is 1, but only 2 is read, in which losses are"),
+    ("format_version", lambda content: content.pop("format_version"), "it is None, but only 2"),
     ("weights", at("weights")("0" * 64), "another model's"),
     ("weights", lambda content: content.pop("weights"), "required"),
     ("scale", at("scale")(1), "unknown key"),
-    ("measure", at("measure")("loss"), "'accuracy' or 'agreement'"),
+    ("measure", at("measure")("loss"), "'accuracy' or 'likelihood'"),
+    ("points.0.right", at("measure")("likelihood"), "belongs to measure accuracy"),
+    ("points.3.right", lambda content: content["points"][3].pop("right"), "belongs to measure"),
+    ("points.2.right", at("points", 2, "right")("0110"), "a digit for each of num_items"),
+    ("points.2.right", at("points", 2, "right")("2" * 500), "should match pattern"),
+    ("points.2.loss", lambda content: content["points"][2].pop("loss"), "mode ar, which alone"),
+    ("points.0.loss", at("points", 0, "loss")(POINTS[1]["loss"]), "mode ar, which alone"),
+    ("points.2.loss", at("points", 2, "loss", "low")(0.6), "must enclose value, 0.5"),
+    ("points.2.loss.high", at("points", 2, "loss", "high")(float("inf")), "finite"),
+    (
+        "points.2.divergence",
+        at("points", 2, "divergence")({"num_outputs": 2, "num_diverged": 3, "num_tokens": 9}),
+        "must be at most num_outputs, 2",
+    ),
+    ("points.2.windows", at("points", 2, "windows")([]), "at least 1"),
+    (
+        "points.2.windows",
+        lambda content: content["points"][2]["windows"].append(POINTS[2]["windows"][0]),
+        "num_masks must rise",
+    ),
     ("num_items", at("num_items")(0), "greater than or equal to 1"),
+    ("points.0.right", at("num_items")(499), "a digit for each"),
     ("window", at("window")(0), "greater than or equal to 1"),
     ("prefill_tokens_per_s", at("prefill_tokens_per_s")(0.0), "greater than 0"),
     ("prefill_tokens_per_s", at("prefill_tokens_per_s")(float("inf")), "finite"),
@@ -211,7 +238,7 @@ REFUSED = [
     ("points.1", points_are(AR, AR), "mode and threshold of points.0"),
     ("points.5", lambda content: content["points"].append(POINTS[1]), "of points.1"),
     ("points.5", lambda content: content["points"].append(POINTS[3]), "of points.3"),
-    ("points.0.mode", at("points", 0, "mode")("plain"), "'ar', 'threshold' or 'exact'"),
+    ("points.0.mode", at("points", 0, "mode")("plain"), "'threshold', 'exact' or 'ar'"),
     ("points.0.threshold", at("points", 0, "threshold")(0.9), "must be 1 in mode ar"),
     ("points.1.threshold", at("points", 1, "threshold")(0.9), "must be 1 in mode exact"),
     ("points.2.threshold", at("points", 2, "threshold")(1.0), "below 1 in mode threshold"),
@@ -221,11 +248,11 @@ REFUSED = [
     ("points.2.quality_high", at("points", 2, "quality_high")(100.5), "less than or equal to 100"),
     ("points.2.quality_high", at("points", 2, "quality_high")(79.4), "must hold quality, 79.5"),
     ("points.2.quality_low", at("points", 2, "quality_low")(79.6), "must hold quality, 79.5"),
-    ("points.2.tokens_per_forward", at("points", 2, "tokens_per_forward")(0.9), "equal to 1"),
-    ("points.2.positions_per_row", at("points", 2, "positions_per_row")(0.0), "equal to 1"),
+    ("points.2.windows.0.tokens_per_forward", in_window("tokens_per_forward")(0.9), "equal to 1"),
+    ("points.2.windows.0.positions_per_row", in_window("positions_per_row")(0.0), "equal to 1"),
     # a fall of 3% at once, and twice of 1.9%
     (
-        "points.1.tokens_per_forward",
+        "points.1.windows",
         points_are(
             AR,
             point("threshold", 0.7, 79.0, 1.94, 4.0),
@@ -234,7 +261,7 @@ REFUSED = [
         "more than 2% below 2, that of τ 0.9",
     ),
     (
-        "points.3.tokens_per_forward",
+        "points.3.windows",
         points_are(
             AR,
             point("threshold", 0.9, 79.0, 2.0, 4.0),
@@ -322,44 +349,71 @@ def test_a_frontier_of_other_weights_is_refused(model):
 # Rungs
 
 
-def test_rungs_are_plain_ar_and_then_the_falling_thresholds():
+def rung_of(mode, threshold, loss, tokens, positions):
+    return Rung(Mode(mode), threshold, (Window(tokens, positions),), loss)
+
+
+def test_rungs_are_plain_ar_and_exact_and_then_the_falling_thresholds():
+    """A loss is the upper end of its interval, a point above what was measured."""
     assert frontier_of(*reversed(POINTS)).rungs() == (
-        Rung(1.0, 1.0, 0.0, 0, 1.0),
-        Rung(0.95, 1.5, 0.5, 3, 4.5),
-        Rung(0.9, 1.8, 1.0, 3, 4.75),
-        Rung(0.7, 2.4, 5.0, 3, 5.25),
+        PLAIN,
+        rung_of("exact", 1.0, 0.0, 1.9, 16.0),
+        rung_of("threshold", 0.95, 1.5, 1.5, 4.5),
+        rung_of("threshold", 0.9, 2.0, 1.8, 4.75),
+        rung_of("threshold", 0.7, 6.0, 2.4, 5.25),
     )
 
 
 def test_falling_figures_are_averaged():
     rungs = frontier_of(
         AR,
-        point("threshold", 0.9, 81.0, 2.0, 4.0),
+        point("threshold", 0.9, 81.5, 2.0, 4.0),
         point("threshold", 0.8, 77.0, 1.98, 5.0, half=4.0),
         point("threshold", 0.7, 78.0, 1.99, 6.0),
         point("threshold", 0.6, 70.0, 3.0, 7.0),
     ).rungs()
-    assert [rung.loss for rung in rungs] == [0.0, 0.0, 2.5, 2.5, 10.0]
-    assert [rung.tokens_per_forward for rung in rungs] == pytest.approx([1, 1.99, 1.99, 1.99, 3])
-    assert [rung.positions for rung in rungs] == [1.0, 4.0, 5.0, 6.0, 7.0]
+    assert [rung.loss for rung in rungs] == [0.0, 0.0, 5.0, 5.0, 11.0]
+    windows = [rung.windows[0] for rung in rungs]
+    assert [each.tokens_per_forward for each in windows] == pytest.approx([1, 1.99, 1.99, 1.99, 3])
+    assert [each.positions for each in windows] == [1.0, 4.0, 5.0, 6.0, 7.0]
 
 
 @settings(derandomize=True)
 @given(points=noisy_points())
 def test_rungs_are_monotone(points):
     rungs = frontier_of(*points).rungs()
-    assert len(rungs) == sum(one["mode"] != "exact" for one in points)
-    assert (rungs[0].threshold, rungs[0].loss) == (1.0, 0.0)
+    assert len(rungs) == len(points)
+    rungs = [rung for rung in rungs if rung.mode is not Mode.EXACT]
+    assert rungs[0] == PLAIN
     for above, below in pairwise(rungs):
         assert above.threshold > below.threshold
         assert above.loss <= below.loss
-        assert above.tokens_per_forward <= below.tokens_per_forward
+        assert above.windows[-1].tokens_per_forward <= below.windows[-1].tokens_per_forward + 1e-9
 
 
 def test_the_exact_rung_loses_nothing():
     worse = point("exact", 1.0, 78.0, 1.9, 16.0)
-    assert frontier_of(AR, worse).exact_rung() == Rung(1.0, 1.9, 0.0, 3, 16.0)
-    assert frontier_of(AR).exact_rung() is None
+    assert frontier_of(AR, worse).rungs() == (PLAIN, rung_of("exact", 1.0, 0.0, 1.9, 16.0))
+
+
+def test_a_rung_has_all_windows_that_were_measured():
+    narrow = {"num_masks": 1, "tokens_per_forward": 1.4, "positions_per_row": 2.4}
+    low = point("threshold", 0.9, 79.0, 2.0, 5.0)
+    frontier = frontier_of(AR, low | {"windows": (narrow, *low["windows"])})
+    rung = frontier.rungs()[1]
+    assert rung.windows == (Window(1.4, 2.4), Window(2.0, 5.0))
+    # a step takes 10 ms and 0.2 ms for each position: many rows are faster with fewer masks
+    capacity = frontier.capacity(4, 0.0)
+    assert capacity.window(rung) == Window(2.0, 5.0)
+    assert capacity.window(rung, 200) == Window(1.4, 2.4)
+
+
+def test_points_of_adapters_are_kept_and_not_used(model):
+    adapted = point("exact", 1.0, 80.0, 2.6, 16.0) | {"adapter": "drafter"}
+    write_frontier(model, frontier_of(*POINTS, adapted, weights=weights_fingerprint(model)))
+    frontier = read_frontier(model)
+    assert frontier.points[-1].adapter == "drafter"
+    assert frontier.rungs() == frontier_of().rungs()
 
 
 # Capacity
@@ -388,14 +442,9 @@ def test_speeds_follow_from_the_measured_positions_of_rows():
     assert capacity == frontier.capacity(8, 512.0)
     assert (capacity.max_num_seqs, capacity.prefill_tokens_per_s) == (8, 10_000.0)
     assert capacity.rungs == frontier.rungs()
-    rung = capacity.rungs[2]
+    rung = capacity.rung(Mode.THRESHOLD, 0.9)
     expected = 8 * 1.8 / capacity.step_time.at(8 * 4.75)
     assert capacity.tokens_per_s(rung) == pytest.approx(expected)
-    exact = frontier.exact_rung()
+    exact = capacity.rung(Mode.EXACT, 1.0)
     expected = 8 * 1.9 / capacity.step_time.at(8 * 16.0)
     assert capacity.tokens_per_s(exact) == pytest.approx(expected)
-
-
-def test_positions_that_were_not_measured_are_derived_from_tokens_and_masks():
-    assert Rung(0.9, 1.8, 1.0, num_masks=3).positions == pytest.approx(4.8)
-    assert Rung(1.0, 1.0, 0.0).positions == 1.0

@@ -81,7 +81,7 @@ def corrupted(path):
 def changed(path):
     file = path / FRONTIER_FILE
     content = json.loads(file.read_text())
-    content["points"][1]["tokens_per_forward"] = 3.0
+    content["points"][1]["quality"] += 0.5
     file.write_text(json.dumps(content))
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from mars_autoscale.model.frontier import write_frontier
+from mars_autoscale.model.frontier import FORMAT_VERSION, write_frontier
 from mars_platform import __version__
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibration
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
@@ -126,8 +126,8 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     check_output_files({"--plot": options.plot})
     for threshold in options.thresholds:
         check_threshold(threshold)
-    how = _frontier_options(options)
     checkpoint = _mars_checkpoint(options.model)
+    how = _frontier_options(options, checkpoint)
     items = read_items(
         options.data,
         checkpoint.tokenizer,
@@ -163,7 +163,8 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     )
 
 
-def _frontier_options(options: CalibrateOptions) -> FrontierOptions:
+def _frontier_options(options: CalibrateOptions, checkpoint: Checkpoint) -> FrontierOptions:
+    assert checkpoint.metadata is not None
     device, dtype = device_and_dtype(options.device, options.dtype, options.model)
     return FrontierOptions(
         options.below_one,
@@ -174,6 +175,7 @@ def _frontier_options(options: CalibrateOptions) -> FrontierOptions:
         dtype_name=dtype,
         device=device,
         hardware=hardware_name(device),
+        block_size=checkpoint.metadata.block_size,
     )
 
 
@@ -195,7 +197,7 @@ def _working_file(
 ) -> WorkingFile:
     """Open the working file of a run; runs with other thresholds may share it."""
     conditions = {
-        "version": __version__,
+        "version": [__version__, FORMAT_VERSION],
         "max_cursors": max_cursors,
         "max_tokens": how.max_tokens,
         "batch": how.batch,

@@ -45,6 +45,8 @@ class DecodingSetting:
     """τ in (0, 1]; only mode threshold uses it."""
     outcomes: Outcomes | None = None
     """Outcomes that get masks in mode exact; None leaves the choice to the engine."""
+    window: int | None = None
+    """Masks of a step, in mode exact of each outcome; None for as many as the model knows."""
     calibrated: bool = False
     """Whether τ is compared with the calibrated confidence."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -265,6 +267,7 @@ def _options(item: EvalItem, setting: DecodingSetting, max_tokens: int) -> Decod
         setting.mode,
         setting.threshold,
         outcomes=setting.outcomes,
+        window=setting.window,
         calibrated=setting.calibrated,
         sampling=replace(setting.sampling, seed=seed),
     )

@@ -1,13 +1,14 @@
 """Measures a checkpoint's frontier: quality and speed of each setting, and step times here.
 
-Windows do not adapt during the measurement: each row feeds all masks that it can use, and a point's
-figures depend on the model and the data alone. Imports no Ray or HTTP library.
+Windows do not adapt during the measurement, so that a point's figures depend on the model and the
+data alone: each row feeds all masks that it can use, and some items are decoded with fewer masks
+again. Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -41,6 +42,8 @@ from mars_serve.measure.frontier.working_file import (
     items_sum,
 )
 
+NUM_NARROW_ITEMS = 64
+"""Most items that are decoded with fewer masks than the model knows, for their speed alone."""
 _CACHED_TOKENS = 512
 """Most cached tokens of a row in the timed steps."""
 _STEPS, _SCORES = "step times", "log-likelihoods"
@@ -67,6 +70,8 @@ class FrontierOptions:
     """Device to run on."""
     hardware: str
     """Name of the device."""
+    block_size: int
+    """Most masks of a row per step."""
 
     @property
     def settings(self) -> list[DecodingSetting]:
@@ -74,6 +79,18 @@ class FrontierOptions:
         falling = sorted(self.thresholds, reverse=True)
         thresholds = [DecodingSetting(Mode.THRESHOLD, value) for value in falling]
         return [ONE_TOKEN, *thresholds, DecodingSetting(Mode.EXACT, 1.0)]
+
+    def narrower(self, setting: DecodingSetting) -> list[DecodingSetting]:
+        """Return a setting with fewer masks than the model knows, the fewest first."""
+        if setting.mode is Mode.AR:
+            return []
+        numbers = sorted({1, self.block_size // 2} - {0, self.block_size})
+        return [replace(setting, window=number) for number in numbers]
+
+    @property
+    def runs(self) -> list[DecodingSetting]:
+        """All settings in which items are decoded, those with fewer masks after their full one."""
+        return [each for one in self.settings for each in (one, *self.narrower(one))]
 
 
 @dataclass(frozen=True)
@@ -109,12 +126,17 @@ def phases_left(
     phases = dict[str, float]()
     if kept.speed is None:
         phases[_STEPS] = float(options.batch * options.repeats)
-    for setting in options.settings:
+    for setting in options.runs:
         if name_of(setting) not in kept.outcomes:
-            phases[name_of(setting)] = num_items * (0.5 if setting.mode is Mode.THRESHOLD else 1.0)
+            num_decoded = _num_decoded(setting, num_items)
+            phases[name_of(setting)] = num_decoded * (0.5 if setting.mode is Mode.THRESHOLD else 1)
     if phases.keys() - {_STEPS} or _unscored(options, kept):
         phases[_SCORES] = float(num_items)
     return phases
+
+
+def _num_decoded(setting: DecodingSetting, num_items: int) -> int:
+    return num_items if setting.window is None else min(num_items, NUM_NARROW_ITEMS)
 
 
 def measure_frontier(
@@ -142,16 +164,19 @@ def measure_frontier(
         _measure(_engine(checkpoint, items, options), items, options, working, on_progress)
     kept = working.kept
     assert kept.speed is not None
-    points = [point_of(kept, setting) for setting in options.settings]
+    points = [
+        point_of(kept, setting, options.narrower(setting), options.block_size)
+        for setting in options.settings
+    ]
     num_checkable = sum(item.answer is not None for item in items)
     content = {
         "weights": weights_fingerprint(checkpoint.path),
         "hardware": options.hardware,
         "dtype": options.dtype_name,
-        "measure": "accuracy" if num_checkable else "agreement",
+        "measure": "accuracy" if num_checkable else "likelihood",
         "num_items": num_checkable or len(items),
         "items": items_sum(items),
-        "window": checkpoint.metadata.block_size,
+        "window": options.block_size,
         **kept.speed.model_dump(),
         "points": points,
     }
@@ -190,16 +215,16 @@ def _measure(
     # Steps come first: on a GPU timing captures them as graphs, which speed up the decoding.
     if working.kept.speed is None:
         working.keep(speed=_measure_speed(engine, options, on_progress))
-    for setting in options.settings:
+    for setting in options.runs:
         name = name_of(setting)
         if name in working.kept.outcomes:
             continue
         decoded = run_setting(
             engine,
-            items,
+            items[: (number := _num_decoded(setting, len(items)))],
             setting,
             max_tokens=options.max_tokens,
-            on_progress=_counting(on_progress, name, len(items)),
+            on_progress=_counting(on_progress, name, number),
         )
         working.keep(outcomes={**working.kept.outcomes, name: tuple(decoded)})
     unscored = _unscored(options, working.kept)

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from mars_platform.cli.report import finish_axes
 from mars_serve.measure.frontier.measure import MeasuredFrontier
-from mars_serve.measure.frontier.report import rungs_of
+from mars_serve.measure.frontier.report import name_of_rung, rungs_of
 
 
 def draw_quality(axes: Axes, measured: MeasuredFrontier) -> None:
@@ -39,17 +39,14 @@ def draw_quality(axes: Axes, measured: MeasuredFrontier) -> None:
 
 
 def draw_gains(axes: Axes, measured: MeasuredFrontier) -> None:
-    """Draw speed relative to plain AR decoding over the batch, a ring at each break-even batch."""
+    """Draw gains over the base of each batch, with a ring at each break-even batch."""
     capacity = measured.capacity
     axes.axhline(1.0, color="grey", linestyle=":", linewidth=1)
     last = 4 * measured.max_num_seqs
     batches = range(1, last + 1)
-    for (mode, threshold), rung in rungs_of(measured).items():
-        if mode == "ar":
-            continue
+    for _, rung in rungs_of(measured):
         gains = [capacity.gain(rung, batch) for batch in batches]
-        label = f"τ {threshold:g}" if mode == "threshold" else f"mode {mode}"
-        (line,) = axes.plot(batches, gains, label=label, linewidth=1)
+        (line,) = axes.plot(batches, gains, label=name_of_rung(rung), linewidth=1)
         even = capacity.break_even_batch(rung)
         if 1 <= even <= last:
             axes.plot([even], [capacity.gain(rung, even)], "o", mfc="none", color=line.get_color())
@@ -58,8 +55,8 @@ def draw_gains(axes: Axes, measured: MeasuredFrontier) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     finish_axes(
         axes,
-        title="speed over mode ar; rings mark break-even",
+        title="speed over the fastest lossless mode; rings mark break-even",
         x=f"rows of a step (max_num_seqs is {measured.max_num_seqs})",
-        y="times as fast as mode ar",
+        y="times as fast",
         legend="best",
     )

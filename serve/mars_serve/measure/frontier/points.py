@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_platform.statistics import Estimate, proportion, ratio_of_totals
+from mars_platform.statistics import (
+    Estimate,
+    difference_of_ratios,
+    paired_difference,
+    proportion,
+    ratio_of_totals,
+)
 from mars_serve.measure.evaluation.decoding import ONE_TOKEN, DecodedItem, DecodingSetting
 from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.evaluation.scoring import score
@@ -18,37 +26,96 @@ from mars_serve.measure.frontier.working_file import KeptMeasurements
 
 def name_of(setting: DecodingSetting) -> str:
     """Return the name of a setting in messages and in the working file."""
-    return _name(setting.mode, setting.threshold)
+    name = _name(setting.mode, setting.threshold)
+    if setting.window is None:
+        return name
+    return f"{name}, {setting.window} mask{'s' if setting.window > 1 else ''}"
 
 
-def point_of(kept: KeptMeasurements, setting: DecodingSetting) -> dict[str, Any]:
-    """Return the fields of a `FrontierPoint`; without answers, its quality is agreement.
+def point_of(
+    kept: KeptMeasurements,
+    setting: DecodingSetting,
+    narrower: Sequence[DecodingSetting],
+    num_masks: int,
+) -> dict[str, Any]:
+    """Return the fields of a `FrontierPoint`.
+
+    Without answers, quality is the likelihood of the outputs under plain AR decoding: other texts
+    are no loss as long as the model itself finds them as likely.
 
     Args:
         kept: at least two items decoded in this setting and in mode ar, with log-likelihoods.
         setting: setting of the point.
+        narrower: the same setting with fewer masks, rising; some items were decoded in it.
+        num_masks: number of masks of the setting itself.
     """
-    name = name_of(setting)
-    decoded = kept.outcomes[name]
-    result = score(decoded)
-    quality = result.accuracy or _agreement(decoded, kept.outcomes[name_of(ONE_TOKEN)])
-    likelihood = ratio_of_totals(kept.log_likelihoods[name], [each.num_tokens for each in decoded])
-    return {
+    name, baseline = name_of(setting), name_of(ONE_TOKEN)
+    decoded, plain = kept.outcomes[name], kept.outcomes[baseline]
+    lengths = [each.num_tokens for each in decoded]
+    likelihood = ratio_of_totals(kept.log_likelihoods[name], lengths)
+    point: dict[str, Any] = {
         "mode": setting.mode.value,
         "threshold": setting.threshold,
-        "quality": 100 * quality.value,
-        "quality_low": 100 * quality.low,
-        "quality_high": 100 * quality.high,
+        "log_likelihood": _interval(likelihood),
+        "windows": [
+            *(_window_of(kept, each, each.window or 0) for each in narrower),
+            _window_of(kept, setting, 0 if setting.mode is Mode.AR else num_masks),
+        ],
+    }
+    if setting.mode is not Mode.AR:
+        point["divergence"] = _divergence(decoded, plain)
+    right, right_plain = _right(decoded), _right(plain)
+    if right:
+        quality = proportion(sum(right), len(right))
+        loss = paired_difference(right_plain, right)
+        point["right"] = "".join("1" if each else "0" for each in right)
+    else:
+        plain_lengths = [each.num_tokens for each in plain]
+        gap = difference_of_ratios(
+            (kept.log_likelihoods[baseline], plain_lengths), (kept.log_likelihoods[name], lengths)
+        )
+        loss = Estimate(*(-math.expm1(-end) for end in gap))
+        # outputs may be likelier than those of greedy decoding, but that is no better quality
+        quality = Estimate(*(min(1 - end, 1.0) for end in (loss.value, loss.high, loss.low)))
+    if setting.mode is not Mode.AR:
+        point["loss"] = _interval(Estimate(*(100 * end for end in loss)))
+    ends = zip(("quality", "quality_low", "quality_high"), quality, strict=True)
+    return point | {field: 100 * max(end, 0.0) for field, end in ends}
+
+
+def _interval(estimate: Estimate) -> dict[str, float]:
+    return dict(zip(("value", "low", "high"), estimate, strict=True))
+
+
+def _window_of(
+    kept: KeptMeasurements, setting: DecodingSetting, num_masks: int
+) -> dict[str, float]:
+    result = score(kept.outcomes[name_of(setting)])
+    return {
+        "num_masks": num_masks,
         "tokens_per_forward": result.tokens_per_forward.value,
         "positions_per_row": result.positions_per_forward.value,
-        "log_likelihood": dict(zip(("mean", "low", "high"), likelihood, strict=True)),
     }
 
 
-def _agreement(decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem]) -> Estimate:
-    """Return the share of the outputs that equal the baseline's token for token."""
-    pairs = zip(decoded, baseline, strict=True)
-    return proportion(sum(ours.tokens == theirs.tokens for ours, theirs in pairs), len(decoded))
+def _right(decoded: Sequence[DecodedItem]) -> list[bool]:
+    return [each.correct for each in decoded if each.correct is not None]
+
+
+def _divergence(decoded: Sequence[DecodedItem], plain: Sequence[DecodedItem]) -> dict[str, int]:
+    """Return the fields of a `Divergence` from plain AR decoding."""
+    num_diverged = num_tokens = 0
+    for ours, theirs in zip(decoded, plain, strict=True):
+        is_same = ours.tokens == theirs.tokens
+        num_diverged += not is_same
+        pairs = zip(ours.tokens, theirs.tokens, strict=False)
+        num_tokens += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_tokens += not is_same
+    return {
+        "num_outputs": len(decoded),
+        "num_diverged": num_diverged,
+        "num_tokens": num_tokens,
+    }
 
 
 def mean_cached_tokens(items: Sequence[EvalItem], decoded: Sequence[DecodedItem]) -> float:
@@ -73,7 +140,8 @@ def contradiction(message: str, points: Sequence[Mapping[str, Any]], kept: Path)
     def named(match: re.Match[str]) -> str:
         point, field = points[int(match[1])], match[2]
         name = _name(point["mode"], point["threshold"])
-        return f"{field} of {name}, {point[field]:.4g}"
+        value = f", {point[field]:.4g}" if isinstance(point[field], float) else ""
+        return f"{field} of {name}{value}"
 
     return UserError(
         f"{re.sub(r'points[.]([0-9]+)[.]([a-z_]+)', named, message)}; measure more conversations "

@@ -10,62 +10,74 @@ from typing import Any
 from rich.table import Table
 
 from mars_autoscale.model.capacity import Rung
+from mars_autoscale.model.frontier import Frontier
+from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.cli.report import Column, figure_column, interval, table_of
+from mars_platform.method.mode import Mode
 from mars_platform.statistics import Estimate
 from mars_serve.measure.frontier.measure import MeasuredFrontier
 from mars_serve.measure.frontier.step_fit import LinearSteps
 
 
-def rungs_of(measured: MeasuredFrontier) -> dict[tuple[str, float], Rung]:
-    """Return the rung of each point, by mode and τ."""
-    frontier, ar = measured.frontier, measured.capacity.rungs[0]
-    below = {("threshold", rung.threshold): rung for rung in measured.capacity.rungs[1:]}
-    exact = frontier.exact_rung()
-    return {("ar", 1.0): ar, **below, **({("exact", 1.0): exact} if exact else {})}
+def rungs_of(measured: MeasuredFrontier) -> list[tuple[FrontierPoint, Rung]]:
+    """Return the points that make up the ladder, each with its rung."""
+    return [
+        (point, measured.capacity.rung(point.mode, point.threshold))
+        for point in measured.frontier.points
+        if point.adapter is None
+    ]
 
 
 def useful_rungs(measured: MeasuredFrontier) -> tuple[Rung, ...]:
-    """Return the rungs that the autoscaler uses with a full batch, see `Capacity.useful`."""
-    return measured.capacity.useful(InnerSettings().min_gain)
+    """Return the rungs that the autoscaler uses with a full batch, see `Capacity.ladder`."""
+    return measured.capacity.ladder(InnerSettings().min_gain)
+
+
+def name_of_rung(rung: Rung) -> str:
+    """Return the name of a rung in tables and pictures."""
+    return f"τ {rung.threshold:g}" if rung.mode is Mode.THRESHOLD else f"mode {rung.mode}"
 
 
 def frontier_table(measured: MeasuredFrontier) -> Table:
     """Return a table with a row for each setting; brackets are 95% intervals."""
     columns = [
-        Column("mode", "mode", no_wrap=True),
+        Column("", "name", no_wrap=True),
         figure_column(f"{measured.frontier.measure}, %", "quality"),
-        figure_column("log p / token", "log_likelihood"),
+        figure_column("points lost", "loss"),
+        figure_column("other texts", "diverged", ".0%"),
         figure_column("tok/fwd", "tokens_per_forward", ".2f"),
         figure_column("pos/row", "positions_per_row", ".2f"),
         figure_column("tok/s", "tokens_per_s", ",.0f"),
         figure_column("gain", "gain", ".2f"),
         figure_column("break-even", "break_even"),
-        figure_column("hull", "hull"),
+        figure_column("ladder", "ladder"),
     ]
     return table_of(columns, _rows(measured))
 
 
 def _rows(measured: MeasuredFrontier) -> list[dict[str, Any]]:
-    capacity, useful, rungs = measured.capacity, useful_rungs(measured), rungs_of(measured)
+    capacity, useful = measured.capacity, useful_rungs(measured)
     rows = []
-    for point in measured.frontier.points:
-        rung = rungs[point.mode, point.threshold]
-        quality = Estimate(point.quality, point.quality_low, point.quality_high)
-        found = point.log_likelihood
-        row = {
-            "mode": f"τ {point.threshold:g}" if point.mode == "threshold" else point.mode,
-            "quality": interval(quality, ".1f"),
-            "log_likelihood": found
-            and interval(Estimate(found.mean, found.low, found.high), ".3f"),
-            "tokens_per_forward": point.tokens_per_forward,
-            "positions_per_row": point.positions_per_row,
-            "tokens_per_s": capacity.tokens_per_s(rung),
-            "hull": "yes" if rung in useful else "",
-        }
-        if rung != capacity.rungs[0]:
-            row |= {"gain": capacity.gain(rung), "break_even": capacity.break_even_batch(rung)}
-        rows.append(row)
+    for point, rung in rungs_of(measured):
+        loss, divergence, window = point.loss, point.divergence, capacity.window(rung)
+        ladder = "base" if rung == capacity.base() else "yes" if rung in useful else ""
+        rows.append(
+            {
+                "name": name_of_rung(rung),
+                "quality": interval(
+                    Estimate(point.quality, point.quality_low, point.quality_high), ".1f"
+                ),
+                "loss": loss and interval(Estimate(loss.value, loss.low, loss.high), ".1f"),
+                "diverged": divergence and divergence.num_diverged / divergence.num_outputs,
+                "tokens_per_forward": window.tokens_per_forward,
+                "positions_per_row": window.positions,
+                "tokens_per_s": capacity.tokens_per_s(rung),
+                "gain": capacity.gain(rung),
+                "break_even": capacity.break_even_batch(rung) or None,
+                "ladder": ladder,
+            }
+        )
     return rows
 
 
@@ -74,47 +86,61 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
     frontier, num_rows = measured.frontier, measured.max_num_seqs
     steps = frontier.step_seconds.at_cached(num_rows * measured.cached_tokens)
     few, many = steps.positions[0], steps.positions[-1]
-    answers = (
-        "Accuracy is over the conversations with an answer"
-        if frontier.measure == "accuracy"
-        else "No row has an answer: agreement is the share of outputs equal to mode ar's"
-    )
+    base = name_of_rung(measured.capacity.base())
     few_s, many_s = (f"{1e3 * steps.at(positions):.3g} ms" for positions in (few, many))
     return [
-        f"{answers}, {frontier.num_items} of them; brackets are 95% intervals. log p is the mean "
-        "log-likelihood of an output token under the AR model. τ is compared with raw probability.",
+        _quality_note(frontier),
         f"Speeds are of {num_rows} rows with all masks that read {measured.cached_tokens:.0f} "
         f"stored tokens each. A step of {few:g} positions takes {few_s}, of {many:g} {many_s}. "
         f"Prompts are read at {frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
         _step_note(measured.steps),
-        "break-even: rows up to which it is faster than ar. hull: ar and the thresholds that are "
-        f"{InnerSettings().min_gain:g} times faster and lie on the concave hull of speed over "
-        "loss. Mode exact loses nothing and stands beside it.",
+        f"Base, the fastest that loses nothing with {num_rows} rows: {base}; gains are over it. "
+        "break-even: most rows at which a setting is faster than those that lose nothing. ladder: "
+        f"settings at least {InnerSettings().min_gain:g} times as fast as the base, on the concave "
+        "hull of speed over the loss's upper end.",
         f"Written to {file}",
     ]
 
 
+def _quality_note(frontier: Frontier) -> str:
+    """Return what quality and loss are, and how small a loss the items can show."""
+    kind = (
+        "Accuracy is over the conversations with an answer"
+        if frontier.measure == "accuracy"
+        else "No row has an answer: quality is the likelihood of an output token under the AR "
+        "model, as a percentage of that of mode ar's own outputs"
+    )
+    widths = [point.loss.high - point.loss.value for point in frontier.points if point.loss]
+    resolved = f" The end is at least {min(widths):.1f} above what was found." if widths else ""
+    return (
+        f"{kind}, {frontier.num_items} of them; brackets are 95% intervals. Points lost are paired "
+        "by conversation with mode ar; the autoscaler counts the upper end, which "
+        f"more conversations bring closer.{resolved} τ is compared with raw probability."
+    )
+
+
 def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
     """Return the content of ``frontier.json`` without its checksum, and what follows from it."""
-    rungs, useful, capacity = rungs_of(measured), useful_rungs(measured), measured.capacity
+    useful, capacity = useful_rungs(measured), measured.capacity
     return {
         **measured.frontier.model_dump(mode="json", exclude_none=True),
         "file": file,
         "num_slots": measured.max_num_seqs,
         "stored_tokens_per_row": measured.cached_tokens,
         "step_time": measured.steps and asdict(measured.steps),
+        "base": name_of_rung(capacity.base()),
         "rungs": [
             {
-                "mode": mode,
-                "threshold": threshold,
+                "mode": rung.mode,
+                "threshold": rung.threshold,
                 "loss": rung.loss,
-                "tokens_per_forward": rung.tokens_per_forward,
+                "tokens_per_forward": capacity.window(rung).tokens_per_forward,
                 "tokens_per_s": capacity.tokens_per_s(rung),
                 "gain": capacity.gain(rung),
-                "break_even_batch": None if mode == "ar" else capacity.break_even_batch(rung),
+                "break_even_batch": capacity.break_even_batch(rung) or None,
                 "useful": rung in useful,
             }
-            for (mode, threshold), rung in rungs.items()
+            for _, rung in rungs_of(measured)
         ],
     }
 
