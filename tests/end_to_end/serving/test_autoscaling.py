@@ -40,8 +40,8 @@ def slow_frontier(path):
     """Return a frontier with steps as slow as a large model's, whatever they hold."""
     return frontier_of(
         AR,
-        point("threshold", 0.95, 79.0, 1.6, 4.6),
-        point("threshold", FLOOR, 78.0, 2.0, 5.0),
+        point("threshold", 0.95, 79.0, 1.6, 4.6, half=0.1),
+        point("threshold", FLOOR, 78.0, 2.0, 5.0, half=0.1),
         weights=weights_fingerprint(path),
         seconds=STEP_S,
     )
