@@ -181,7 +181,7 @@ class GenerationRequest(Body):
     ``answer`` and ``tool_arguments``. What has none follows the server's live τ, which may change
     while the request runs."""
     min_confidence_threshold: Threshold | None = None
-    """Lowest τ that this request is decoded with."""
+    """Lowest τ that this request is decoded with, as a threshold of probability."""
     confidence: Confidence | None = None
     """Confidence measure that is compared with the threshold; probability by default."""
     calibrated: Flag | None = None

@@ -108,6 +108,8 @@ class Request:
             self.threshold = own
         elif mode is Mode.THRESHOLD:
             self.threshold = max(live.threshold_of(options.tier), options.min_threshold)
+            if options.translation is not None:
+                self.threshold = options.translation.of(self.threshold)
             if live.is_exact and self.threshold >= 1.0:
                 mode = Mode.EXACT
         if mode is not self.mode:

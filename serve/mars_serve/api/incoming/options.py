@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, unsupported_value
 from mars_serve.api.incoming.bad_words import BadWords
@@ -82,7 +83,7 @@ def decoding_options(
     """
     tier = tier_of(body, caller)
     mode = _mode(body, settings, checkpoint, tier)
-    threshold, floor = _threshold_and_floor(body, settings.tiers, caller, mode, tier)
+    floors = _Floors.of(body, settings.tiers, caller, checkpoint, mode, tier)
     vocabulary = len(checkpoint.tokenizer)
     sampling = _sampling(body, vocabulary, max_tokens, bad_words)
     stop_ids = frozenset(body.stop_token_ids or ())
@@ -90,8 +91,9 @@ def decoding_options(
     return DecodingOptions(
         max_tokens=max_tokens,
         mode=mode,
-        threshold=threshold,
-        min_threshold=floor,
+        threshold=floors.threshold(body),
+        min_threshold=floors.live if floors.follows_live(body) else 0.0,
+        translation=floors.translation,
         confidence=body.confidence or Confidence.PROBABILITY,
         tier=Tier(tier),
         sampling=sampling,
@@ -102,7 +104,7 @@ def decoding_options(
         num_prompt_logprobs=_num_prompt_logprobs(body),
         calibrated=bool(body.calibrated),
         max_queue_s=limits.queue_wait_s,
-        spans=_with_thresholds(spans, mode, _own_floor(body, caller)),
+        spans=floors.raised(spans),
     )
 
 
@@ -171,31 +173,87 @@ def _mode(
     return body.mode or Mode.EXACT
 
 
-def _threshold_and_floor(
-    body: GenerationRequest, tiers: TierSettings, caller: Caller, mode: Mode, tier: ServiceTier
-) -> tuple[float | None, float]:
-    """Return τ, or None to follow the server's live value, and the lowest τ allowed."""
-    if mode is not Mode.THRESHOLD:
-        return 1.0, 0.0
-    floor, asked = _own_floor(body, caller), body.confidence_threshold
-    if asked is not None and not isinstance(asked, dict):
-        return max(asked, floor), 0.0
-    is_flex = tier is ServiceTier.FLEX
-    of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
-    return None, max(floor, of_tier)
+@dataclass(frozen=True)
+class _Floors:
+    """The lowest thresholds of a request. Floors are thresholds of probability."""
+
+    mode: Mode
+    own: float
+    """Lowest τ that the request and its key allow; 0 for none."""
+    live: float
+    """Lowest τ for a request that follows the live τ."""
+    translation: Translation | None
+    """Translation to the request's own confidence; None for probability, or if there is no floor
+    to compare with."""
+
+    @classmethod
+    def of(
+        cls,
+        body: GenerationRequest,
+        tiers: TierSettings,
+        caller: Caller,
+        checkpoint: Checkpoint,
+        mode: Mode,
+        tier: ServiceTier,
+    ) -> _Floors:
+        """Find a request's floors, and how they translate to its confidence.
+
+        Raises:
+            ApiError: status 400: a floor holds, and the translation was not measured.
+        """
+        if mode is not Mode.THRESHOLD:
+            return cls(mode, 0.0, 0.0, None)
+        is_flex = tier is ServiceTier.FLEX
+        of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
+        own = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
+        floors = cls(mode, own, max(own, of_tier), None)
+        measure, is_calibrated = body.confidence or Confidence.PROBABILITY, bool(body.calibrated)
+        known = checkpoint.calibration
+        if measure is Confidence.PROBABILITY and not is_calibrated:
+            return floors
+        found = known.translation(measure, calibrated=is_calibrated) if known else None
+        if found is None and (own or floors.follows_live(body)):
+            raise _not_translated(measure, is_calibrated=is_calibrated)
+        return replace(floors, translation=found)
+
+    def follows_live(self, body: GenerationRequest) -> bool:
+        """Return whether some of the output follows the live τ."""
+        asked = body.confidence_threshold
+        return self.mode is Mode.THRESHOLD and (asked is None or isinstance(asked, dict))
+
+    def threshold(self, body: GenerationRequest) -> float | None:
+        """Return the request's τ by its own confidence, or None to follow the live τ."""
+        asked = body.confidence_threshold
+        if self.mode is not Mode.THRESHOLD:
+            return 1.0
+        if asked is None or isinstance(asked, dict):
+            return None
+        return max(asked, self._own_floor)
+
+    def raised(self, spans: Spans | None) -> Spans | None:
+        """Return the spans if some have a τ of their own, which is never below the floor."""
+        if spans is None or not spans.thresholds or self.mode is not Mode.THRESHOLD:
+            return None
+        raised = {span: max(value, self._own_floor) for span, value in spans.thresholds.items()}
+        return replace(spans, thresholds=raised)
+
+    @property
+    def _own_floor(self) -> float:
+        """The request's own floor, as a threshold of its own confidence."""
+        if self.translation is None or not self.own:
+            return self.own
+        return self.translation.of(self.own)
 
 
-def _own_floor(body: GenerationRequest, caller: Caller) -> float:
-    """Return the lowest τ that the request and its key allow; the tier's holds for live τ alone."""
-    return max(body.min_confidence_threshold or 0.0, caller.min_threshold)
-
-
-def _with_thresholds(spans: Spans | None, mode: Mode, floor: float) -> Spans | None:
-    """Return the spans if some have a τ of their own, which is never below the floor."""
-    if spans is None or not spans.thresholds or mode is not Mode.THRESHOLD:
-        return None
-    raised = {span: max(value, floor) for span, value in spans.thresholds.items()}
-    return replace(spans, thresholds=raised)
+def _not_translated(measure: Confidence, *, is_calibrated: bool) -> ApiError:
+    field = "calibrated" if measure is Confidence.PROBABILITY else "confidence"
+    kind = f"{'calibrated ' if is_calibrated else ''}{measure.value}"
+    return unsupported_value(
+        field,
+        "a floor holds for this request (its min_confidence_threshold, its key's or its tier's), "
+        f"which is a threshold of probability, and what it means for {kind} was not measured for "
+        f"this model; leave {field} out, or have the model's operator run marsray calibrate",
+    )
 
 
 def _lowest_threshold(body: GenerationRequest) -> float:

@@ -19,8 +19,12 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.calibration import Observed, log_probability_curves
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.rules import visibility
+from mars_platform.checkpoint.translations import ProposedRuns
+from mars_platform.method.mode import Confidence
+from mars_platform.method.rules import confidence, visibility
 
+OTHERS = (Confidence.MARGIN, Confidence.ENTROPY)
+"""Measures of confidence other than probability."""
 _MAX_MASKS = 256  # of one pass, because attention grows with the square of the positions
 _MAX_LOGITS = 2**22  # computed at once, because every temperature takes a copy of them
 _SEED = 0  # for the choice of cursors
@@ -46,6 +50,16 @@ class Observations:
     """float32 [tokens, temperatures], see `log_probability_curves`."""
     correct: Tensor
     """bool [tokens], whether each token is right."""
+    others: Tensor
+    """float32 [tokens, `OTHERS`], further measures of each token's confidence at temperature 1."""
+
+    @property
+    def runs(self) -> ProposedRuns:
+        """What masks proposed, cursor by cursor."""
+        cursor = (self.depth == 0).cumsum(0) - 1
+        proposed = self.depth > 0
+        num_cursors = int(cursor[-1]) + 1 if len(cursor) else 0
+        return ProposedRuns(num_cursors, cursor[proposed], self.correct[proposed])
 
     def at(self, depth: int) -> Observed:
         """Return the observations of one depth."""
@@ -59,6 +73,7 @@ class Observations:
             depth=torch.cat([part.depth for part in parts]),
             curves=torch.cat([part.curves for part in parts]),
             correct=torch.cat([part.correct for part in parts]),
+            others=torch.cat([part.others for part in parts]),
         )
 
 
@@ -146,23 +161,33 @@ def _observe_together(
         use_cache=False,
     ).last_hidden_state[0]  # [positions, width]
     read_positions, depth, index = torch.tensor(reads).T  # [reads] each
-    curves, proposed = _propose(model, checkpoint, hidden_states[read_positions.to(model.device)])
+    states = hidden_states[read_positions.to(model.device)]
+    curves, others, proposed = _propose(model, checkpoint, states)
     return Observations(
-        depth=depth, curves=curves, correct=proposed == torch.tensor(text.output)[index]
+        depth=depth,
+        curves=curves,
+        correct=proposed == torch.tensor(text.output)[index],
+        others=others,
     )
 
 
 def _propose(
     model: PreTrainedModel, checkpoint: Checkpoint, hidden_states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return curves [reads, temperatures] and tokens [reads] for states [reads, width]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return curves [reads, temperatures], other confidences [reads, `OTHERS`] and tokens [reads].
+
+    ``hidden_states`` are [reads, width].
+    """
     head: Any = model.get_output_embeddings()
     banned = torch.tensor(sorted(checkpoint.special.never_emitted), device=model.device)
-    curves, proposed = [], []
+    curves, others, proposed = [], [], []
     size = max(_MAX_LOGITS // model.config.vocab_size, 1)
     for part in torch.split(hidden_states, size):
         logits: Tensor = head(part)  # [part, vocabulary]
         tokens = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
         curves.append(log_probability_curves(logits, tokens).cpu())
+        others.append(
+            torch.stack([confidence(logits, tokens, measure) for measure in OTHERS], -1).cpu()
+        )
         proposed.append(tokens.cpu())
-    return torch.cat(curves), torch.cat(proposed)
+    return torch.cat(curves), torch.cat(others), torch.cat(proposed)
