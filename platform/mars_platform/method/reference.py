@@ -7,15 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence, num_accepted
+
+
+class TokenRoles(Protocol):
+    """The tokens of a vocabulary that decoding treats unlike others."""
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+
+    @property
+    def never_emitted(self) -> frozenset[int]:
+        """Tokens that are never chosen."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class ReferenceOutput:
 def decode(
     model: PreTrainedModel,
     prompt: Sequence[int],
-    special: SpecialTokens,
+    special: TokenRoles,
     *,
     max_tokens: int,
     threshold: float | Sequence[float] = 1.0,

@@ -77,7 +77,7 @@ VALUES = {
         *({"answer": 0.5}, {"answer": 0}, {"answer": None}, {"text": 0.5}, {}),
     ],
     "min_confidence_threshold": [0.5, 0, 2, None],
-    "confidence": ["margin", "hope"],
+    "confidence": ["probability", "hope"],
     "calibrated": [False, "maybe"],
     "seed": [0, 2**63, -(2**63) - 1, 0.5, "x", None],
     "top_p": [1, 0, 1.1],
