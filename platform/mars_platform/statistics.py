@@ -45,9 +45,19 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
     Returns:
         The rate of ``ours`` minus the rate of ``theirs``.
     """
-    num = len(ours)
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
+    return difference_of_pairs(gained, lost, len(ours))
+
+
+def difference_of_pairs(gained: float, lost: float, num: int) -> Estimate:
+    """Return what `paired_difference` does, from the numbers of items that differ.
+
+    Args:
+        gained: items with success on our side alone; may be a fraction, if that is expected.
+        lost: items with success on their side alone.
+        num: all items, at least 1.
+    """
     up, down = (gained + 1) / (num + 2), (lost + 1) / (num + 2)
     half = _Z95 * math.sqrt((up + down - (up - down) ** 2) / (num + 2))
     return Estimate((gained - lost) / num, max(up - down - half, -1.0), min(up - down + half, 1.0))

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_platform.statistics import paired_difference, proportion, ratio_of_totals
+from mars_platform.statistics import (
+    difference_of_pairs,
+    difference_of_ratios,
+    paired_difference,
+    proportion,
+    ratio_of_totals,
+)
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -49,6 +55,14 @@ def test_a_difference_does_not_depend_on_the_order_of_items(outcomes, random):
     shuffled = random.sample(outcomes, len(outcomes))
     first, second = (paired_difference(*zip(*o, strict=True)) for o in (outcomes, shuffled))
     assert first == second
+
+
+@given(OUTCOMES)
+def test_a_difference_follows_from_the_numbers_of_items_that_differ(outcomes):
+    ours, theirs = zip(*outcomes, strict=True)
+    gained, lost = outcomes.count((True, False)), outcomes.count((False, True))
+    found = difference_of_pairs(gained, lost, len(outcomes))
+    assert found == paired_difference(ours, theirs)
 
 
 def test_sides_of_different_length_are_refused():
@@ -120,4 +134,41 @@ def test_the_interval_covers_the_true_ratio_nineteen_times_in_twenty():
         tokens = [sum(source.randint(1, 4) for _ in range(count)) for count in passes]
         _, low, high = ratio_of_totals(tokens, passes)
         num_covered += low <= 2.5 <= high
+    assert 0.93 <= num_covered / num_samples <= 0.97
+
+
+# --- differences of ratios ------------------------------------------------------------------------
+
+
+def test_a_difference_of_ratios_equals_the_value_computed_by_hand():
+    # ours 12/6 with residuals (2, -2, 0) / 6, theirs 9/3 with residuals (1, 0, -1) / 3: their
+    # differences (0, -1/3, 1/3) have squares that sum to 2/9
+    half = 1.959964 * math.sqrt(3 / 2 * 2 / 9)
+    found = difference_of_ratios(([4, 2, 6], [1, 2, 3]), ([4, 3, 2], [1, 1, 1]))
+    assert found == pytest.approx((-1.0, -1.0 - half, -1.0 + half), abs=1e-6)
+
+
+def test_what_two_ratios_have_in_common_cancels_out():
+    source = random.Random(0)
+    ours = [source.gauss(0, 10) for _ in range(50)], [1 + source.random() for _ in range(50)]
+    assert difference_of_ratios(ours, ours) == (0, 0, 0)
+    shifted = [above + 0.3 * below for above, below in zip(*ours, strict=True)]
+    assert difference_of_ratios((shifted, ours[1]), ours) == pytest.approx((0.3, 0.3, 0.3))
+    assert difference_of_ratios(([6], [4]), ([1], [1])) == (0.5, -math.inf, math.inf)
+
+
+def test_the_interval_covers_the_true_difference_nineteen_times_in_twenty():
+    source, num_covered, num_samples = random.Random(1), 0, 1000
+    for _ in range(num_samples):
+        common = [source.gauss(-0.6, 0.2) for _ in range(50)]
+        lengths = [[source.randint(20, 60) for _ in common] for _ in range(2)]
+        sums = [
+            [
+                num * (mean - gap + source.gauss(0, 0.05))
+                for num, mean in zip(each, common, strict=True)
+            ]
+            for each, gap in zip(lengths, (0.0, 0.03), strict=True)
+        ]
+        _, low, high = difference_of_ratios((sums[0], lengths[0]), (sums[1], lengths[1]))
+        num_covered += low <= 0.03 <= high
     assert 0.93 <= num_covered / num_samples <= 0.97

@@ -7,6 +7,7 @@ servers check them when they start. A server has to be deployed again to serve t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -22,7 +23,7 @@ from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, v
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_platform.statistics import Estimate, paired_difference
+from mars_platform.statistics import Estimate, difference_of_pairs, paired_difference
 
 _FALSE_ALARMS = 0.05
 """Most frequent refusal of a candidate that is as good as the checkpoint in service."""
@@ -53,16 +54,13 @@ class PointPair:
     """Points of quality that the candidate loses, paired by item."""
     allowed_loss: float
     """Points of loss above which the candidate is refused."""
+    found_loss: float
+    """Loss of a candidate, in points, that is refused four times out of five."""
 
     @property
     def name(self) -> str:
         """Name of the setting."""
         return "mode ar" if self.current.mode is Mode.AR else f"τ {self.current.threshold:g}"
-
-    @property
-    def found_loss(self) -> float:
-        """Loss of a candidate, in points, that is refused four times out of five."""
-        return self.allowed_loss + _quantile(_POWER) * _standard_error(self.loss)
 
     def problem(self, gate: Gate) -> str | None:
         """Return what the candidate is too much worse in, None if it passes the gate."""
@@ -152,17 +150,26 @@ def compare(candidate: Frontier, current: Frontier, gate: Gate) -> list[PointPai
         for point in candidate.points
         if point.mode is not Mode.EXACT and (point.mode, point.threshold, point.adapter) in known
     ]
-    pairs = []
-    for ours, theirs in sorted(shared, key=lambda pair: -pair[0].threshold):
-        difference = paired_difference(_right(theirs), _right(ours))
-        loss = Estimate(*(100 * end for end in difference))
-        pairs.append(PointPair(ours, theirs, loss, _allowed_loss(loss, len(shared), gate)))
-    return pairs
+    shared.sort(key=lambda pair: -pair[0].threshold)
+    return [_pair(ours, theirs, len(shared), gate) for ours, theirs in shared]
+
+
+def _pair(candidate: FrontierPoint, current: FrontierPoint, num: int, gate: Gate) -> PointPair:
+    """Compare two points by item; one of ``num`` pairs."""
+    ours, theirs = _right(candidate), _right(current)
+    loss = _in_points(paired_difference(theirs, ours))
+    num_differing = sum(one != other for one, other in zip(ours, theirs, strict=True))
+    found = _found_loss(num_differing, len(ours), num, gate)
+    return PointPair(candidate, current, loss, _allowed_loss(loss, num, gate), found)
 
 
 def _right(point: FrontierPoint) -> list[bool]:
     assert point.right is not None, "a frontier of accuracy has what was right"
     return [digit == "1" for digit in point.right]
+
+
+def _in_points(share: Estimate) -> Estimate:
+    return Estimate(*(100 * end for end in share))
 
 
 def _allowed_loss(loss: Estimate, num_settings: int, gate: Gate) -> float:
@@ -175,6 +182,22 @@ def _allowed_loss(loss: Estimate, num_settings: int, gate: Gate) -> float:
     error = _standard_error(loss)
     shown = gate.max_loss - _quantile(1 - _FALSE_ALARMS) * error
     return max(shown, _quantile(1 - _FALSE_ALARMS / num_settings) * error)
+
+
+def _found_loss(num_differing: int, num_items: int, num_settings: int, gate: Gate) -> float:
+    """Return the smallest true loss, in points, that is refused as often as `_POWER`; at most 100.
+
+    Items that such a loss costs come on top of those that differ anyway, half of which a candidate
+    that is as good gains. They widen the interval, which counts most where few items differ.
+    """
+
+    def is_found(num_lost: int) -> bool:
+        lost = num_lost + num_differing / 2
+        loss = _in_points(difference_of_pairs(lost, num_differing / 2, num_items))
+        margin = _quantile(_POWER) * _standard_error(loss)
+        return loss.value >= _allowed_loss(loss, num_settings, gate) + margin
+
+    return 100 * bisect_left(range(num_items), True, key=is_found) / num_items
 
 
 def _standard_error(loss: Estimate) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_a_stopped_run_is_continued_and_writes_both_files_and_the_plot(
     plot = tmp_path / "plot.svg"
     assert run(model_dir, *options, "--json", "--plot", plot) == 0
     output = capsys.readouterr()
-    parts = "calibration, step times, mode ar, τ 0.5, τ 0.05, mode exact"
+    names = ["τ 0.5", "τ 0.05", "mode exact"]
+    runs = ", ".join(f"{name}, {name}, 1 mask, {name}, 2 masks" for name in names)
+    parts = f"calibration, step times, mode ar, {runs}"
     assert output.err == f"{model_dir / WORKING_FILE}: not measured again: {parts}\n"
     assert not (model_dir / WORKING_FILE).exists()
     assert "<svg" in plot.read_text()
@@ -69,7 +72,8 @@ def test_a_stopped_run_is_continued_and_writes_both_files_and_the_plot(
     assert len(calibration.temperatures) == 5
 
     frontier = read_frontier(model_dir)
-    assert printed["frontier"].items() >= frontier.model_dump(mode="json").items()
+    content = frontier.model_dump(mode="json", exclude_none=True)
+    assert printed["frontier"].items() >= content.items()
     assert [point.threshold for point in frontier.points] == [1, 0.5, 0.05, 1]
     assert printed["frontier"]["num_slots"] == 2
     assert "step_time" in printed["frontier"]
@@ -89,10 +93,12 @@ def test_the_tables_are_printed_and_the_calibration_does_not_depend_on_the_batch
     assert "│ 0 │ 30 │ 30 │ 100.0% │ 1.000 │" in printed
     assert "9 conversations, at most 12 output tokens, 60 cursors; float32 on cpu" in printed
     assert f"Written to {file} " in printed
-    for title in ("agreement, %", "log p / token", "tok/fwd", "pos/row", "break-even", "hull"):
+    for title in ("likelihood, %", "points lost", "differ", "break-even", "ladder"):
         assert title in printed
     assert "│ τ 0.1 │ " in printed
+    assert "│ mode ar │ 100.0 │ │ │ 1.00 │ 1.00 │" in printed
     assert "No row has an answer" in printed
+    assert re.search(r"upper end of a τ's interval, which is up to \d+\.\d points above", printed)
     assert printed.endswith(f"Written to {model_dir / FRONTIER_FILE}")
     before = file.read_bytes()
     assert run(model_dir, *options, "--batch", 2) == 0

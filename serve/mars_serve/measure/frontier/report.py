@@ -43,9 +43,9 @@ def frontier_table(measured: MeasuredFrontier) -> Table:
     """Return a table with a row for each setting; brackets are 95% intervals."""
     columns = [
         Column("", "name", no_wrap=True),
-        figure_column(f"{measured.frontier.measure}, %", "quality"),
+        figure_column(f"{measured.frontier.measure}, %", "quality", ".1f"),
         figure_column("points lost", "loss"),
-        figure_column("other texts", "diverged", ".0%"),
+        figure_column("differ", "diverged", ".0%"),
         figure_column("tok/fwd", "tokens_per_forward", ".2f"),
         figure_column("pos/row", "positions_per_row", ".2f"),
         figure_column("tok/s", "tokens_per_s", ",.0f"),
@@ -65,9 +65,7 @@ def _rows(measured: MeasuredFrontier) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name_of_rung(rung),
-                "quality": interval(
-                    Estimate(point.quality, point.quality_low, point.quality_high), ".1f"
-                ),
+                "quality": point.quality,
                 "loss": loss and interval(Estimate(loss.value, loss.low, loss.high), ".1f"),
                 "diverged": divergence and divergence.num_diverged / divergence.num_outputs,
                 "tokens_per_forward": window.tokens_per_forward,
@@ -90,9 +88,10 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
     few_s, many_s = (f"{1e3 * steps.at(positions):.3g} ms" for positions in (few, many))
     return [
         _quality_note(frontier),
-        f"Speeds are of {num_rows} rows with all masks that read {measured.cached_tokens:.0f} "
-        f"stored tokens each. A step of {few:g} positions takes {few_s}, of {many:g} {many_s}. "
-        f"Prompts are read at {frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
+        f"Speeds are of {num_rows} rows that read {measured.cached_tokens:.0f} stored tokens each, "
+        f"with the number of masks that is fastest for them. A step of {few:g} positions takes "
+        f"{few_s}, of {many:g} {many_s}. Prompts are read at "
+        f"{frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
         _step_note(measured.steps),
         f"Base, the fastest that loses nothing with {num_rows} rows: {base}; gains are over it. "
         "break-even: most rows at which a setting is faster than those that lose nothing. ladder: "
@@ -110,12 +109,14 @@ def _quality_note(frontier: Frontier) -> str:
         else "No row has an answer: quality is the likelihood of an output token under the AR "
         "model, as a percentage of that of mode ar's own outputs"
     )
-    widths = [point.loss.high - point.loss.value for point in frontier.points if point.loss]
-    resolved = f" The end is at least {min(widths):.1f} above what was found." if widths else ""
+    lossy = [point.loss for point in frontier.points if point.mode is Mode.THRESHOLD and point.loss]
+    width = max((loss.high - loss.value for loss in lossy), default=0.0)
     return (
         f"{kind}, {frontier.num_items} of them; brackets are 95% intervals. Points lost are paired "
-        "by conversation with mode ar; the autoscaler counts the upper end, which "
-        f"more conversations bring closer.{resolved} τ is compared with raw probability."
+        "by conversation with mode ar. The autoscaler counts the upper end of a τ's interval, "
+        f"which is up to {width:.1f} points above the estimate; more conversations bring it "
+        "closer. differ: outputs that are not, token for token, those of mode ar. τ is compared "
+        "with raw probability."
     )
 
 
