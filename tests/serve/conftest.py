@@ -84,7 +84,7 @@ def cached() -> Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]:
     def run(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
         cache = DynamicCache()
         with torch.inference_mode():
-            model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+            model(torch.tensor([tokens]), None, None, cache, use_cache=True)
         keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
         values = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])
         return keys, values
