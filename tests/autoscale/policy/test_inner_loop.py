@@ -229,7 +229,8 @@ def test_more_load_never_raises_the_threshold(looks, more):
 def test_mode_exact_is_never_slower_and_always_used_if_faster(looks):
     loop = exact_loop()
     for each in looks:
-        gain = CAPACITY.gain(EXACT, min(max(each.load, 1.0), CAPACITY.max_num_seqs))
+        rows = round(min(max(each.load, 1.0), CAPACITY.max_num_seqs))
+        gain = CAPACITY.gain(EXACT, rows)
         if loop.update(each).live.is_exact:
             assert gain >= 1.0
         else:

@@ -48,11 +48,11 @@ class Script:
         return self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
 
 
-def simulate(trace, capacity=ONE_ROW, policy=None):
+def simulate(trace, capacity=ONE_ROW, policy=None, **options):
     policy = policy or StaticReplicas(1)
     num_replicas = getattr(policy, "num_replicas", 1)
     limits = ReplicaSettings(max=num_replicas, initial=num_replicas)
-    return Simulation(trace, capacity, limits, policy).run()
+    return Simulation(trace, capacity, limits, policy, **options).run()
 
 
 # One replica, by hand
@@ -126,14 +126,16 @@ def test_mode_exact_does_not_replace_a_lower_threshold():
 
 
 def test_tier_flex_is_refused_first():
-    """By hand: outputs of 3 tokens take .33 s each, and three may be ahead of a waiting one.
+    """By hand: outputs of 3 tokens take .33 s, or .38 s as they are estimated after 200 of them, so
+    three may be ahead of a waiting one.
 
     The first two are at the replica; the second waits there and counts.
     """
     after = [*[DEFAULT] * 4, FLEX, FLEX, FLEX, DEFAULT, DEFAULT, DEFAULT, PRIORITY]
-    trace = [TraceRequest(0.0, 0, 3)]  # the mean output is known after it
-    trace += [TraceRequest(1.0 + 0.001 * i, 0, 3, tier) for i, tier in enumerate(after)]
-    served = simulate(trace, policy=Script((1.0,), is_saturated=True)).served
+    before = [TraceRequest(0.4 * i, 0, 3) for i in range(200)]
+    trace = before + [TraceRequest(100 + 0.001 * i, 0, 3, tier) for i, tier in enumerate(after)]
+    policy = Script((1.0,), is_saturated=True)
+    served = simulate(trace, policy=policy, objective_ttft_s=1.3).served[len(before) - 1 :]
     refused = [i for i, each in enumerate(served) if each.is_rejected]
     assert refused == [6, 7, 9, 10], "four are ahead, and of those of tier default no flex"
     assert all(served[i].ttft_s == np.inf for i in refused)
