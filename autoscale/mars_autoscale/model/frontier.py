@@ -19,12 +19,14 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.model.capacity import AR, Capacity, Rung, StepTime, Window
+from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_platform.statistics import proportion
 
 FRONTIER_FILE = "frontier.json"
 FORMAT_VERSION = 2
@@ -186,6 +188,22 @@ class Frontier(Settings):
                 )
             ),
         )
+
+    def expectations(self) -> tuple[Expectation, ...]:
+        """Return what is expected of outputs with each τ below 1, with falling τ.
+
+        A τ is left out whose divergence from plain AR decoding was not measured. Rates never fall
+        as τ does: where measured ones do, the higher one of a higher τ counts.
+        """
+        found, highest = list[Expectation](), 0.0
+        for point in self._ladder[1:]:
+            measured = point.divergence
+            if measured is not None and measured.num_tokens:
+                rate = proportion(measured.num_diverged, measured.num_tokens).high
+                highest = max(highest, rate)
+                loss = point.pessimistic_loss if self.measure == "accuracy" else None
+                found.append(Expectation(point.threshold, highest, loss))
+        return tuple(found)
 
     def capacity(
         self, max_num_seqs: int, mean_cached_tokens: float = 512, target_threshold: float = 1.0

@@ -61,9 +61,12 @@ def decide(
     elapsed_s = 0.0 if state.decided_s is None else max(0.0, now_s - state.decided_s)
     losses = budget.added(state.losses, replicas, elapsed_s=elapsed_s, now_s=now_s)
     is_overspent = budget.is_spent(losses, settings.loss_budget, was_spent=state.is_overspent)
-    floor_threshold = 1.0 if is_overspent else settings.floor_threshold
+    # nobody knows what lower thresholds lose once audits contradict the frontier
+    flex_floor_threshold = 1.0 if snapshot.is_refuted else settings.flex_floor_threshold
+    is_closed = is_overspent or snapshot.is_refuted
+    floor_threshold = 1.0 if is_closed else settings.floor_threshold
     highest_gain = demand.highest_gain(capacity, floor_threshold)
-    # a spent budget closes the floor, and must not make what was lost before it count for more
+    # what closes the floor must not make what was lost before it count for more
     debt = _debt(
         state, replicas, elapsed_s, demand.highest_gain(capacity, settings.floor_threshold)
     )
@@ -104,7 +107,7 @@ def decide(
         num_replicas=number,
         range=ThresholdRange(
             floor_threshold=floor_threshold,
-            flex_floor_threshold=settings.flex_floor_threshold,
+            flex_floor_threshold=flex_floor_threshold,
             feed_forward=max(needed_gain, 1.0),
             is_saturated=_is_saturated(number, replicas, capacity, settings),
         ),
@@ -113,6 +116,7 @@ def decide(
         needed=needed,
         debt=debt,
         is_overspent=is_overspent,
+        is_refuted=snapshot.is_refuted,
     )
     return decision, OuterState(
         num_replicas=number,

@@ -66,6 +66,8 @@ class Decision:
     """Seconds at the lowest rung that no replica has paid for yet."""
     is_overspent: bool = False
     """Whether tier default's budget of quality is spent."""
+    is_refuted: bool = False
+    """Whether audits contradict the frontier, so that nothing may be lost."""
 
 
 @dataclass(frozen=True)

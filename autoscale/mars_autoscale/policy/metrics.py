@@ -34,6 +34,10 @@ _DECISION_GAUGES: dict[str, tuple[str, Callable[[Decision], float]]] = {
         "1 while nothing is left to give and late requests are refused.",
         lambda each: each.range.is_saturated,
     ),
+    "frontier_refuted": (
+        "1 while audits of what was served contradict frontier.json and nothing may be lost.",
+        lambda each: each.is_refuted,
+    ),
     "overspent": (
         "1 while tier default's budget of quality is spent.",
         lambda each: each.is_overspent,
@@ -71,6 +75,17 @@ class AutoscalerMetrics(Collector):
             if loop.basis is not None
         }
         yield _gauge("frontier_refused", "1 if frontier.json is not used.", refused)
+        drifts = {model: loop.state.drift for model, loop in loops.items()}
+        yield _gauge(
+            "audit_evidence",
+            "Evidence of audits against frontier.json, from 0 to the alarm at 1.",
+            {model: drift.evidence for model, drift in drifts.items()},
+        )
+        yield _gauge(
+            "audit_loss_factor",
+            "Multiple of frontier.json's losses that the budget counts, by audits.",
+            {model: drift.loss_factor for model, drift in drifts.items()},
+        )
         name = "marsray_autoscaler_decisions_total"
         counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
         for model, loop in loops.items():

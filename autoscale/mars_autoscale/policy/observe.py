@@ -66,6 +66,8 @@ class Snapshot:
     """Rates of arrival; None if unknown."""
     arrivals_observed_s: float = 0.0
     """Time in seconds at which the arrivals were observed."""
+    is_refuted: bool = False
+    """Whether audits of what was served contradict the frontier, by which losses are counted."""
 
     def known_replicas(self, max_age_s: float) -> list[ReplicaLoad]:
         """Return the loads that are valid and at most ``max_age_s`` seconds old."""

@@ -11,7 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from mars_autoscale.audit.counts import AuditTally, since
+from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.capacity import Capacity
+from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.policy.decide import decide, hold
 from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
 from mars_autoscale.policy.lengths import LengthCounts
@@ -47,6 +50,8 @@ class AutoscalingBasis:
     mismatch: str | None = None
     """Hardware and number type that the frontier was measured on and the replica runs on, if they
     differ."""
+    expectations: tuple[Expectation, ...] = ()
+    """What the frontier says about outputs that audits can check, with falling τ."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class SavedState:
     outer: OuterState = field(default_factory=OuterState)
     lengths: LengthCounts = field(default_factory=LengthCounts)
     """Outputs of all replicas, the latest with the highest weight."""
+    drift: Drift = field(default_factory=Drift)
+    """Audits of what was served, and what they say about the frontier."""
 
 
 @dataclass
@@ -78,6 +85,8 @@ class _KnownReplica:
     """Time of the latest report."""
     totals: deque[tuple[float, Totals]] = field(default_factory=deque)
     """(time in s, totals) of each report in the window, the oldest first."""
+    audits: AuditTally = field(default_factory=dict)
+    """Latest counts of audits."""
 
 
 class OuterLoop:
@@ -105,11 +114,13 @@ class OuterLoop:
         """Take a replica's report in."""
         if self.basis is None:
             self.basis = basis
-        known = self._replicas.setdefault(report.replica, _KnownReplica(report, basis, now_s))
+        first = _KnownReplica(report, basis, now_s, audits=report.audits or {})
+        known = self._replicas.setdefault(report.replica, first)
         if known.totals and _has_jumped(known.totals[-1], now_s, report.totals):
             known.totals.clear()
         before = known.totals[-1][1] if known.totals else report.totals
         self._note_lengths(report.totals.lengths - before.lengths)
+        self._note_audits(now_s, known, report.audits)
         known.report, known.basis, known.heard_s = report, basis, now_s
         known.totals.append((now_s, report.totals))
         while len(known.totals) > 2 and known.totals[1][0] < now_s - RATE_WINDOW_S:
@@ -154,6 +165,8 @@ class OuterLoop:
         self.basis = max(
             (each.basis for each in staying), key=lambda basis: basis.made_s, default=self.basis
         )
+        drift = self.state.drift.expecting(self.basis.expectations)
+        self.state = replace(self.state, drift=drift)
         num_starting = 0
         if self._cluster is not None:  # a replica reports before the cluster calls it ready
             num_there = max(len(self._cluster.ready), len(staying))
@@ -161,10 +174,15 @@ class OuterLoop:
         latest_s = max((each.heard_s for each in self._replicas.values()), default=now_s)
         snapshot = Snapshot(
             now_s=now_s,
-            replicas=[each.report.load(each.heard_s) for each in staying],
+            replicas=[
+                replace(load, loss=load.loss * drift.loss_factor)
+                for each in staying
+                for load in (each.report.load(each.heard_s),)
+            ],
             num_starting=num_starting,
             arrivals=self._arrivals(now_s),
             arrivals_observed_s=min(latest_s, now_s),
+            is_refuted=drift.is_refuted,
         )
         return snapshot, self.state.outer, self.basis
 
@@ -211,6 +229,10 @@ class OuterLoop:
         decision, state = hold(snapshot, self.state.outer, self.basis.settings)
         return self.commit(snapshot, decision, state, problem)
 
+    def trust_again(self) -> None:
+        """Forget what audits have said about the frontier, such as an alarm."""
+        self.state = replace(self.state, drift=Drift(self.state.drift.expectations))
+
     def _staying(self) -> list[_KnownReplica]:
         """Return the replicas that are not being stopped.
 
@@ -249,6 +271,15 @@ class OuterLoop:
             return None
         # a request's prefix hits are subtracted after it was counted: the difference may be below 0
         return Arrivals(requests / span, max(prompts, 0) / span, self.state.lengths.mean)
+
+    def _note_audits(self, now_s: float, known: _KnownReplica, audits: AuditTally | None) -> None:
+        """Take in a replica's audits, unless they are of another model than the latest one."""
+        if audits is None:
+            return
+        new, known.audits = since(audits, known.audits), audits
+        drift = self.state.drift
+        if known.basis.expectations == drift.expectations:
+            self.state = replace(self.state, drift=drift.heard(new, now_s))
 
     def _note_lengths(self, new: LengthCounts) -> None:
         if new.is_valid:  # others would spoil the mean for long

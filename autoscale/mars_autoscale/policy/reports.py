@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mars_autoscale.audit.counts import AuditTally
 from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts
 from mars_autoscale.policy.observe import ReplicaLoad
 
@@ -70,6 +71,8 @@ class LoadReport:
     is_lowest: bool
     """Whether no lower τ is allowed or of any use."""
     totals: Totals
+    audits: AuditTally | None = None
+    """Audited outputs since the replica's start; None if the report does not tell."""
 
     def stats(self, now_s: float) -> dict[str, float]:
         """Return the report as numbers alone, which is what Ray Serve carries.
@@ -109,5 +112,5 @@ class LoadReport:
         )
 
 
-_NUMBERS = {each.name for each in fields(LoadReport)} - {"replica", "age_s", "totals"}
+_NUMBERS = {each.name for each in fields(LoadReport)} - {"replica", "age_s", "totals", "audits"}
 """Fields of a `LoadReport` that are numbers and do not depend on the time."""

@@ -205,9 +205,10 @@ class Governor:
             self._changed.clear()
 
 
-def _gist(decision: Decision) -> tuple[Reason, bool, bool]:
+def _gist(decision: Decision) -> tuple[Reason, bool, bool, bool]:
     """Return what a decision says beside its numbers."""
-    return decision.reason, decision.range.is_saturated, decision.is_overspent
+    flags = decision.range.is_saturated, decision.is_overspent, decision.is_refuted
+    return (decision.reason, *flags)
 
 
 async def _decide_once(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
+from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.thread_choice import ThreadChoice
@@ -22,7 +23,7 @@ from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.execution.acceptance import Accepted
-from mars_serve.engine.execution.fault_isolation import Step, launch, proves_failure, wait
+from mars_serve.engine.execution.fault_isolation import FailureCount, Step, launch, wait
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
@@ -40,9 +41,6 @@ from mars_serve.engine.sampling.grammar_budget import PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
-
-_MAX_FAILURES = 3
-"""Number of consecutive steps failing for every request after which the engine gives up."""
 
 _DEFAULT = LiveDecoding(0.95)
 
@@ -144,7 +142,9 @@ class Engine:
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
         self.thread_choice: ThreadChoice | None = None  # without one, threads stay as many
-        self._num_failures = 0
+        self._failures = FailureCount()
+        self._audit_room = AuditRoom()
+        self._num_audits = 0
         self._finished_at: float | None = None
         """Time at which the last step ended; None if the engine has been idle since."""
 
@@ -164,20 +164,18 @@ class Engine:
         return min(self.checkpoint.max_length, self.num_pages * self.page_size)
 
     def status(self) -> EngineStatus:
-        """Return how full the engine is, and what it has done since its start."""
-        num_running = len(self._scheduler.running)
+        """Return how full the engine is, and what it has done since its start, audits left out."""
+        num_running = sum(not request.is_audit for request in self._scheduler.running)
+        num_requests = len(self._requests) - self._num_audits
         return EngineStatus(
-            num_requests=len(self._requests),
+            num_requests=num_requests,
             num_running=num_running,
-            num_waiting=len(self._requests) - num_running,
+            num_waiting=num_requests - num_running,
             num_pages=self._pool.num_pages,
             num_free_pages=self._pool.num_free,
             num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
-            num_prompt_tokens=self._counts.prompt_tokens,
-            num_generated_tokens=self._counts.generated_tokens,
-            num_forward_passes=self._counts.forward_passes,
-            num_row_passes=self._counts.row_passes,
+            **vars(self._counts),
             compute_share=self._pacer.compute_share if self._pacer else None,
         )
 
@@ -205,6 +203,7 @@ class Engine:
 
     def adapt_windows(self, times: StepTimes) -> None:
         """From now on, choose masks by these times, if the settings and the model allow that."""
+        self._audit_room.times = times
         if self.window and self.settings.adaptive_windows:
             self._chooser = WindowChooser(times, self.window)
 
@@ -258,11 +257,15 @@ class Engine:
         """Queue a request; see `check` for the requests that are refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
-        request.has_drafter = self._drafter is not None and request.options.may_take_several
+        may_draft = self._drafter is not None and not request.is_audit
+        request.has_drafter = may_draft and request.options.may_take_several
         request.follow(self._step_live)
+        if request.is_audit:
+            request.take_audited_drafts(self._scheduler.max_drafts)
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
         self._requests[request.id] = request
+        self._num_audits += request.is_audit
         self._scheduler.add(request)
         self._deadlines.add(request)
 
@@ -315,6 +318,10 @@ class Engine:
             self._drafter.propose(
                 [item for item in running if item.has_drafter and not item.in_prefill(self.window)]
             )
+        if self._num_audits:
+            self._scheduler.audit_positions = self._audit_room.positions(
+                self._requests.values(), self._scheduler.running, self.window
+            )
         rows = self._scheduler.schedule(self._choose_masks if self._chooser else None)
         if not rows:
             self._finished_at = None
@@ -336,12 +343,13 @@ class Engine:
         outputs, self._overdue = self._overdue, []
         if step is None:
             return outputs
-        results = self._results(step)
+        results = wait(self._runner, step)
+        self._failures.note(results)
         if self._pacer is not None:
             self._pacer.finish(step.rows)
         self._note_time(step.rows)
         outputs += self._commit(step.rows, results)
-        self._counts.forward_passes += 1
+        self._counts.num_forward_passes += any(not row.request.is_audit for row in step.rows)
         if not self._requests:
             self._finished_at = None
         return outputs
@@ -376,12 +384,14 @@ class Engine:
             if request.queue_s is None:
                 assert request.arrived_at is not None
                 request.queue_s = time.monotonic() - request.arrived_at
-                self._counts.prompt_tokens += request.num_prompt
+                if not request.is_audit:
+                    self._counts.num_prompt_tokens += request.num_prompt
 
     def _choose_masks(self, requests: list[Request]) -> list[Masks]:
         """Choose the masks of requests that leave them to the engine."""
         assert self._chooser is not None
-        free, running = set(requests), self._scheduler.running
+        free = set(requests)
+        running = [request for request in self._scheduler.running if not request.is_audit]
         others = [request for request in running if request not in free]
         prompts = sum(max(0, request.num_uncached - self.window - 1) for request in running)
         masks = self._chooser.choose(
@@ -393,6 +403,7 @@ class Engine:
         now = time.perf_counter()
         # A pacer adds prompts to a step's time at another rate than that of the table.
         is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
+        self._audit_room.observe(rows)
         if self._finished_at is not None and is_usable:
             positions = sum(row.num_positions for row in rows)
             cached_tokens = sum(row.request.num_cached for row in rows)
@@ -400,20 +411,6 @@ class Engine:
                 if choice is not None:
                     choice.observe_step(positions, cached_tokens, now - self._finished_at)
         self._finished_at = now
-
-    def _results(self, step: Step) -> list[Accepted | Exception]:
-        """Wait for each row's result or error.
-
-        Raises:
-            RuntimeError: several consecutive steps failed for every request.
-        """
-        results = wait(self._runner, step)
-        has_failed = proves_failure(results)
-        if has_failed is not None:
-            self._num_failures = self._num_failures + 1 if has_failed else 0
-        if self._num_failures >= _MAX_FAILURES:
-            raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
-        return results
 
     # Committing
 
@@ -453,7 +450,7 @@ class Engine:
 
     def _commit_tokens(self, row: ScheduledRow, result: Accepted) -> StepOutput:
         request = row.request
-        if self._chooser is not None:
+        if self._chooser is not None and not request.is_audit:
             # Tokens that an end token or max_tokens cuts off below were accepted all the same.
             self._chooser.observe(request, result.num_masks_tried, result.num_masks_accepted + 1)
         tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
@@ -462,11 +459,14 @@ class Engine:
         except REFUSALS as error:
             return self._fail(request, error)
         request.tokens += tokens
-        self._counts.generated_tokens += len(tokens)
-        self._counts.row_passes += bool(tokens)
+        if not request.is_audit:
+            self._counts.num_generated_tokens += len(tokens)
+            self._counts.num_row_passes += bool(tokens)
         if request.checks_drafts:
             request.drafts = result.next_drafts
             request.num_own_drafts = len(request.drafts)
+        if request.is_audit:
+            request.take_audited_drafts(self._scheduler.max_drafts)
         self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
         if reason is not None:
             self._end(request, reason)
@@ -490,6 +490,7 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         del self._requests[request.id]
+        self._num_audits -= request.is_audit
         if reason is FinishReason.ERROR:
             self._scheduler.discard(request)
         else:

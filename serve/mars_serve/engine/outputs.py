@@ -64,10 +64,10 @@ _values_of = attrgetter(*(each.name for each in fields(StepOutput)))
 class EngineCounts:
     """Counts since an engine's start; see `EngineStatus`."""
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    forward_passes: int = 0
-    row_passes: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_forward_passes: int = 0
+    num_row_passes: int = 0
 
 
 @dataclass(frozen=True)

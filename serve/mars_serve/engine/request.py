@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes, Span
 
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
     from mars_serve.engine.sampling.grammar import Matcher
     from mars_serve.engine.sampling.sampler import TokenHistory
     from mars_serve.engine.sampling.token_rules import TokenRules
+
+
+_AUDIT_RANK = min(tier.rank for tier in Tier) - 1
 
 
 class Draft(NamedTuple):
@@ -48,6 +52,11 @@ class Request:
     """Whether the engine's side was told of the arrival before the request came."""
     is_streamed: bool = True
     """Whether the outputs are wanted as they come; otherwise they are sent together at the end."""
+    may_be_audited: bool = False
+    """Whether the output may be decoded again to see what several tokens a pass have changed."""
+    audited: Sequence[int] = ()
+    """Output that was served before and that this request audits. It supplies the drafts as long as
+    the output follows it, and the request runs only while nothing else needs the engine."""
     num_prompt: int = field(init=False)
     num_cached: int = 0
     """Leading tokens whose keys and values are in the KV cache."""
@@ -130,6 +139,24 @@ class Request:
         if self.span is not before:
             self.follow(live)
         return self.span is not before
+
+    @property
+    def is_audit(self) -> bool:
+        """Whether this request audits another's output, and nobody waits for its own."""
+        return bool(self.audited)
+
+    @property
+    def rank(self) -> int:
+        """Rank by which requests are scheduled: that of the tier, or below all tiers for audits."""
+        return _AUDIT_RANK if self.is_audit else self.options.tier.rank
+
+    def take_audited_drafts(self, max_drafts: int) -> None:
+        """Draft what was served next, at most so many tokens, if the output has followed it."""
+        start = self.num_output
+        follows = self.tokens[self.num_prompt :] == list(self.audited[:start])
+        if follows:
+            tokens = self.audited[start : start + max_drafts]
+            self.drafts, self.num_own_drafts = [Draft(token, 1.0) for token in tokens], 0
 
     @property
     def num_output(self) -> int:

@@ -2,8 +2,8 @@
 
 Decoding has no phases: under one budget of positions a step, every running request feeds what it
 can, either a chunk of its prompt or its uncached tokens and masks. Requests are ordered by tier,
-then by arrival. Pages are held for committed tokens and drafts only; if the pages run out, the last
-request in order is preempted: it gives up its pages and waits again.
+audits behind all tiers, then by arrival. Pages are held for committed tokens and drafts only; if
+the pages run out, the last request in order is preempted: it gives up its pages and waits again.
 
 The first running request in order gets a row in every step, and all pages that it needs. So every
 request whose longest possible length fits the pool ends.
@@ -63,6 +63,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         """Tokens found in the prefix cache, at admissions and between chunks of prompts."""
+        self.audit_positions = max_num_batched_tokens
+        """Most positions of an audit in a step; at 0 audits keep their pages and wait."""
         self._num_arrived = 0
         self._was_quarantine = False
         """Whether the last step was that of a request in quarantine."""
@@ -147,8 +149,7 @@ class Scheduler:
         """
         while self.waiting:
             request = self.waiting[0]
-            rank = -request.options.tier.rank
-            num_kept = bisect_right(self.running, rank, key=lambda item: _order(item)[0])
+            num_kept = bisect_right(self.running, -request.rank, key=lambda item: -item.rank)
             if num_kept == self.max_num_seqs:
                 return
             num_prefix_hit_tokens = self._take_cached(request)
@@ -175,7 +176,7 @@ class Scheduler:
         request = self.running.pop()
         self._release(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.num_preemptions += not request.is_audit
         insort(self.waiting, request, key=_order)
 
     def _release(self, request: Request) -> None:
@@ -193,6 +194,8 @@ class Scheduler:
         return keys[start:stop]
 
     def _count_prefix_hit(self, request: Request, num_tokens: int) -> None:
+        if request.is_audit:
+            return
         self.num_prefix_hit_tokens += num_tokens
         if request.num_preemptions == 0:
             request.num_prefix_hit_tokens += num_tokens
@@ -275,10 +278,7 @@ class Scheduler:
         """
 
         def plan_row(request: Request, budget: int) -> ScheduledRow | None:
-            fed = masks[request]
-            if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
-                fed = fit_masks(fed, max(0, budget - request.num_uncached))
-            return fit_row(request, fed, budget)
+            return self._row(request, masks[request], budget, may_shrink=may_shrink)
 
         prompts = [request for request in members if request.in_prefill(self.window)]
         decoding = [request for request in members if not request.in_prefill(self.window)]
@@ -299,6 +299,15 @@ class Scheduler:
                 budget -= row.num_positions
                 computed.update(self._computed_keys(row))
         return plan
+
+    def _row(
+        self, request: Request, fed: Masks, budget: int, *, may_shrink: bool
+    ) -> ScheduledRow | None:
+        if request.is_audit:
+            budget = min(budget, self.audit_positions)
+        if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
+            fed = fit_masks(fed, max(0, budget - request.num_uncached))
+        return fit_row(request, fed, budget)
 
     def _give_pages(self, plan: Mapping[Request, ScheduledRow]) -> list[ScheduledRow]:
         """Allocate each row's pages, in order of the requests, and return the rows that can run.
@@ -326,7 +335,7 @@ class Scheduler:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    return -request.options.tier.rank, request.arrival
+    return -request.rank, request.arrival
 
 
 def fit_masks(masks: Masks, budget: int) -> Masks:

@@ -11,10 +11,12 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome, added
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.observability.audit_metrics import audit_families
 from mars_serve.observability.metric_families import Histogram, HistogramDefinition
 from mars_serve.observability.request_load import RequestLoad
 
@@ -86,6 +88,8 @@ class RequestTelemetry:
     def __init__(self) -> None:
         self.load = RequestLoad()
         """Requests that have arrived, that wait and that run."""
+        self.audits = dict[AuditKey, AuditCounts]()
+        """Audited outputs."""
         self._first = Histogram(_TIME_TO_FIRST_TOKEN)
         self._gap = Histogram(_INTER_TOKEN_LATENCY)
         self._e2e = Histogram(_E2E_LATENCY)
@@ -141,8 +145,13 @@ class RequestTelemetry:
         if times.num_passes and request.options.mode is Mode.THRESHOLD:
             self._threshold.observe(times.sum_threshold / times.num_passes)
 
+    def audited(self, outcome: AuditOutcome) -> None:
+        """Count the outcome of an audit."""
+        self.audits = added(self.audits, outcome.counts())
+
     def families(self, labels: tuple[str, str]) -> Iterator[Metric]:
         """Yield the histograms as metric families with these labels."""
         timed = self._first, self._gap, self._e2e, self._queue, self._tokens, self._threshold
         for histogram in timed:
             yield histogram.family(labels)
+        yield from audit_families(self.audits, labels)

@@ -61,7 +61,13 @@ def autoscaling_basis(
             _ar_capacity(engine, times), outer, refused=str(error), made_s=time.time()
         )
     mismatch = _mismatch(frontier, settings, engine)
-    return AutoscalingBasis(capacity, outer, made_s=time.time(), mismatch=mismatch)
+    return AutoscalingBasis(
+        capacity,
+        outer,
+        made_s=time.time(),
+        mismatch=mismatch,
+        expectations=frontier.expectations(),
+    )
 
 
 def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> str | None:

@@ -48,7 +48,12 @@ class ModelReplica:
         self._steering: Steering | None = None
         if basis is not None and autoscaling is not None:
             self._steering = Steering(
-                self._name, basis, autoscaling, self._loop, lambda: self._telemetry.requests.load
+                self._name,
+                basis,
+                autoscaling,
+                self._loop,
+                lambda: self._telemetry.requests.load,
+                lambda: self._telemetry.requests.audits,
             )
         initial = PublishedThreshold(0, settings.initial_threshold)
         self._apply(initial)

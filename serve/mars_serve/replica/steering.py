@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from mars_autoscale.audit.counts import AuditTally
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.lengths import LengthCounts
@@ -41,6 +42,7 @@ class Steering:
         settings: AutoscalingSettings,
         loop: EngineLoop,
         load: Callable[[], RequestLoad],
+        audits: Callable[[], AuditTally] = dict,
     ) -> None:
         """Apply the target τ.
 
@@ -50,12 +52,14 @@ class Steering:
             settings: settings of the model's autoscaling.
             loop: leads to the engine.
             load: returns the present load.
+            audits: returns the audited outputs since the start.
         """
         self.basis = basis
         self._replica = replica
         self._settings = settings
         self._loop = loop
         self._load = load
+        self._audits = audits
         self._inner_loop = InnerLoop(basis.capacity, settings.inner)
         self._range = ThresholdRange(
             basis.settings.floor_threshold, basis.settings.flex_floor_threshold
@@ -176,4 +180,5 @@ class Steering:
             loss=0.0 if is_pinned else decision.loss,
             is_lowest=decision.is_lowest,
             totals=self._load().totals,
+            audits=self._audits(),
         )

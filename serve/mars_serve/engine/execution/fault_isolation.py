@@ -12,6 +12,9 @@ from mars_serve.engine.sampling.grammar import GrammarError
 from mars_serve.engine.sampling.grammar_budget import PutOff
 from mars_serve.engine.scheduled_row import ScheduledRow
 
+_MAX_FAILURES = 3
+"""Number of consecutive steps failing for every request after which the engine gives up."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,10 +59,24 @@ def wait(runner: ModelRunner, step: Step) -> list[Accepted | Exception]:
     return [result for half in halves for result in wait(runner, half)]
 
 
-def proves_failure(results: Sequence[Accepted | Exception]) -> bool | None:
-    """Return whether a step failed for every request; None if only grammars decided its results."""
-    judged = [result for result in results if not isinstance(result, GrammarError | PutOff)]
-    return all(isinstance(result, Exception) for result in judged) if judged else None
+class FailureCount:
+    """Counts consecutive steps that failed for every request."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def note(self, results: Sequence[Accepted | Exception]) -> None:
+        """Note a step's results; those that only grammars decided say nothing.
+
+        Raises:
+            RuntimeError: several consecutive steps failed for every request.
+        """
+        judged = [result for result in results if not isinstance(result, GrammarError | PutOff)]
+        errors = [result for result in judged if isinstance(result, Exception)]
+        if judged:
+            self._num = self._num + 1 if len(errors) == len(judged) else 0
+        if self._num >= _MAX_FAILURES:
+            raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
 
 
 def _checked(result: Accepted | Exception) -> Accepted | Exception:

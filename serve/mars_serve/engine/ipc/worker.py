@@ -12,12 +12,14 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
 
+from mars_autoscale.audit.counts import AuditOutcome
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.queueing.grants import Grants, reserve_of
 from mars_platform.errors import UserError
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.compilers import Compilers
 from mars_serve.engine.ipc.connections import Connection, Connections
@@ -65,6 +67,9 @@ class Observer(Protocol):
     def gone(self, request: Request, now_s: float) -> None:
         """Note that a request has ended at a time by ``time.monotonic``."""
 
+    def audited(self, outcome: AuditOutcome) -> None:
+        """Note the outcome of an audit."""
+
 
 class EngineWorker:
     """Takes orders from connections and sends reports, until its starter's end is closed.
@@ -84,6 +89,7 @@ class EngineWorker:
         times: StepTimes | None = None,
         pulse: Pulse | None = None,
         host: str | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         """Prepare the worker; `run` does the work.
 
@@ -96,6 +102,7 @@ class EngineWorker:
             times: sent to the other ends.
             pulse: shows to whoever watches it that steps are being run.
             host: address of the interface on which to accept further connections; None for none.
+            auditor: audits what is served; None for no audits.
         """
         self._engine = engine
         engine.on_launch = self._launching
@@ -103,6 +110,7 @@ class EngineWorker:
         grants = Grants(sizes.max_num_seqs, reserve_of(sizes.max_num_seqs))
         self._connections = Connections(channel, grants)
         self._observer = observer
+        self._auditor = auditor or Auditor(engine)
         self._on_closed = on_closed
         self._basis = basis
         self._times = times
@@ -146,6 +154,7 @@ class EngineWorker:
             if listener is not None:
                 listener.close()
             self._compilers.close()
+            self._auditor.close()
             self._engine.grammars.close()
             self._connections.close()
 
@@ -162,9 +171,10 @@ class EngineWorker:
     def _step(self) -> None:
         engine, outputs = self._engine, list[StepOutput]()
         while self._take_inbox():
+            self._auditor.begin()
             step = engine.begin_step()
             self._report(outputs)  # the previous step's, while a GPU runs this one
-            outputs = engine.finish_step(step)
+            outputs = self._auditor.take(engine.finish_step(step))
             if not (engine.overlaps and engine.has_work):
                 self._report(outputs)
                 outputs = []
@@ -178,7 +188,7 @@ class EngineWorker:
         self._is_short_of_pages = bool(
             status.num_waiting and status.num_running < self._engine.settings.max_num_seqs
         )
-        if not self._updated.num_requests:
+        if status.num_requests and not self._updated.num_requests:
             self._update(status, time.monotonic())
         if self._pulse is not None:
             positions = sum(row.num_positions for row in rows)
@@ -187,7 +197,7 @@ class EngineWorker:
     def _take_inbox(self) -> bool:
         """Wait for work or orders and apply the orders; False once the starter's end is closed."""
         with self._changed:
-            while not (self._is_closed or self._inbox or self._has_demand or self._engine.has_work):
+            while not (self._is_closed or self._inbox or self._has_demand or self._has_work):
                 self._beat()
                 self._changed.wait(_BEAT_S)
             self._beat()
@@ -205,12 +215,17 @@ class EngineWorker:
                 self._add(order)
         return not self._is_closed
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work or self._auditor.has_work
+
     def _beat(self) -> None:
         if self._pulse is not None:
             self._pulse.beat()
 
     def _add(self, request: Request) -> None:
         self._observer.come(request)
+        self._auditor.come(request)
         self._running[request.id] = request
         self._engine.add(request)
 
@@ -224,6 +239,7 @@ class EngineWorker:
         request = self._running.pop(request_id, None)
         if request is not None:
             self._observer.gone(request, now_s)
+            self._auditor.gone(request)
 
     def _report(self, outputs: list[StepOutput]) -> None:
         now_s = time.monotonic()
@@ -232,9 +248,13 @@ class EngineWorker:
             request = self._running.get(output.request_id)
             if request is not None:
                 self._observer.stepped(request, output, now_s)
+                self._auditor.stepped(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id, now_s)
-        self._update_if_due(now_s, is_new=bool(outputs))
+        outcomes = self._auditor.take_outcomes()
+        for outcome in outcomes:
+            self._observer.audited(outcome)
+        self._update_if_due(now_s, is_new=bool(outputs or outcomes))
         for connection, theirs in reports.items():
             self._connections.send(connection, StepReport(theirs))
         self._connections.regrant(is_short_of_pages=self._is_short_of_pages)

@@ -273,6 +273,10 @@ class Matcher:
         self._begun_s = 0.0  # `total_s` when the current step began
         self._has_overrun = False
 
+    def restarted(self) -> Matcher:
+        """Return a matcher of the same grammar at the start of another output."""
+        return Matcher(self._grammar)
+
     @property
     def is_finished(self) -> bool:
         """Whether only end tokens may follow."""

@@ -1,0 +1,1 @@
+"""What audits of served outputs say about a frontier."""

@@ -1,0 +1,161 @@
+"""Tells from audits whether a frontier still holds for what is served.
+
+A frontier goes wrong when the weights or the prompts change. Two figures of it can be checked on
+served outputs: how many of their tokens are the first to differ from mode exact, and, where a
+checker judges outputs, how many answers are lost. Both are watched by Shiryaev-Roberts detectors
+
+    R = (1 + R before) * e,    alarm when R >= A
+
+where e is the likelihood ratio or the payoff of a bet that gains nothing on average while the
+frontier holds, whatever it is within its interval. Then R minus the number of audits gains nothing
+on average either, and the mean number of audits until a false alarm is at least A, however long one
+watches (Shin, Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532, theorem 2.4). The losses that
+raise an alarm soon are those of twice what the frontier says and more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mars_autoscale.audit.counts import AuditCounts, AuditTally, added
+from mars_autoscale.model.expectations import Expectation, expectation_of
+
+_AUDITS_TO_FALSE_ALARM = 1e7
+"""Mean number of audits until a false alarm, at least: one a second makes that 2,800 hours."""
+_FACTORS = (2.0, 4.0)
+"""Multiples of the expected rate of divergence that the detector looks for."""
+_STAKES = (0.4, 0.8)
+"""Shares that are bet on the loss of more answers than expected."""
+_PRIOR_DIVERGED = 10.0
+"""Expected divergences as which the frontier's own word counts against that of the audits."""
+_HALF_LIFE_DIVERGED = 50.0
+"""Expected divergences after which earlier ones count half, as prompts and weights change."""
+_NONE = -math.inf
+"""Logarithm of a detector that has seen nothing."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What the audits have said about one frontier; plain data that can be pickled."""
+
+    expectations: tuple[Expectation, ...] = ()
+    """What the frontier says, see `mars_autoscale.model.expectations`."""
+    tally: AuditTally = field(default_factory=dict)
+    """All audited outputs."""
+    log_divergence: tuple[float, ...] = (_NONE,) * len(_FACTORS)
+    """Natural logarithm of the detector of each factor."""
+    log_loss: tuple[float, ...] = (_NONE,) * len(_STAKES)
+    """Natural logarithm of the detector of each stake."""
+    recent_diverged: float = 0.0
+    """Divergences, the latest with the highest weight."""
+    recent_expected: float = 0.0
+    """Divergences that the frontier let expect at the most, weighted alike."""
+    refuted_s: float | None = None
+    """Time of the alarm in seconds since 1970; None before it. The alarm stays."""
+
+    def heard(self, new: AuditTally, now_s: float) -> Drift:
+        """Take in newly audited outputs."""
+        if not new:
+            return self
+        divergence, loss = self.log_divergence, self.log_loss
+        diverged, expected = self.recent_diverged, self.recent_expected
+        for counts, expectation in self._comparable(new):
+            events = counts.num_tokens * expectation.divergence
+            divergence = _moved(divergence, _log_ratios(counts.num_diverged, events))
+            if expectation.loss is not None and counts.num_checked:
+                loss = _moved(loss, _log_payoffs(counts, expectation.loss / 100))
+            weight = 0.5 ** (events / _HALF_LIFE_DIVERGED)
+            diverged = diverged * weight + counts.num_diverged
+            expected = expected * weight + events
+        has_alarm = max(_log_mean(divergence), _log_mean(loss)) >= _ALARM
+        refuted_s = now_s if has_alarm and self.refuted_s is None else self.refuted_s
+        return Drift(
+            self.expectations,
+            added(self.tally, new),
+            divergence,
+            loss,
+            diverged,
+            expected,
+            refuted_s,
+        )
+
+    def expecting(self, expectations: tuple[Expectation, ...]) -> Drift:
+        """Return this, or a new start if the frontier says something else."""
+        return self if expectations == self.expectations else Drift(expectations)
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether the audits contradict the frontier."""
+        return self.refuted_s is not None
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor, at least 1, by which what is served loses more than the frontier says.
+
+        It is the ratio of the divergences that were found to those that were expected at the most,
+        with the frontier's own word among the evidence.
+        """
+        found = self.recent_diverged + _PRIOR_DIVERGED
+        return max(found / (self.recent_expected + _PRIOR_DIVERGED), 1.0)
+
+    @property
+    def evidence(self) -> float:
+        """How far the detectors are on the way to an alarm: 0 at the start, 1 at the alarm.
+
+        It is the logarithm of the higher one as a share of that of its limit.
+        """
+        return max(_log_mean(self.log_divergence), _log_mean(self.log_loss), 0.0) / _ALARM
+
+    def _comparable(self, tally: AuditTally) -> Iterable[tuple[AuditCounts, Expectation]]:
+        """Yield the counts that the frontier says something about: those of greedy outputs."""
+        for key, counts in tally.items():
+            expectation = expectation_of(self.expectations, key.threshold)
+            if expectation is not None and key.is_greedy:
+                yield counts, expectation
+
+
+def _log_ratios(num_diverged: int, expected: float) -> list[float]:
+    """Return the logarithm of each factor's likelihood ratio.
+
+    An output's tokens diverge at a constant rate r or k * r until the first one does. The ratio is
+    k^d * exp(-(k - 1) * expected), which gains nothing on average at r and loses below it.
+    """
+    return [num_diverged * math.log(k) - (k - 1) * expected for k in _FACTORS]
+
+
+def _log_payoffs(counts: AuditCounts, loss: float) -> list[float]:
+    """Return the logarithm of what each stake's bets on these outputs have become.
+
+    An output loses 1 answer, 0 or -1, on average ``loss`` at the most. A bet of a share s of what
+    one has pays 1 + s * (lost - loss).
+    """
+    num_same = counts.num_checked - counts.num_lost - counts.num_gained
+    return [
+        counts.num_lost * math.log1p(stake * (1 - loss))
+        + counts.num_gained * math.log1p(stake * (-1 - loss))
+        + num_same * math.log1p(-stake * loss)
+        for stake in _STAKES
+    ]
+
+
+def _moved(logs: Sequence[float], steps: Sequence[float]) -> tuple[float, ...]:
+    """Return the logarithm of (1 + R) * e for each detector."""
+    return tuple(_log_1_plus_exp(log) + step for log, step in zip(logs, steps, strict=True))
+
+
+def _log_1_plus_exp(value: float) -> float:
+    return max(value, 0.0) + math.log1p(math.exp(-abs(value)))
+
+
+def _log_mean(logs: Sequence[float]) -> float:
+    """Return the logarithm of the mean of detectors."""
+    highest = max(logs)
+    if highest == _NONE:
+        return _NONE
+    return highest + math.log(sum(math.exp(log - highest) for log in logs) / len(logs))
+
+
+_ALARM = math.log(_AUDITS_TO_FALSE_ALARM)
+"""Logarithm of the detectors' limit."""

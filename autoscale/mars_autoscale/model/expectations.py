@@ -1,0 +1,37 @@
+"""What a frontier says about served outputs, as far as audits can check it.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a frontier says about outputs that are served with a τ."""
+
+    threshold: float
+    divergence: float
+    """Share of tokens that are the first of an output to differ from plain AR decoding, at the
+    pessimistic end of its interval; above 0."""
+    loss: float | None
+    """Points of 100 by which fewer answers are right, at the pessimistic end; None if the frontier
+    has no answers."""
+
+
+def expectation_of(expectations: Sequence[Expectation], threshold: float) -> Expectation | None:
+    """Return what is expected of a τ: what was measured for the highest τ that is not above it,
+    which loses no less; None if τ is 1, or below all of them.
+
+    Args:
+        expectations: what was measured, with falling τ.
+        threshold: the τ.
+    """
+    if threshold >= 1.0:
+        return None
+    return next((each for each in expectations if each.threshold <= threshold + _ROUNDING), None)
