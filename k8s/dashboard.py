@@ -13,6 +13,7 @@ from typing import Any
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _MODEL = '{model=~"$model"}'
+_AUDITED = ("confidence_threshold", "sampling")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,18 @@ PANELS = (
     ),
     Panel("τ served, by request", "none", _quantiles("marsray_request_confidence_threshold")),
     Panel(
+        "Audits: first differences per 1,000 tokens, by τ",
+        "none",
+        (
+            (
+                "{{confidence_threshold}}, {{sampling}}",
+                f"1000 * {_sum_rate('marsray_audited_diverged_total', *_AUDITED)}"
+                f" / {_sum_rate('marsray_audited_tokens_total', *_AUDITED)}",
+            ),
+            ("evidence", f"max by (model) (ray_marsray_autoscaler_audit_evidence{_MODEL})"),
+        ),
+    ),
+    Panel(
         "Replicas",
         "none",
         (
@@ -76,6 +89,10 @@ PANELS = (
             (
                 "frontier refused",
                 f"max by (model) (ray_marsray_autoscaler_frontier_refused{_MODEL})",
+            ),
+            (
+                "frontier refuted",
+                f"max by (model) (ray_marsray_autoscaler_frontier_refuted{_MODEL})",
             ),
         ),
     ),

@@ -9,7 +9,12 @@ import pytest
 
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_serve.config.settings import AutoscalingSettings
-from mars_serve.observability import ingress_telemetry, replica_telemetry, request_telemetry
+from mars_serve.observability import (
+    audit_metrics,
+    ingress_telemetry,
+    replica_telemetry,
+    request_telemetry,
+)
 from mars_serve.observability.metric_families import HistogramDefinition, MetricDefinition
 
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")
@@ -39,6 +44,7 @@ def metric_names() -> set[str]:
         if isinstance(each, MetricDefinition)
     ]
     definitions += replica_telemetry._COUNTERS.values()
+    definitions += audit_metrics.AUDIT_COUNTERS.values()
     histograms = [each.name for each in definitions if isinstance(each, HistogramDefinition)]
     names = {each.name for each in definitions}
     names |= {f"{name}{part}" for name in histograms for part in ("_bucket", "_count", "_sum")}
@@ -76,6 +82,7 @@ def test_every_alert_names_a_remedy_in_the_readme(rules, readme):
         "MarsrayThresholdAtFloor",
         "MarsrayNoReplica",
         "MarsrayFrontierRefused",
+        "MarsrayFrontierRefuted",
         "MarsrayRejections",
     }
     assert alerts["MarsrayThresholdAtFloor"]["for"] == "10m"

@@ -145,6 +145,7 @@ def hold(
         decode_tokens_per_s=0.0,
         needed=float(current),
         debt=state.debt,
+        is_refuted=snapshot.is_refuted,
     )
     return decision, replace(state, num_replicas=current)
 

@@ -229,7 +229,7 @@ class OuterLoop:
         decision, state = hold(snapshot, self.state.outer, self.basis.settings)
         return self.commit(snapshot, decision, state, problem)
 
-    def trust_again(self) -> None:
+    def trust_frontier(self) -> None:
         """Forget what audits have said about the frontier, such as an alarm."""
         self.state = replace(self.state, drift=Drift(self.state.drift.expectations))
 

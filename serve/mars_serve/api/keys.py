@@ -30,6 +30,8 @@ class Caller:
     """Values of ``service_tier`` that the caller may use."""
     min_threshold: float = 0.0
     """Lowest τ of the caller's requests, in [0, 1]."""
+    may_be_audited: bool = True
+    """Whether outputs of the caller may be decoded again."""
     is_admin: bool = False
     may_control: bool = False
     """Whether prompts of the caller may contain control tokens."""
@@ -56,6 +58,7 @@ class Caller:
             tenant=f"key:{entry.name}" if entry.tenant is None else f"tenant:{entry.tenant}",
             tiers=frozenset(entry.tiers),
             min_threshold=entry.min_confidence_threshold,
+            may_be_audited=entry.audit,
             is_admin=entry.admin,
             may_control=entry.control_tokens,
             is_alone=is_alone,

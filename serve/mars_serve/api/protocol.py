@@ -187,6 +187,10 @@ class GenerationRequest(Body):
     calibrated: Flag | None = None
     """Correct the confidence with the checkpoint's calibration before it is compared."""
 
+    audit: Flag | None = None
+    """Whether the output may be decoded again later to measure what faster decoding loses; true by
+    default, unless the key says otherwise. Nothing of it is written anywhere."""
+
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None

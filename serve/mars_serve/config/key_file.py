@@ -38,6 +38,8 @@ class KeyEntry(Settings):
     """Generating requests allowed per minute; by default unlimited."""
     tenant: str | None = Field(default=None, max_length=128)
     """Keys with the same tenant share cached prompt prefixes; by default a key shares with none."""
+    audit: bool = True
+    """Whether outputs of this key may be decoded again to measure what faster decoding loses."""
     admin: bool = False
     """Allow the paths below /admin."""
     control_tokens: bool = False

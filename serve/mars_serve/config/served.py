@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from mars_autoscale.audit.drift import Drift
 from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
@@ -58,6 +59,8 @@ class Explanation:
     """Capacity and settings of the model; None until a replica has reported them."""
     records: list[DecisionRecord]
     """Latest decisions, the oldest first."""
+    drift: Drift = field(default_factory=Drift)
+    """Audits of what was served, and what they say about the frontier."""
 
 
 class Backend(Protocol):
@@ -84,6 +87,9 @@ class Backend(Protocol):
 
     async def autoscaler(self) -> Explanation | None:
         """Return the autoscaler's latest decisions; None if the model is not autoscaled."""
+
+    async def trust_frontier(self) -> None:
+        """Forget what audits have said about the frontier; do nothing without an autoscaler."""
 
     async def metrics(self) -> list[str]:
         """Return every replica's metrics in Prometheus' text format."""

@@ -43,6 +43,20 @@ class RehearsalSettings(Settings):
     """Shortest start of a replica, in seconds."""
 
 
+class AuditSettings(Settings):
+    """The audit of what was served with several tokens a pass.
+
+    While an engine is idle, it decodes a sample of such outputs again in mode exact and counts what
+    differs. Outputs of requests and keys that opt out are left alone.
+    """
+
+    share: float = Field(default=0.05, ge=0, le=1)
+    """Share of the outputs to audit, in [0, 1]; 0 for none."""
+    checker: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Function ``package.module:function`` that gets the texts of prompt and output, and returns
+    whether the output is right, or None if it cannot tell. It runs in the engine's process."""
+
+
 class TierSettings(Settings):
     """Floors of τ for each ``service_tier``.
 
@@ -91,6 +105,7 @@ class ModelSettings(Settings):
     """τ of requests that set none, until it is changed on the running server. If autoscaling moves
     τ, set ``autoscaling.target_threshold`` instead."""
     tiers: TierSettings = TierSettings()
+    audit: AuditSettings = AuditSettings()
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """How thinking is told from answers: ``think`` by the tokens ``<think>`` and ``</think>``,
     ``auto`` the same if the chat template mentions one of them, and ``none`` not at all."""

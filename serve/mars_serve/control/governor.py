@@ -137,7 +137,15 @@ class Governor:
     async def explain(self, model: str) -> Explanation | None:
         """Return a model's latest decisions; None if it is not autoscaled."""
         loop = self._loops.get(model)
-        return None if loop is None else Explanation(loop.basis, list(loop.records))
+        if loop is None:
+            return None
+        return Explanation(loop.basis, list(loop.records), loop.state.drift)
+
+    async def trust_frontier(self, model: str) -> None:
+        """Forget what audits have said about a model's frontier, such as an alarm."""
+        if model in self._loops:
+            self._loops[model].trust_frontier()
+            _log.info("autoscaling %s trusts its frontier again, by hand", model)
 
     async def metrics(self, model: str) -> str:
         """Return the metrics of a model's autoscaling in Prometheus' text format."""

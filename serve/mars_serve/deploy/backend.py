@@ -122,6 +122,10 @@ class ReplicaBackend:
         found: Explanation | None = await self._govern("explain", self._model)
         return found
 
+    async def trust_frontier(self) -> None:
+        """Forget what audits have said about the frontier."""
+        await self._govern("trust_frontier", self._model)
+
     async def metrics(self) -> list[str]:
         """Return the metrics of every replica and of the autoscaler in Prometheus' text format."""
         texts: list[str] = await self._ask_all("exposition")

@@ -7,35 +7,35 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from mars_autoscale.audit.counts import AuditTally
-from mars_serve.observability.metric_families import LABELS
+from mars_serve.observability.metric_families import LABELS, MetricDefinition
 
 AUDIT_COUNTERS = {
-    "num_outputs": (
+    "num_outputs": MetricDefinition(
         "marsray_audited_outputs_total",
         "Outputs with tokens served at this threshold that were decoded again in mode exact.",
     ),
-    "num_tokens": (
+    "num_tokens": MetricDefinition(
         "marsray_audited_tokens_total",
         "Tokens of those that were compared: all up to an output's first difference.",
     ),
-    "num_diverged": (
+    "num_diverged": MetricDefinition(
         "marsray_audited_diverged_total",
         "Outputs whose first token that mode exact chooses otherwise was served at this threshold.",
     ),
-    "num_checked": (
+    "num_checked": MetricDefinition(
         "marsray_audited_checked_total",
         "Audited outputs that the checker judged, by their lowest threshold.",
     ),
-    "num_lost": (
+    "num_lost": MetricDefinition(
         "marsray_audited_lost_total",
         "Checked outputs that are right in mode exact and were wrong as served.",
     ),
-    "num_gained": (
+    "num_gained": MetricDefinition(
         "marsray_audited_gained_total",
         "Checked outputs that are wrong in mode exact and were right as served.",
     ),
 }
-"""Name and description of the counter of each field of `AuditCounts`."""
+"""Counters by the field of `AuditCounts` that holds the count."""
 _MORE_LABELS = ("tier", "confidence_threshold", "sampling")
 
 
@@ -43,8 +43,10 @@ def audit_families(tally: AuditTally, labels: tuple[str, str]) -> Iterator[Metri
     """Yield the counts as counters by tier, τ and kind of sampling; nothing before any audit."""
     if not tally:
         return
-    for field, (name, text) in AUDIT_COUNTERS.items():
-        family = CounterMetricFamily(name, text, labels=(*LABELS, *_MORE_LABELS))
+    for field, definition in AUDIT_COUNTERS.items():
+        family = CounterMetricFamily(
+            definition.name, definition.help, labels=(*LABELS, *_MORE_LABELS)
+        )
         for key, counts in tally.items():
             kind = "greedy" if key.is_greedy else "random"
             family.add_metric(

@@ -19,6 +19,7 @@ import torch
 from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
 from mars_serve.engine.adaptive.thread_choice import ThreadChoice
+from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.pulse import Pulse
@@ -26,7 +27,7 @@ from mars_serve.engine.ipc.worker import EngineWorker
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
-from mars_serve.replica.loading import load_engine
+from mars_serve.replica.loading import check_of, load_checker, load_engine
 from mars_serve.replica.number_type_advice import advise_bfloat16
 from mars_serve.replica.step_time_cache import warm_up
 from mars_serve.replica.threads import set_threads
@@ -46,7 +47,9 @@ def main() -> None:
     (start,) = channel.receive()
     assert isinstance(start, EngineStart)
     torch.set_num_threads(start.threads.num)
+    audit = start.settings.audit
     try:
+        checker = load_checker(audit.checker)
         engine = load_engine(start.settings)
     except UserError as error:
         channel.send(NotLoaded(str(error)))
@@ -71,6 +74,7 @@ def main() -> None:
         times=times,
         pulse=pulse,
         host=start.host,
+        auditor=Auditor(engine, audit.share, checker and check_of(checker, engine.checkpoint)),
     ).run()
 
 

@@ -1,8 +1,10 @@
-"""Loads a served model's engine, and the engine of the model that drafts for it, if any."""
+"""Loads a served model's engine, with the model that drafts for it and the checker of its audits."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 
@@ -14,6 +16,7 @@ from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.ipc.auditor import Check
 
 _DRAFT_MEMORY = 0.1
 """Memory fraction of the drafting model's pages, as a share of the served model's; a drafting
@@ -65,3 +68,40 @@ def _pacer(checkpoint: Checkpoint) -> Pacer:
         frontier.hardware,
     )
     return Pacer(frontier, checkpoint.metadata.block_size if checkpoint.metadata else 0)
+
+
+def load_checker(name: str | None) -> Callable[[str, str], bool | None] | None:
+    """Return a setting's checker, or None if it names none.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"audit.checker: {name} cannot be loaded ({error}); name a function as "
+            "package.module:function, and install its package where replicas run"
+        ) from error
+    if not callable(found):
+        raise UserError(f"audit.checker: {name} is not a function; name one")
+    checker: Callable[[str, str], bool | None] = found
+    return checker
+
+
+def check_of(checker: Callable[[str, str], bool | None], checkpoint: Checkpoint) -> Check:
+    """Return the check of tokens that a checker of texts makes."""
+    tokenizer = checkpoint.tokenizer
+
+    def check(prompt: Sequence[int], output: Sequence[int]) -> bool | None:
+        texts = (
+            tokenizer.decode(list(prompt)),
+            tokenizer.decode(list(output), skip_special_tokens=True),
+        )
+        verdict = checker(*texts)
+        return None if verdict is None else bool(verdict)
+
+    return check

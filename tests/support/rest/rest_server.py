@@ -62,6 +62,9 @@ class LoopBackend:
     async def autoscaler(self) -> Explanation | None:
         return None
 
+    async def trust_frontier(self) -> None:
+        pass
+
     async def metrics(self) -> list[str]:
         return []
 
@@ -92,6 +95,9 @@ class BrokenBackend:
 
     async def autoscaler(self) -> Explanation | None:
         return None
+
+    async def trust_frontier(self) -> None:
+        pass
 
     async def metrics(self) -> list[str]:
         return []

@@ -1,4 +1,5 @@
-"""``/admin/threshold`` reads and changes models' live τ; ``/admin/autoscaler`` explains it.
+"""``/admin/threshold`` reads and changes models' live τ; ``/admin/autoscaler`` explains it, and
+``/admin/audit`` tells what it costs.
 
 The authentication middleware has already checked that the caller is an administrator.
 """
@@ -17,6 +18,7 @@ from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import ServedModel
+from mars_serve.http.endpoints.audit import Audits, audits
 from mars_serve.http.endpoints.autoscaler import Autoscalers, explanations
 from mars_serve.http.endpoints.information import find_model, live_state
 
@@ -84,6 +86,21 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
     async def explain_autoscaler() -> JSONResponse:
         """Return the latest decisions with their reasons and figures."""
         return JSONResponse(await explanations(models))
+
+    @router.get("/admin/audit", responses={200: {"model": Audits}})
+    async def read_audit() -> JSONResponse:
+        """Return how much of what was served differs from lossless decoding."""
+        return JSONResponse(await audits(models))
+
+    @router.delete("/admin/audit", responses={200: {"model": Audits}})
+    async def forget_audit(model: str | None = None) -> JSONResponse:
+        """Forget what audits have said, so that τ may be lowered again after an alarm.
+
+        ``model`` is the one to change; by default all are. A new frontier.json has the same effect.
+        """
+        changed = models if model is None else {model: find_model(models, model)}
+        await asyncio.gather(*(each.backend.trust_frontier() for each in changed.values()))
+        return JSONResponse(await audits(changed))
 
     return router
 

@@ -83,6 +83,8 @@ class AutoscalerDecision(Shape):
     """Whether neither τ nor replicas can help further, so that late requests are refused."""
     is_overspent: bool
     """Whether tier default has spent its budget of quality loss."""
+    is_refuted: bool
+    """Whether audits contradict frontier.json, so that nothing may be lost."""
     problem: str | None
     """Error that occurred in this decision, if any."""
 

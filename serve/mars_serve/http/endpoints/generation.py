@@ -269,6 +269,7 @@ class _Call:
                 key=self.caller.name,
                 session=self._session,
                 deadline_s=self._deadline_s,
+                may_be_audited=self.caller.may_be_audited and self.body.audit is not False,
             )
             choice = Choice(
                 index=index,

@@ -1,0 +1,136 @@
+"""The response of ``/admin/audit``: how much of what was served differs from lossless decoding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mars_autoscale.audit.counts import AuditCounts, AuditKey
+from mars_autoscale.audit.drift import Drift
+from mars_autoscale.model.expectations import expectation_of
+from mars_platform.statistics import Estimate, difference_of_pairs, proportion
+from mars_platform.tier import Tier
+from mars_serve.api.schema import Shape
+from mars_serve.config.served import Explanation, ServedModel
+
+_PER_TOKENS = 1000
+
+
+class MeasuredRate(Shape):
+    """A measured figure with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class AuditedOutputs(Shape):
+    """Audited outputs of one tier that were served at one τ."""
+
+    tier: Tier
+    confidence_threshold: float
+    """τ, rounded down to hundredths."""
+    sampling: Literal["greedy", "random"]
+    """Outputs of temperature 0, with which frontier.json was measured, and others."""
+    num_outputs: int
+    num_tokens: int
+    """Number of tokens compared: all up to an output's first difference."""
+    num_diverged: int
+    """Outputs whose first difference was served at this τ."""
+    divergence: MeasuredRate | None
+    """First differences per 1,000 tokens; null if no token was compared."""
+    expected_divergence: float | None
+    """The most that frontier.json lets expect; null for sampling random and for a τ below all that
+    were measured."""
+    num_checked: int
+    """Outputs that the checker judged, by their lowest τ."""
+    accuracy: MeasuredRate | None
+    """Percentage of those that are right as served; null without a checker."""
+    lossless_accuracy: MeasuredRate | None
+    """Percentage of those that are right in mode exact."""
+    loss: MeasuredRate | None
+    """Difference of the two in percentage points, paired by output."""
+    expected_loss: float | None
+    """The most that frontier.json lets expect, where it was measured with answers."""
+
+
+class ModelAudit(Shape):
+    """The audit of one model since its frontier.json came into use."""
+
+    share: float
+    """Share of the outputs that is audited, of those that may be."""
+    has_checker: bool
+    is_refuted: bool
+    """Whether audits contradict frontier.json, so that the autoscaler lowers τ no more."""
+    refuted_s: float | None
+    """Unix time in seconds at which they did; null if they do not."""
+    evidence: float
+    """Evidence against frontier.json on a logarithmic scale: 0 at the start, 1 at the alarm."""
+    loss_factor: float
+    """Factor by which the quality budget counts more than frontier.json says, by recent audits."""
+    audited: list[AuditedOutputs]
+
+
+class Audits(Shape):
+    """Audits by model name; null for a model whose τ is not autoscaled."""
+
+    models: dict[str, ModelAudit | None]
+
+
+async def audits(models: Mapping[str, ServedModel]) -> dict[str, Any]:
+    """Return the content of an `Audits` response."""
+    found = await asyncio.gather(*(_audit(model) for model in models.values()))
+    return {"models": dict(zip(models, found, strict=True))}
+
+
+async def _audit(model: ServedModel) -> dict[str, Any] | None:
+    settings = model.settings.audit
+    if not model.settings.is_governed:
+        return None
+    explanation = await model.backend.autoscaler() or Explanation(None, [])
+    drift = explanation.drift
+    return {
+        "share": settings.share,
+        "has_checker": settings.checker is not None,
+        "is_refuted": drift.is_refuted,
+        "refuted_s": drift.refuted_s,
+        "evidence": drift.evidence,
+        "loss_factor": drift.loss_factor,
+        "audited": [_outputs(drift, key, drift.tally[key]) for key in sorted(drift.tally)],
+    }
+
+
+def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> dict[str, Any]:
+    known = expectation_of(drift.expectations, key.threshold) if key.is_greedy else None
+    num_right = counts.num_right - counts.num_lost + counts.num_gained
+    return {
+        "tier": key.tier,
+        "confidence_threshold": key.threshold,
+        "sampling": "greedy" if key.is_greedy else "random",
+        "num_outputs": counts.num_outputs,
+        "num_tokens": counts.num_tokens,
+        "num_diverged": counts.num_diverged,
+        "divergence": _rate(counts.num_diverged, counts.num_tokens, _PER_TOKENS),
+        "expected_divergence": known and _PER_TOKENS * known.divergence,
+        "num_checked": counts.num_checked,
+        "accuracy": _rate(num_right, counts.num_checked),
+        "lossless_accuracy": _rate(counts.num_right, counts.num_checked),
+        "loss": _loss(counts),
+        "expected_loss": known and known.loss,
+    }
+
+
+def _rate(num: int, total: int, scale: float = 100) -> dict[str, float] | None:
+    return _scaled(proportion(num, total), scale) if total else None
+
+
+def _loss(counts: AuditCounts) -> dict[str, float] | None:
+    if not counts.num_checked:
+        return None
+    pairs = difference_of_pairs(counts.num_lost, counts.num_gained, counts.num_checked)
+    return _scaled(pairs, 100)
+
+
+def _scaled(estimate: Estimate, scale: float) -> dict[str, float]:
+    return {name: scale * end for name, end in estimate._asdict().items()}
