@@ -33,6 +33,9 @@ def key(
     tenant: Annotated[
         str | None, typer.Option(help="Share cached prefixes with keys of the same tenant.")
     ] = None,
+    no_audit: Annotated[
+        bool, typer.Option("--no-audit", help="Never decode the key's outputs again to audit them.")
+    ] = False,
     admin: Annotated[bool, typer.Option("--admin", help="Allow the paths below /admin.")] = False,
     control_tokens: Annotated[
         bool,
@@ -66,6 +69,7 @@ def key(
         "requests_per_minute": requests_per_minute,
         "tenant": tenant,
         "control_tokens": control_tokens or None,
+        "audit": False if no_audit else None,
         "admin": admin or None,
     }
     content = {field: value for field, value in given.items() if value is not None}

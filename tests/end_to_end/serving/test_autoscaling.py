@@ -33,15 +33,17 @@ FLOOR = 0.9
 STEP_S = 0.04  # a replica decodes 100 tokens a second at τ = 1
 MANY, FEW = 12, 3  # concurrent requests: more than two replicas hold, fewer than one holds
 HANG_S = 20
-BODY = {"model": "mars", "max_tokens": 40, "min_tokens": 40}
+BODY = {"model": "mars", "max_tokens": 40, "min_tokens": 40, "audit": False}
+SAME_AS_PLAIN = {"divergence": {"num_outputs": 500, "num_diverged": 0, "num_tokens": 20_000}}
+"""A frontier's word that hardly any output differs from that of mode ar."""
 
 
 def slow_frontier(path):
     """Return a frontier with steps as slow as a large model's, whatever they hold."""
     return frontier_of(
         AR,
-        point("threshold", 0.95, 79.0, 1.6, 4.6, half=0.1),
-        point("threshold", FLOOR, 78.0, 2.0, 5.0, half=0.1),
+        point("threshold", 0.95, 79.0, 1.6, 4.6, half=0.1) | SAME_AS_PLAIN,
+        point("threshold", FLOOR, 78.0, 2.0, 5.0, half=0.1) | SAME_AS_PLAIN,
         weights=weights_fingerprint(path),
         seconds=STEP_S,
     )
@@ -70,6 +72,7 @@ def server(trained, tmp_path_factory):
         "num_cpus": 0.25,
         "num_threads": 1,
         "engine": {"max_num_seqs": 4},
+        "audit": {"share": 1.0},
         "autoscaling": {
             "min_replicas": 1,
             "max_replicas": 2,
@@ -343,3 +346,42 @@ async def test_failing_decisions_keep_replicas_and_service(client, two_replicas,
         return found and found[-1]["problem"] is None
 
     await until(well, "decisions of a governor that is well")
+
+
+# --- what is served is audited -------------------------------------------------------------------
+
+
+async def audit_of(client):
+    response = await client.get("/admin/audit")
+    assert response.status_code == 200, response.text
+    return response.json()["models"]["mars"]
+
+
+async def test_audits_that_contradict_the_frontier_stop_the_lowering_of_the_threshold(client):
+    """The frontier says that outputs hardly ever differ, but with this τ and text most do."""
+    body = {**BODY, "confidence_threshold": FLOOR, "audit": True}
+    body["logit_bias"] = {str(token): 2.0 for token in range(40, 90)}
+    bodies = [{**body, "prompt": f"{number} the rain in"} for number in range(24)]
+    answers = await asyncio.gather(
+        *(client.post("/v1/completions", json=each, timeout=60) for each in bodies)
+    )
+    assert {each.status_code for each in answers} == {200}
+
+    async def refuted():
+        found = await audit_of(client)
+        return found if found["is_refuted"] else None
+
+    found = await until(refuted, "an alarm")
+    assert sum(each["num_diverged"] for each in found["audited"]) > 5
+    assert found["evidence"] >= 1
+
+    async def closed():
+        latest = (await decisions(client))[-1]
+        return latest["is_refuted"] and latest["flex_floor_threshold"] == 1.0
+
+    await until(closed, "closed floors")
+    async with load(client, MANY) as statuses:
+        await served(statuses, MANY)
+        assert set(await thresholds(client)) == {1.0}, "quality is not paid with"
+    again = await client.delete("/admin/audit")
+    assert not again.json()["models"]["mars"]["is_refuted"]

@@ -36,6 +36,7 @@ def test_every_field_reaches_the_caller():
         "max_concurrent": 3,
         "tokens_per_minute": 1000,
         "requests_per_minute": 60,
+        "audit": False,
         "admin": True,
     }
     ring = KeyRing(KeySettings(entries=[KeyEntry(**key_entry("one", **fields))]))
@@ -45,6 +46,7 @@ def test_every_field_reaches_the_caller():
         tenant="key:one",
         tiers=frozenset({"default", "priority"}),
         min_threshold=0.8,
+        may_be_audited=False,
         is_admin=True,
         max_concurrent=3,
         tokens_per_minute=1000,
@@ -258,6 +260,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 
 def test_a_new_key_gets_the_permissions_of_its_printed_entry(tmp_path, capsys):
     options = ["--tier", "priority", "--tokens-per-minute", "9", "--tenant", "t", "--admin"]
+    options.append("--no-audit")
     assert run(["key", "alice", *options]) == 0
     secret, _, text = capsys.readouterr().out.partition("\n")
     assert secret.startswith("mars-")
@@ -267,7 +270,12 @@ def test_a_new_key_gets_the_permissions_of_its_printed_entry(tmp_path, capsys):
     path.write_text(f"keys:\n{written}", encoding="utf-8")
     caller = KeyRing(KeySettings(file=path)).find(secret.encode())
     assert caller == Caller(
-        "alice", "tenant:t", frozenset({"priority"}), is_admin=True, tokens_per_minute=9
+        "alice",
+        "tenant:t",
+        frozenset({"priority"}),
+        may_be_audited=False,
+        is_admin=True,
+        tokens_per_minute=9,
     )
     assert secret not in text
 

@@ -1,15 +1,18 @@
 import json
 import logging
+import posixpath
 import shutil
 
 import pytest
 import torch
 
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import number_type_advice
-from mars_serve.replica.loading import load_engine
+from mars_serve.replica.loading import check_of, load_checker, load_engine
 from mars_serve.replica.number_type_advice import advise_bfloat16
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
@@ -63,3 +66,30 @@ def test_nothing_is_advised_for_a_model_in_bfloat16(half_dir, caplog):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_takes_some_time(dtype):
     assert 0 < number_type_advice.product_seconds(64, 32, 4, dtype, torch.device("cpu")) < 1
+
+
+def judge(prompt: str, output: str) -> bool | None:
+    return None if not output else prompt in output
+
+
+def test_a_checker_gets_texts_without_the_outputs_control_tokens(mars_dir):
+    checkpoint = read_checkpoint(mars_dir)
+    check = check_of(judge, checkpoint)
+    tokens = checkpoint.tokenizer.encode("What is 3", add_special_tokens=False)
+    (end,) = checkpoint.special.eos
+    assert check(tokens, [*tokens, end]) is True
+    assert check(tokens, tokens[1:]) is False
+    assert check(tokens, [end]) is None
+
+
+def test_a_checker_is_found_by_its_name():
+    assert load_checker(None) is None
+    assert load_checker("posixpath:isabs") is posixpath.isabs
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_package:f", "posixpath:no_such_function", "posixpath:curdir"]
+)
+def test_a_checker_that_is_not_there_is_refused_by_name(name):
+    with pytest.raises(UserError, match=rf"^audit\.checker: {name} "):
+        load_checker(name)

@@ -7,6 +7,7 @@ import socket
 import threading
 
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.listener import Address, connect
 from mars_serve.engine.ipc.loop import EngineLoop
@@ -21,16 +22,23 @@ NOTHING = RequestTelemetry()
 class LocalLoop(EngineLoop):
     """The loop of an engine in this process; it sends copies of requests, as to a process."""
 
-    def __init__(self, engine: Engine, host: str | None = None) -> None:
+    def __init__(self, engine: Engine, host: str | None = None, audited_share: float = 0.0) -> None:
         """Start the engine.
 
         Args:
             engine: the engine.
             host: address of the interface on which `linked` loops may connect; None for none.
+            audited_share: share of the outputs that are audited.
         """
         self.engine = engine
         ours, theirs = socket.socketpair()
-        worker = EngineWorker(engine, Channel(theirs), RequestTelemetry(), host=host)
+        worker = EngineWorker(
+            engine,
+            Channel(theirs),
+            RequestTelemetry(),
+            host=host,
+            auditor=Auditor(engine, audited_share),
+        )
         thread = threading.Thread(target=worker.run, name="engine", daemon=True)
         thread.start()
         super().__init__(Channel(ours), thread)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -10,7 +10,8 @@ import pytest
 
 from decoding.engine_requests import make_request
 from decoding.engines import output_of, prompt_of, run
-from mars_autoscale.audit.counts import AuditOutcome
+from decoding.local_loop import LocalLoop
+from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Confidence, Mode
@@ -29,6 +30,8 @@ from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.observability.request_telemetry import RequestTelemetry
+from waiting import soon
 
 MAX_TOKENS = 40
 LOW = DecodingOptions(MAX_TOKENS, threshold=0.2)
@@ -365,3 +368,37 @@ def test_a_checker_that_fails_leaves_outputs_unchecked_and_logs_no_text(
     assert all(each.was_right is None for each in driver.outcomes)
     assert "audit.checker failed" in caplog.text
     assert "secret" not in caplog.text
+
+
+# In the worker
+
+
+async def test_an_idle_engine_audits_what_it_has_served(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    loop = LocalLoop(engine, audited_share=1.0)
+    try:
+        requests = requests_of(prompts[:6])
+        for request in requests:
+            request.may_be_audited = request is not requests[-1]
+            assert [output async for output in loop.stream(request)]
+
+        def counted() -> Mapping[AuditKey, AuditCounts]:
+            found = loop.activity
+            return found.audits if isinstance(found, RequestTelemetry) else {}
+
+        key = AuditKey(Tier.DEFAULT, LOW.threshold or 0.0, is_greedy=True)
+        await soon(lambda: key in counted() and counted()[key].num_outputs == 5)
+        assert loop.status().num_requests == 0
+        telemetry = loop.activity
+        assert isinstance(telemetry, RequestTelemetry)
+        assert telemetry.load.totals.lengths.num_begun == len(requests)
+        (outputs,) = (
+            sample.value
+            for family in telemetry.families(("mars", "one"))
+            for sample in family.samples
+            if sample.name == "marsray_audited_outputs_total"
+        )
+        assert outputs == 5
+    finally:
+        loop.stop()

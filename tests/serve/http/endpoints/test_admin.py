@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ladders import threshold_rung
+from mars_autoscale.audit.counts import AuditCounts, AuditKey
+from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.policy.decision import Reason
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.tier import Tier
 from mars_serve.config.served import Explanation, PublishedThreshold
+from mars_serve.http.endpoints.audit import AuditedOutputs, Audits
 from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
@@ -117,6 +123,11 @@ async def governed(mars: Checkpoint, loops: dict[str, Any]) -> AsyncIterator[Any
 
         async def autoscaler(self) -> Explanation | None:
             return self.explanation
+
+        async def trust_frontier(self) -> None:
+            assert self.explanation is not None
+            drift = Drift(self.explanation.drift.expectations)
+            self.explanation = replace(self.explanation, drift=drift)
 
     backend = Governed(loops["mars"])
     autoscaled = served("mars", mars, backend, autoscaling={"max_replicas": 3})
@@ -237,3 +248,63 @@ async def test_the_threshold_of_a_model_without_autoscaler_cannot_be_returned(go
     message = client.error_of(response, 400, "confidence_threshold")
     assert "model 'plain' has no autoscaler to give it back to; give a number" in message
     assert (await client.get("/admin/threshold")).json() == before
+
+
+# Audits
+
+TALLY = {
+    AuditKey(Tier.FLEX, 0.8, True): AuditCounts(400, 20_000, 100, 50, 40, 10, 2),
+    AuditKey(Tier.DEFAULT, 0.9, False): AuditCounts(4, 100, 0),
+}
+
+
+def audited() -> Explanation:
+    drift = Drift((Expectation(0.8, 0.001, 5.0),)).heard(TALLY, 1_700.0)
+    return Explanation(None, [], drift)
+
+
+async def audits_of(client: Any, response: Any = None) -> dict[str, Any]:
+    response = response or await client.get("/admin/audit")
+    assert response.status_code == 200, response.text
+    Audits.model_validate(response.json())
+    models: dict[str, Any] = response.json()["models"]
+    return models
+
+
+async def test_audits_are_reported_with_intervals_and_what_was_expected(governed):
+    models = await audits_of(governed(audited()))
+    assert models["plain"] is None
+    mars = models["mars"]
+    assert (mars["share"], mars["has_checker"]) == (0.05, False)
+    assert (mars["is_refuted"], mars["refuted_s"]) == (True, 1_700.0)
+    assert mars["evidence"] > 1
+    assert mars["loss_factor"] == pytest.approx((100 + 10) / (20 + 10))
+    random, greedy = mars["audited"]
+    assert all(each.keys() == AuditedOutputs.model_fields.keys() for each in mars["audited"])
+    assert (greedy["tier"], greedy["confidence_threshold"]) == ("flex", 0.8)
+    assert (greedy["sampling"], random["sampling"]) == ("greedy", "random")
+    assert greedy["divergence"]["value"] == pytest.approx(5.0)
+    assert greedy["divergence"]["low"] < 5.0 < greedy["divergence"]["high"]
+    assert (greedy["expected_divergence"], greedy["expected_loss"]) == (1.0, 5.0)
+    assert greedy["accuracy"]["value"] == pytest.approx(100 * (40 - 10 + 2) / 50)
+    assert greedy["lossless_accuracy"]["value"] == pytest.approx(80.0)
+    assert greedy["loss"]["value"] == pytest.approx(16.0)
+    assert random["divergence"]["value"] == 0.0
+    for field in ("expected_divergence", "accuracy", "loss", "expected_loss"):
+        assert random[field] is None
+
+
+async def test_what_audits_have_said_is_forgotten_on_request(governed):
+    client = governed(audited())
+    refused = await client.delete("/admin/audit", params={"model": "nobody"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+    models = await audits_of(client, await client.delete("/admin/audit", params={"model": "mars"}))
+    assert models.keys() == {"mars"}
+    assert not models["mars"]["is_refuted"]
+    assert models["mars"]["audited"] == []
+    assert (await audits_of(client))["mars"] == models["mars"]
+
+
+async def test_there_is_no_audit_before_a_replica_has_reported(governed):
+    mars = (await audits_of(governed(None)))["mars"]
+    assert (mars["is_refuted"], mars["evidence"], mars["audited"]) == (False, 0.0, [])
