@@ -72,6 +72,8 @@ class Contender:
     policy: Literal["joint", "ongoing_requests"]
     threshold: float
     """τ at the beginning; the joint policy changes it."""
+    mode: Literal["threshold", "exact"] = "threshold"
+    """Mode of the requests; the joint policy uses mode exact for a τ of 1 where it is faster."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Bench:
             "path": str(self.model),
             "num_cpus": 0.1,
             "num_threads": 1,
+            "mode": contender.mode,
             "confidence_threshold": contender.threshold,
             "engine": {"max_num_seqs": cluster.max_num_seqs, "num_pages": 512},
             "rehearsal": {"cold_start_s": cluster.cold_start_s},

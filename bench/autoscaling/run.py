@@ -8,7 +8,7 @@ larger model, `t0 * (1 + positions / K)`. Replicas then wait for most of the tim
 of them share a small machine as if each had its own. Each replica also has a cold start. A run
 whose computing took half of the paced time, or whose sender was late, is shown but does not count.
 
-`burst` replays a trace with five times the load for a minute. In each round every policy gets a
+`burst` replays a trace with a multiple of its load for a minute. In each round every policy gets a
 server of its own, in rotating order. Ray Serve's delays are its defaults, 30 s up and 600 s down.
 `check` replays a smooth trace with two bursts against the joint policy, and then simulates the same
 requests with their real lengths.
@@ -53,13 +53,14 @@ from mars_autoscale.model.frontier import Frontier
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import Lengths, Spike, SyntheticTrace, generate
 
-_BURST = Spike(at_s=40, for_s=60, times=5)
 _JOINT = Contender("joint", "joint", 1.0)
 _CONTENDERS = (
     _JOINT,
-    Contender("Ray Serve, τ = 1", "ongoing_requests", 1.0),
+    Contender("Ray Serve, ar", "ongoing_requests", 1.0),
+    Contender("Ray Serve, exact", "ongoing_requests", 1.0, "exact"),
     Contender("Ray Serve, τ = .95", "ongoing_requests", 0.95),
 )
+_NAMES = tuple(each.name for each in _CONTENDERS)
 _WIDTH = 160
 
 
@@ -129,16 +130,18 @@ def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage
 def burst(arguments: argparse.Namespace, stage: Stage) -> Table:
     """Run each policy in each round."""
     figures, runs = defaultdict[str, list[Figures]](list), list[dict[str, Any]]()
+    spike = Spike(at_s=40, for_s=60, times=arguments.times)
+    chosen = [each for each in _CONTENDERS if each.name in (arguments.policy or _NAMES)]
     for number in _numbers(arguments):
-        start = number % len(_CONTENDERS)
-        for contender in _CONTENDERS[start:] + _CONTENDERS[:start]:
-            done, found = stage.run(contender, number, [_BURST], arguments.seconds)
+        start = number % len(chosen)
+        for contender in chosen[start:] + chosen[:start]:
+            done, found = stage.run(contender, number, [spike], arguments.seconds)
             figures[contender.name].append(found)
             runs.append(json_of(done, found))
             stage.write(arguments.json, {"runs": runs})
             if arguments.plot is not None and contender is _JOINT and not figures[_JOINT.name][1:]:
-                draw_burst(done, _window(_BURST), arguments.plot)
-    shown = {each.name: figures[each.name] for each in _CONTENDERS}
+                draw_burst(done, _window(spike), arguments.plot)
+    shown = {each.name: figures[each.name] for each in chosen}
     return table_of(shown, f"{arguments.rounds} rounds: median (least-most)")
 
 
@@ -215,6 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("burst", parents=[common], formatter_class=style)
     one.add_argument("--seconds", type=float, default=330, help="length of a run")
+    one.add_argument("--times", type=float, default=5, help="load of the burst over that outside")
+    one.add_argument("--policy", action="append", choices=_NAMES, help="policy; by default all")
     one.set_defaults(command=burst)
     other = commands.add_parser("check", parents=[common], formatter_class=style)
     other.add_argument("--minutes", type=float, default=10, help="length of a run")

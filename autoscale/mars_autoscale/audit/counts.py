@@ -25,8 +25,9 @@ class AuditKey(NamedTuple):
     tier: Tier
     threshold: float
     """τ with which the tokens were served, rounded down to hundredths."""
-    is_greedy: bool
-    """Whether the outputs were decoded at temperature 0, as those are that a frontier counts."""
+    is_plain: bool
+    """Whether each token was simply the likeliest one, as in the outputs that a frontier counts:
+    without temperature, penalties, biases, limits or a grammar."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class AuditOutcome:
     """One audited output."""
 
     tier: Tier
-    is_greedy: bool
+    is_plain: bool
     tokens: dict[float, int] = field(default_factory=dict)
     """Tokens that were compared, by the τ below 1 that they were served with."""
     diverged_at: float | None = None
@@ -90,7 +91,7 @@ class AuditOutcome:
         found = dict[AuditKey, AuditCounts]()
         for threshold, num_tokens in self.tokens.items():
             has_diverged = int(threshold == self.diverged_at)
-            key = AuditKey(self.tier, rounded_down(threshold), self.is_greedy)
+            key = AuditKey(self.tier, rounded_down(threshold), self.is_plain)
             found[key] = found.get(key, AuditCounts()) + AuditCounts(1, num_tokens, has_diverged)
         if found and self.was_right is not None and self.is_right is not None:
             lowest = min(found, key=lambda key: key.threshold)

@@ -110,10 +110,10 @@ class Drift:
         return max(_log_mean(self.log_divergence), _log_mean(self.log_loss), 0.0) / _ALARM
 
     def _comparable(self, tally: AuditTally) -> Iterable[tuple[AuditCounts, Expectation]]:
-        """Yield the counts that the frontier says something about: those of greedy outputs."""
+        """Yield the counts that the frontier says something about: those of plain outputs."""
         for key, counts in tally.items():
             expectation = expectation_of(self.expectations, key.threshold)
-            if expectation is not None and key.is_greedy:
+            if expectation is not None and key.is_plain:
                 yield counts, expectation
 
 

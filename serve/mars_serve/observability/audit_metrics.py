@@ -48,7 +48,7 @@ def audit_families(tally: AuditTally, labels: tuple[str, str]) -> Iterator[Metri
             definition.name, definition.help, labels=(*LABELS, *_MORE_LABELS)
         )
         for key, counts in tally.items():
-            kind = "greedy" if key.is_greedy else "random"
+            kind = "plain" if key.is_plain else "other"
             family.add_metric(
                 (*labels, key.tier.value, f"{key.threshold:g}", kind), getattr(counts, field)
             )

@@ -1,4 +1,4 @@
-"""Loads a served model's engine, with the model that drafts for it and the checker of its audits."""
+"""Loads a served model's engine with its drafting model, and the checker of its audits."""
 
 from __future__ import annotations
 

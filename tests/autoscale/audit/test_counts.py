@@ -29,7 +29,7 @@ def test_thresholds_are_rounded_down_to_hundredths(threshold: float, rounded: fl
 def test_an_outcome_counts_at_each_threshold_and_its_verdict_at_the_lowest() -> None:
     outcome = AuditOutcome(
         Tier.FLEX,
-        is_greedy=True,
+        is_plain=True,
         tokens={0.9: 12, 0.8: 5},
         diverged_at=0.9,
         was_right=False,

@@ -27,7 +27,7 @@ def outcomes(
     loss: float | None = None,
     threshold: float = 0.8,
     *,
-    is_greedy: bool = True,
+    is_plain: bool = True,
 ) -> Iterator[Mapping[AuditKey, AuditCounts]]:
     """Yield audits whose tokens diverge with a rate and lose a share of their answers."""
     draw = np.random.default_rng(seed)
@@ -36,7 +36,7 @@ def outcomes(
         has_diverged = position <= LENGTH
         outcome = AuditOutcome(
             Tier.DEFAULT,
-            is_greedy,
+            is_plain,
             {threshold: min(position, LENGTH)},
             threshold if has_diverged else None,
         )

@@ -359,8 +359,7 @@ async def audit_of(client):
 
 async def test_audits_that_contradict_the_frontier_stop_the_lowering_of_the_threshold(client):
     """The frontier says that outputs hardly ever differ, but with this τ and text most do."""
-    body = {**BODY, "confidence_threshold": FLOOR, "audit": True}
-    body["logit_bias"] = {str(token): 2.0 for token in range(40, 90)}
+    body = {"model": "mars", "max_tokens": 40, "ignore_eos": True, "confidence_threshold": FLOOR}
     bodies = [{**body, "prompt": f"{number} the rain in"} for number in range(24)]
     answers = await asyncio.gather(
         *(client.post("/v1/completions", json=each, timeout=60) for each in bodies)

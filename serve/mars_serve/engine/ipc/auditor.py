@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from mars_autoscale.audit.counts import AuditOutcome
@@ -34,6 +35,8 @@ _MAX_WAITING_TOKENS = 2**18
 """Most tokens of those and their prompts, about 10 MB."""
 _MAX_CHECKS = 16
 """Most outputs that wait for the checker; others are not checked."""
+_CHECK_S = 10.0
+"""Seconds for which a verdict is waited for; the checker may hang."""
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 _FAILED = frozenset({FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIMEOUT})
 
@@ -62,7 +65,7 @@ class _Sample:
             diverged: index of the first token that differs, or None.
         """
         options = self.request.options
-        found = AuditOutcome(options.tier, is_greedy=options.sampling.temperature == 0)
+        found = AuditOutcome(options.tier, options.is_plain)
         left = len(self.served) if diverged is None else diverged + 1
         for threshold, num_tokens in self.passes:
             num_compared = min(num_tokens, left)
@@ -74,6 +77,29 @@ class _Sample:
             if not left:
                 break
         return found
+
+
+@dataclass(eq=False)
+class _PendingCheck:
+    """An outcome that waits for the checker."""
+
+    outcome: AuditOutcome
+    verdicts: Future[tuple[bool | None, bool | None]]
+    """Whether the output was right as served, and whether that of mode exact is."""
+    until_s: float
+    """Time by ``time.monotonic`` up to which it waits."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.verdicts.done() or time.monotonic() >= self.until_s
+
+    def completed(self) -> AuditOutcome:
+        """Return the outcome, with the verdicts if they have come."""
+        if self.verdicts.done():
+            self.outcome.was_right, self.outcome.is_right = self.verdicts.result()
+        else:
+            self.verdicts.cancel()  # without effect on one that runs
+        return self.outcome
 
 
 class Auditor:
@@ -111,14 +137,12 @@ class Auditor:
         self._num_begun = 0
         self._outcomes = list[AuditOutcome]()
         self._pool = ThreadPoolExecutor(1, "checker")
-        self._num_checks = 0
-        self._checked = deque[AuditOutcome]()
-        """Outcomes that the checker's thread has completed."""
+        self._checks = list[_PendingCheck]()
 
     @property
     def has_work(self) -> bool:
         """Whether there is an output to audit, or an outcome to report."""
-        return bool(self._waiting or self._outcomes or self._checked)
+        return bool(self._waiting or self._outcomes) or any(each.is_over for each in self._checks)
 
     # Requests that are served
 
@@ -178,10 +202,9 @@ class Auditor:
     def take_outcomes(self) -> list[AuditOutcome]:
         """Return the outcomes since the last call."""
         found, self._outcomes = self._outcomes, []
-        while self._checked:
-            self._num_checks -= 1
-            found.append(self._checked.popleft())
-        return found
+        over = [each for each in self._checks if each.is_over]
+        self._checks = [each for each in self._checks if each not in over]
+        return found + [each.completed() for each in over]
 
     def close(self) -> None:
         """Wait for no further outcome."""
@@ -211,31 +234,26 @@ class Auditor:
 
     def _conclude(self, sample: _Sample, request: Request) -> None:
         outcome = sample.outcome(self._diverged)
-        if not self._is_checked(sample) or self._num_checks >= _MAX_CHECKS:
+        if not self._is_checked(sample) or len(self._checks) >= _MAX_CHECKS:
             self._outcomes.append(outcome)
             return
-        self._num_checks += 1
         prompt = request.tokens[: request.num_prompt]
         own = sample.served if self._diverged is None else request.tokens[request.num_prompt :]
-        self._pool.submit(self._judge, outcome, prompt, sample.served, own)
+        verdicts = self._pool.submit(self._judge, prompt, sample.served, own)
+        self._checks.append(_PendingCheck(outcome, verdicts, time.monotonic() + _CHECK_S))
 
     def _judge(
-        self,
-        outcome: AuditOutcome,
-        prompt: Sequence[int],
-        served: Sequence[int],
-        own: Sequence[int],
-    ) -> None:
-        """Complete an outcome; runs in the checker's thread."""
+        self, prompt: Sequence[int], served: Sequence[int], own: Sequence[int]
+    ) -> tuple[bool | None, bool | None]:
+        """Return whether an output is right as served and in mode exact; runs in a thread."""
         assert self._check is not None
         try:
             was_right = self._check(prompt, served)
-            outcome.is_right = was_right if own is served else self._check(prompt, own)
-            outcome.was_right = was_right
+            return was_right, was_right if own is served else self._check(prompt, own)
         except Exception as error:
             # its message may hold the text, and no text may be logged
-            _log.error("audit.checker failed with %s; this output stays unchecked", type(error))
-        self._checked.append(outcome)
+            _log.error("audit.checker failed with %s; an output stays unchecked", type(error))
+            return None, None
 
 
 def _is_auditable(request: Request) -> bool:

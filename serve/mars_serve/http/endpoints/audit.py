@@ -31,8 +31,9 @@ class AuditedOutputs(Shape):
     tier: Tier
     confidence_threshold: float
     """τ, rounded down to hundredths."""
-    sampling: Literal["greedy", "random"]
-    """Outputs of temperature 0, with which frontier.json was measured, and others."""
+    sampling: Literal["plain", "other"]
+    """Whether each token was simply the likeliest one, as in the outputs that frontier.json was
+    measured with, or chosen with a temperature, penalties, biases, limits or a grammar."""
     num_outputs: int
     num_tokens: int
     """Number of tokens compared: all up to an output's first difference."""
@@ -41,7 +42,7 @@ class AuditedOutputs(Shape):
     divergence: MeasuredRate | None
     """First differences per 1,000 tokens; null if no token was compared."""
     expected_divergence: float | None
-    """The most that frontier.json lets expect; null for sampling random and for a τ below all that
+    """The most that frontier.json lets expect; null for other sampling and for a τ below all that
     were measured."""
     num_checked: int
     """Outputs that the checker judged, by their lowest τ."""
@@ -102,12 +103,12 @@ async def _audit(model: ServedModel) -> dict[str, Any] | None:
 
 
 def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> dict[str, Any]:
-    known = expectation_of(drift.expectations, key.threshold) if key.is_greedy else None
+    known = expectation_of(drift.expectations, key.threshold) if key.is_plain else None
     num_right = counts.num_right - counts.num_lost + counts.num_gained
     return {
         "tier": key.tier,
         "confidence_threshold": key.threshold,
-        "sampling": "greedy" if key.is_greedy else "random",
+        "sampling": "plain" if key.is_plain else "other",
         "num_outputs": counts.num_outputs,
         "num_tokens": counts.num_tokens,
         "num_diverged": counts.num_diverged,

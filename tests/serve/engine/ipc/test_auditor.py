@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -133,7 +134,7 @@ def test_an_audit_finds_the_first_token_that_mode_ar_chooses_otherwise(
     assert len(driver.outcomes) == len(requests)
     for request, difference, outcome in zip(requests, differences, driver.outcomes, strict=True):
         assert outcome.tier is options.tier
-        assert outcome.is_greedy == (options.sampling.temperature == 0)
+        assert outcome.is_plain == (options.sampling == Sampling())
         num_compared = request.num_output if difference is None else difference + 1
         assert outcome.tokens == {options.threshold: num_compared}
         assert outcome.diverged_at == (None if difference is None else options.threshold)
@@ -344,7 +345,7 @@ def test_a_checker_judges_what_was_served_and_all_of_mode_exact(
     driver = Served(engine, Auditor(engine, share=1.0, check=is_even))
     for request in requests:
         driver.run([request])
-        while driver.auditor._num_checks:
+        while driver.auditor._checks:
             driver.step()
     plain = plain_outputs(engine, requests)
     assert [each.was_right for each in driver.outcomes] == [
@@ -362,12 +363,28 @@ def test_a_checker_that_fails_leaves_outputs_unchecked_and_logs_no_text(
 
     driver = Served(engine, Auditor(engine, share=1.0, check=fail))
     driver.run(requests_of(prompts[:2]))
-    while driver.auditor._num_checks:
+    while driver.auditor._checks:
         driver.step()
     assert len(driver.outcomes) == 2
     assert all(each.was_right is None for each in driver.outcomes)
     assert "audit.checker failed" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_an_output_counts_although_its_checker_hangs(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHECK_S", 0.1)
+    may_end = threading.Event()
+    auditor = Auditor(engine, share=1.0, check=lambda *_: may_end.wait(60))
+    driver = Served(engine, auditor)
+    driver.run(requests_of(prompts[:3]))
+    while auditor._checks:
+        driver.step()
+    may_end.set()
+    auditor.close()
+    assert len(driver.outcomes) == 3
+    assert {each.was_right for each in driver.outcomes} == {None}
 
 
 # In the worker
@@ -387,7 +404,7 @@ async def test_an_idle_engine_audits_what_it_has_served(
             found = loop.activity
             return found.audits if isinstance(found, RequestTelemetry) else {}
 
-        key = AuditKey(Tier.DEFAULT, LOW.threshold or 0.0, is_greedy=True)
+        key = AuditKey(Tier.DEFAULT, LOW.threshold or 0.0, is_plain=True)
         await soon(lambda: key in counted() and counted()[key].num_outputs == 5)
         assert loop.status().num_requests == 0
         telemetry = loop.activity

@@ -279,19 +279,19 @@ async def test_audits_are_reported_with_intervals_and_what_was_expected(governed
     assert (mars["is_refuted"], mars["refuted_s"]) == (True, 1_700.0)
     assert mars["evidence"] > 1
     assert mars["loss_factor"] == pytest.approx((100 + 10) / (20 + 10))
-    random, greedy = mars["audited"]
+    other, plain = mars["audited"]
     assert all(each.keys() == AuditedOutputs.model_fields.keys() for each in mars["audited"])
-    assert (greedy["tier"], greedy["confidence_threshold"]) == ("flex", 0.8)
-    assert (greedy["sampling"], random["sampling"]) == ("greedy", "random")
-    assert greedy["divergence"]["value"] == pytest.approx(5.0)
-    assert greedy["divergence"]["low"] < 5.0 < greedy["divergence"]["high"]
-    assert (greedy["expected_divergence"], greedy["expected_loss"]) == (1.0, 5.0)
-    assert greedy["accuracy"]["value"] == pytest.approx(100 * (40 - 10 + 2) / 50)
-    assert greedy["lossless_accuracy"]["value"] == pytest.approx(80.0)
-    assert greedy["loss"]["value"] == pytest.approx(16.0)
-    assert random["divergence"]["value"] == 0.0
+    assert (plain["tier"], plain["confidence_threshold"]) == ("flex", 0.8)
+    assert (plain["sampling"], other["sampling"]) == ("plain", "other")
+    assert plain["divergence"]["value"] == pytest.approx(5.0)
+    assert plain["divergence"]["low"] < 5.0 < plain["divergence"]["high"]
+    assert (plain["expected_divergence"], plain["expected_loss"]) == (1.0, 5.0)
+    assert plain["accuracy"]["value"] == pytest.approx(100 * (40 - 10 + 2) / 50)
+    assert plain["lossless_accuracy"]["value"] == pytest.approx(80.0)
+    assert plain["loss"]["value"] == pytest.approx(16.0)
+    assert other["divergence"]["value"] == 0.0
     for field in ("expected_divergence", "accuracy", "loss", "expected_loss"):
-        assert random[field] is None
+        assert other[field] is None
 
 
 async def test_what_audits_have_said_is_forgotten_on_request(governed):
