@@ -415,15 +415,34 @@ def test_a_lasting_low_threshold_buys_replicas_one_by_one():
 
 
 @pytest.mark.parametrize(
+    ("change", "is_used"),
+    [
+        ({"observed_s": -6 * PERIOD}, True),
+        ({"observed_s": -7 * PERIOD}, False),
+        ({"num_running": math.nan}, False),
+        ({"gain": math.inf}, False),
+        ({"loss": -1.0}, False),
+    ],
+    ids=["after six periods", "after seven", "not a number", "infinite", "negative"],
+)
+def test_a_report_is_used_for_six_periods_and_only_if_its_numbers_are_sound(change, is_used):
+    others = snapshot_of(0.0, 4.0, ready=4)
+    queue = replace(ReplicaLoad(0.0, 16, 60), **change)
+    with_queue = decision_on(replace(others, replicas=[*others.replicas, queue]))
+    assert (with_queue.needed > decision_on(others).needed) == is_used
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"arrivals_observed_s": 300 - 7 * PERIOD},
         {"arrivals": None},
         {"arrivals": Arrivals(math.nan, 0, 100)},
+        {"replicas": [ReplicaLoad(300 - 7 * PERIOD, 8, 0)] * 8},
     ],
-    ids=["stale", "unknown", "not a number"],
+    ids=["stale arrivals", "unknown arrivals", "not a number", "no replica reports"],
 )
-def test_without_known_arrivals_nothing_changes(change):
+def test_without_known_arrivals_or_replicas_nothing_changes(change):
     decisions, state = run(steady(10, 300))
     held = decision_on(replace(snapshot_of(300, 0), **change), state)
     assert held.num_replicas == decisions[-1].num_replicas
