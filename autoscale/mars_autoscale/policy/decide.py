@@ -190,8 +190,8 @@ def _debt(
     if not replicas:
         return state.debt
     highest = full_gain - 1.0
-    used = [max(replica.gain - 1.0, 0.0) for replica in replicas]
-    share = min(sum(used) / len(used) / highest, 1.0) if highest > 0 else 0.0
+    used = sum(replica.gain - 1.0 for replica in replicas if replica.gain > 1.0) / len(replicas)
+    share = min(used / highest, 1.0) if highest > 0 else 0.0
     return state.debt + share * elapsed_s if share > 0 else max(0.0, state.debt - elapsed_s)
 
 

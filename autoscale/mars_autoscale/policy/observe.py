@@ -73,17 +73,17 @@ class Snapshot:
 
     def known_replicas(self, max_age_s: float) -> list[ReplicaLoad]:
         """Return the loads that are valid and at most ``max_age_s`` seconds old."""
+        now_s = self.now_s
+        # the comparison is False if either time is NaN
         return [
             replica
             for replica in self.replicas
-            if replica.is_valid and self._is_recent(replica.observed_s, max_age_s)
+            if abs(now_s - replica.observed_s) <= max_age_s and replica.is_valid
         ]
 
     def known_arrivals(self, max_age_s: float) -> Arrivals | None:
         """Return the arrivals if they are valid and at most ``max_age_s`` seconds old."""
         if self.arrivals is None or not self.arrivals.is_valid:
             return None
-        return self.arrivals if self._is_recent(self.arrivals_observed_s, max_age_s) else None
-
-    def _is_recent(self, observed_s: float, max_age_s: float) -> bool:
-        return abs(self.now_s - observed_s) <= max_age_s  # False if either time is NaN
+        is_recent = abs(self.now_s - self.arrivals_observed_s) <= max_age_s
+        return self.arrivals if is_recent else None
