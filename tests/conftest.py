@@ -34,7 +34,13 @@ _WITH_RAY = (
     "tests/train/data/test_pipeline.py",
 )
 """Tests that start Ray, in the order in which they run; all other tests follow."""
-settings.register_profile("marsray", deadline=None)  # no test depends on how busy the machine is
+_EXAMPLES = int(os.environ.get("MARSRAY_EXAMPLES", "100"))
+"""Cases drawn for each property that sets no number of its own."""
+settings.register_profile(
+    "marsray",
+    deadline=None,  # no test depends on how busy the machine is
+    max_examples=_EXAMPLES,
+)
 settings.load_profile("marsray")
 collect_ignore = ["clients"]  # need an environment of their own: `make test-clients`
 

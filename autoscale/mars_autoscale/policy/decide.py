@@ -66,10 +66,7 @@ def decide(
     is_closed = is_overspent or snapshot.is_refuted
     floor_threshold = 1.0 if is_closed else settings.floor_threshold
     highest_gain = demand.highest_gain(capacity, floor_threshold)
-    # what closes the floor must not make what was lost before it count for more
-    debt = _debt(
-        state, replicas, elapsed_s, demand.highest_gain(capacity, settings.floor_threshold)
-    )
+    debt = _debt(state, replicas, elapsed_s, _full_debt_gain(capacity, settings))
 
     current_demand = (now_s, demand.total_demand(arrivals, capacity))
     demand_history = (
@@ -178,19 +175,29 @@ def _without_invalid_history(
     return replace(state, demand_history=(), wanted_history=(), decided_s=None)
 
 
+def _full_debt_gain(capacity: Capacity, settings: OuterSettings) -> float:
+    """Return the gain at which time counts in full as debt; 1 if no τ may be lowered.
+
+    It is that at tier default's floor, or at tier flex's if tier default's lets nothing be gained.
+    What closes the floor, such as a spent budget, does not make what was lost before count for
+    more.
+    """
+    gain = demand.highest_gain(capacity, settings.floor_threshold)
+    return gain if gain > 1 else demand.highest_gain(capacity, settings.flex_floor_threshold)
+
+
 def _debt(
-    state: OuterState, replicas: Sequence[ReplicaLoad], elapsed_s: float, highest_gain: float
+    state: OuterState, replicas: Sequence[ReplicaLoad], elapsed_s: float, full_gain: float
 ) -> float:
     """Add the time since the last decision to the debt, in proportion to the gain in use.
 
-    Time at the highest gain that the floors allow counts in full. The debt falls while τ is at the
-    target.
+    Time at ``full_gain`` or above counts in full. The debt falls while τ is at the target.
     """
     if not replicas:
         return state.debt
-    highest = highest_gain - 1.0
-    used = [max(replica.gain - 1.0, 0.0) for replica in replicas]
-    share = min(sum(used) / len(used) / highest, 1.0) if highest > 0 else 0.0
+    highest = full_gain - 1.0
+    used = sum(replica.gain - 1.0 for replica in replicas if replica.gain > 1.0) / len(replicas)
+    share = min(used / highest, 1.0) if highest > 0 else 0.0
     return state.debt + share * elapsed_s if share > 0 else max(0.0, state.debt - elapsed_s)
 
 

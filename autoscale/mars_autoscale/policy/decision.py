@@ -63,7 +63,7 @@ class Decision:
     needed: float
     """Replicas that the arrivals, or recurring bursts, need, before rounding."""
     debt: float
-    """Seconds at the lowest rung that no replica has paid for yet."""
+    """Seconds at the lowest allowed τ that no replica has paid for yet."""
     is_overspent: bool = False
     """Whether tier default's budget of quality is spent."""
     is_refuted: bool = False
@@ -81,7 +81,7 @@ class OuterState:
     wanted_history: tuple[tuple[float, int], ...] = ()
     """(time in s, replicas wanted) within the scale-in window."""
     debt: float = 0.0
-    """Seconds at the lowest rung that no replica has paid for yet."""
+    """Seconds at the lowest allowed τ that no replica has paid for yet."""
     decided_s: float | None = None
     """Time of the last decision in seconds; None before the first."""
     losses: budget.Losses = ()

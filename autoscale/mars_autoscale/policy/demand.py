@@ -28,7 +28,8 @@ def total_demand(arrivals: Arrivals, capacity: Capacity, gain: float = 1.0) -> f
 def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
     """Return the highest gain over the base of the rungs at or above a floor; at least 1."""
     allowed = [rung for rung in capacity.rungs if rung.threshold >= floor_threshold]
-    return max([1.0, *(capacity.gain(rung) for rung in allowed)])
+    fastest = max(map(capacity.tokens_per_s, allowed), default=0.0)
+    return max(1.0, fastest / capacity.tokens_per_s(capacity.base()))
 
 
 def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float:

@@ -23,11 +23,11 @@ _DECISION_GAUGES: dict[str, tuple[str, Callable[[Decision], float]]] = {
         lambda each: each.range.flex_floor_threshold,
     ),
     "feed_forward": (
-        "Gain in speed over the target threshold that the arrivals need of the ready replicas.",
+        "Gain over the fastest lossless decoding that the arrivals need of the ready replicas.",
         lambda each: each.range.feed_forward,
     ),
     "debt_seconds": (
-        "Seconds at the lowest threshold that no replica has paid for yet.",
+        "Seconds at the lowest allowed threshold that no replica has paid for yet.",
         lambda each: each.debt,
     ),
     "saturated": (

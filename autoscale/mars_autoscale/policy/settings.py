@@ -40,7 +40,9 @@ class OuterSettings(Settings):
     the second highest of them needs are kept: a burst that is shorter than a cold start and comes
     again finds no others."""
     debt_s: float = Field(default=20.0, gt=0)
-    """Seconds of decoding at the ladder's lowest rung that buy one more replica."""
+    """Seconds of decoding at the lowest τ that buy one more replica; time at a higher τ counts for
+    less. The lowest is that of tier default's floor, or tier flex's where the other gains nothing.
+    """
     drain_s: float = Field(default=30.0, gt=0)
     """Seconds within which the ordered replicas should work off the queue."""
     full: float = Field(default=1.0, gt=0, le=1)

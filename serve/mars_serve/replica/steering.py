@@ -157,7 +157,10 @@ class Steering:
         self._counts = counts
 
     def _apply(self) -> None:
-        live = self._decision.live if self._pinned is None else LiveDecoding(self._pinned)
+        live = self._decision.live
+        if self._pinned is not None:
+            # at 1, mode exact gives the same tokens, and the number of replicas counts on its speed
+            live = LiveDecoding(self._pinned, is_exact=live.is_exact)
         if live != self._loop.live:
             self._loop.set_live(live)
         self._note_lengths()

@@ -86,6 +86,7 @@ def test_gains_and_sizes_count_from_the_fastest_lossless_rung():
     assert all_modes.gain(AR) == pytest.approx(16 / 1.125 / (35.2 / 1.625))
     assert all_modes.gain(SURE) < 1
     assert all_modes.ladder(1.05) == (EXACT,), "τ = .95 loses quality and speed"
+    assert all_modes.break_even_batch(SURE) == 0
     assert capacity(SURE).busy_s(1000, 0) == pytest.approx(all_modes.busy_s(1000, 0) * 1.52, 0.01)
 
 

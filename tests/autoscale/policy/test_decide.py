@@ -431,15 +431,34 @@ def test_a_lasting_low_threshold_buys_replicas_one_by_one():
 
 
 @pytest.mark.parametrize(
+    ("change", "is_used"),
+    [
+        ({"observed_s": -6 * PERIOD}, True),
+        ({"observed_s": -7 * PERIOD}, False),
+        ({"num_running": math.nan}, False),
+        ({"gain": math.inf}, False),
+        ({"loss": -1.0}, False),
+    ],
+    ids=["after six periods", "after seven", "not a number", "infinite", "negative"],
+)
+def test_a_report_is_used_for_six_periods_and_only_if_its_numbers_are_sound(change, is_used):
+    others = snapshot_of(0.0, 4.0, ready=4)
+    queue = replace(ReplicaLoad(0.0, 16, 60), **change)
+    with_queue = decision_on(replace(others, replicas=[*others.replicas, queue]))
+    assert (with_queue.needed > decision_on(others).needed) == is_used
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"arrivals_observed_s": 300 - 7 * PERIOD},
         {"arrivals": None},
         {"arrivals": Arrivals(math.nan, 0, 100)},
+        {"replicas": [ReplicaLoad(300 - 7 * PERIOD, 8, 0)] * 8},
     ],
-    ids=["stale", "unknown", "not a number"],
+    ids=["stale arrivals", "unknown arrivals", "not a number", "no replica reports"],
 )
-def test_without_known_arrivals_nothing_changes(change):
+def test_without_known_arrivals_or_replicas_nothing_changes(change):
     decisions, state = run(steady(10, 300))
     held = decision_on(replace(snapshot_of(300, 0), **change), state)
     assert held.num_replicas == decisions[-1].num_replicas
@@ -451,19 +470,42 @@ def test_without_known_arrivals_nothing_changes(change):
 
 def test_replicas_are_sized_by_the_fastest_lossless_decoding():
     capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
-    plain = decide(snapshot_of(0.0, 8.0), OuterState(), CAPACITY, SETTINGS)[0]
-    faster = decide(snapshot_of(0.0, 8.0), OuterState(), capacity, SETTINGS)[0]
+    plain = decide(snapshot_of(0.0, 16.0), OuterState(), CAPACITY, SETTINGS)[0]
+    faster = decide(snapshot_of(0.0, 16.0), OuterState(), capacity, SETTINGS)[0]
     assert faster.needed == pytest.approx(plain.needed / 1.523, rel=0.001)
-    assert faster.range.feed_forward == pytest.approx(max(plain.range.feed_forward / 1.523, 1.0))
+    assert plain.range.feed_forward == pytest.approx(2.0)
+    assert faster.range.feed_forward == pytest.approx(2.0 / 1.523, rel=0.001)
+
+
+def debt_after_20_s(threshold, *, capacity=CAPACITY, **changes):
+    """Return the debt of 20 s in which every replica has a certain τ."""
+    settings, state = SETTINGS.model_copy(update={"debt_s": 100.0, **changes}), OuterState()
+    for step in range(11):
+        snapshot = snapshot_of(PERIOD * step, 4.0, threshold=threshold)
+        decision, state = decide(snapshot, state, capacity, settings)
+    return decision.debt
 
 
 @pytest.mark.parametrize("num_rungs", [3, 5])
 def test_time_at_the_floor_counts_in_full_whatever_else_was_measured(num_rungs):
     """20 s at the floor of .9 are 20 s of debt, with and without rungs of .8 and .7."""
     capacity = replace(CAPACITY, rungs=LADDER[:num_rungs])
-    settings = SETTINGS.model_copy(update={"debt_s": 100.0})
-    state = OuterState()
+    assert debt_after_20_s(0.9, capacity=capacity) == pytest.approx(20.0)
+
+
+def test_tier_flex_alone_makes_debt_where_tier_default_may_not_be_lowered():
+    assert debt_after_20_s(0.7, floor_threshold=1.0) == pytest.approx(20.0)
+    share = (CAPACITY.gain(LADDER[1]) - 1) / (CAPACITY.gain(LADDER[4]) - 1)
+    assert debt_after_20_s(0.95, floor_threshold=1.0) == pytest.approx(20.0 * share)
+    assert debt_after_20_s(0.7, floor_threshold=1.0, flex_floor_threshold=1.0) == 0.0
+
+
+def test_a_full_batch_in_mode_exact_makes_no_debt():
+    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
+    loop, state = InnerLoop(capacity, InnerSettings()), OuterState()
     for step in range(11):
-        snapshot = snapshot_of(PERIOD * step, 4.0, threshold=0.9)
-        decision, state = decide(snapshot, state, capacity, settings)
-    assert decision.debt == pytest.approx(20.0)
+        chosen = loop.update(Look(PERIOD * step, 40.0))
+        load = ReplicaLoad(PERIOD * step, 16, 24, chosen.gain, chosen.loss, chosen.is_lowest)
+        snapshot = replace(snapshot_of(PERIOD * step, 4.0), replicas=[load] * 4)
+        decision, state = decide(snapshot, state, capacity, SETTINGS)
+    assert (decision.debt, decision.is_overspent) == (0.0, False)

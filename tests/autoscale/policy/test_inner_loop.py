@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladders import CAPACITY, LADDER, exact_rung, threshold_rung
-from mars_autoscale.model.capacity import AR
+from mars_autoscale.model.capacity import AR, Rung, Window
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoop, Look
 from mars_autoscale.policy.settings import InnerSettings
+from mars_platform.method.mode import Mode
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
 MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
@@ -175,6 +176,14 @@ def test_a_lower_threshold_is_used_only_where_it_beats_mode_exact_by_some_percen
     assert (back.live.threshold, back.live.is_exact) == (1.0, True)
 
 
+def test_requests_that_keep_their_quality_count_at_the_speed_of_mode_exact():
+    deep = threshold_rung(0.8, 2.6, 5.0)
+    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), deep))
+    decision = make_loop(capacity).update(look(0.0, 40, pinned_share=0.5))
+    assert (decision.live.threshold, decision.live.is_exact) == (0.8, True)
+    assert decision.gain == pytest.approx(1 / (0.5 + 0.5 / capacity.gain(deep)))
+
+
 # Properties
 
 LOOKS = st.builds(Look, ANY, ANY, st.builds(ThresholdRange, ANY, ANY, ANY), ANY, ANY, ANY)
@@ -222,6 +231,31 @@ def test_more_load_never_raises_the_threshold(looks, more):
     assert larger.threshold <= less.threshold
     assert (larger.flex_threshold or 1.0) <= (less.flex_threshold or 1.0)
     assert less.is_exact or not larger.is_exact
+
+
+POINTS = st.tuples(st.floats(1.0, 4.0), st.floats(0.0, 8.0))
+"""Tokens per pass, and the positions of a row beyond them."""
+
+
+@MANY
+@given(POINTS, st.lists(POINTS, min_size=1, max_size=4), st.lists(REAL_LOOKS, max_size=20))
+def test_quality_is_paid_only_for_more_speed_than_the_best_lossless_decoding_has(
+    lossless, lossy, looks
+):
+    exact = exact_rung(lossless[0], sum(lossless))
+    taus = {
+        tau: Rung(Mode.THRESHOLD, tau, (Window(tokens, tokens + more),), 10 * (1 - tau))
+        for tau, (tokens, more) in zip((0.95, 0.9, 0.8, 0.7), sorted(lossy), strict=False)
+    }
+    capacity = replace(CAPACITY, rungs=(AR, exact, *taus.values()))
+    loop = make_loop(capacity)
+    for each in looks:
+        live = loop.update(each).live
+        rows = round(min(max(each.load, 1.0), capacity.max_num_seqs))
+        best = max(capacity.tokens_per_s(rung, rows) for rung in (AR, exact))
+        for tau in {live.threshold, live.flex_threshold} - {1.0}:
+            gain = capacity.tokens_per_s(taus[tau], rows) / best
+            assert gain >= InnerSettings().min_gain - 1e-9
 
 
 @MANY

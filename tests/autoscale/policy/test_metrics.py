@@ -1,9 +1,11 @@
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from ladders import CAPACITY
 from mars_autoscale.policy.decision import Reason
 from mars_autoscale.policy.metrics import exposition
-from mars_autoscale.policy.outer_loop import OuterLoop
+from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
+from mars_autoscale.policy.settings import OuterSettings
 
 
 def test_metrics_can_be_read_while_another_thread_counts_a_new_reason(monkeypatch):
@@ -25,3 +27,12 @@ def test_metrics_can_be_read_while_another_thread_counts_a_new_reason(monkeypatc
         "steady": 3,
         "load": 1,
     }
+
+
+def test_a_metric_tells_that_a_frontier_is_refused():
+    used, refused = OuterLoop(), OuterLoop()
+    used.basis = AutoscalingBasis(CAPACITY, OuterSettings())
+    refused.basis = AutoscalingBasis(CAPACITY, OuterSettings(), refused="it is damaged")
+    lines = exposition({"used": used, "refused": refused}).splitlines()
+    assert 'marsray_autoscaler_frontier_refused{model="used"} 0.0' in lines
+    assert 'marsray_autoscaler_frontier_refused{model="refused"} 1.0' in lines

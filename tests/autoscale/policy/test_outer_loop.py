@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -446,7 +447,7 @@ ODD_REPORTS = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
 @given(st.lists(ODD_REPORTS, min_size=1, max_size=12))
 def test_any_reports_give_bounded_decisions_and_do_no_lasting_harm(reports):
     loop = OuterLoop()

@@ -8,9 +8,10 @@ from ladders import exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import ServerQueue
 from mars_autoscale.simulation.figures import figures_of
-from mars_autoscale.simulation.policies import StaticReplicas, Target
+from mars_autoscale.simulation.policies import Joint, StaticReplicas, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
@@ -208,6 +209,18 @@ def test_every_request_is_served_once_and_the_time_is_billed():
     assert [each.request for each in result.served] == trace
     assert all(0 < each.ttft_s < np.inf for each in result.served)
     assert result.replica_seconds == pytest.approx(8 * trace[-1].arrival_s)
+
+
+def test_replicas_are_ordered_for_long_outputs_while_the_first_still_run():
+    """By hand: 4 requests/s of 1,500 tokens need 12.4 replicas; none ends within 33 s."""
+    capacity = Capacity(linear_step_time(0.02, 128), (AR,), 16, 20_000.0)
+    trace = [TraceRequest(i / 4, 0, 1_500) for i in range(4 * 32)]
+    policy = Joint(capacity, OuterSettings(max_replicas=40), InnerSettings())
+    limits = ReplicaSettings(min=1, max=40, initial=1, cold_start_s=60)
+    samples = Simulation(trace, capacity, limits, policy).run().samples
+    ordered = {each.time_s: each.num_ready + each.num_starting for each in samples}
+    assert ordered[10.0] >= 6
+    assert ordered[30.0] >= 13
 
 
 def test_refused_requests_miss_the_objective_and_cost_no_quality():

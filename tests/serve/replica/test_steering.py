@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ladders import threshold_rung
+from ladders import exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -176,6 +176,15 @@ async def test_a_pinned_threshold_holds_at_once_and_under_any_load(engine):
     assert engine.loop.live == LiveDecoding(0.97)
     assert (report.threshold, report.flex_threshold) == (0.97, 0.97)
     assert (report.gain, report.loss) == (1.0, 0.0)
+
+
+async def test_a_pinned_threshold_keeps_mode_exact_where_it_is_the_fastest(engine):
+    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
+    steering = steering_of(engine, basis=AutoscalingBasis(capacity, BASIS.settings))
+    steering.take(pinned_at(1.0), 100.0)
+    await engine.show(FULL)
+    steering.step(100.5)
+    assert engine.loop.live == LiveDecoding(1.0, is_exact=True)
 
 
 async def test_a_threshold_that_is_given_back_follows_the_load_again(engine):
