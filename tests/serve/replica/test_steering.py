@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ladders import exact_rung, threshold_rung
+from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -56,6 +57,9 @@ def status_of(num_running, num_waiting=0, **more):
 
 
 FULL = status_of(NUM_ROWS, 2 * NUM_ROWS)
+
+
+AUDITS = {AuditKey(Tier.DEFAULT, 0.9, True): AuditCounts(3, 90, 1)}
 
 
 class Alive:
@@ -113,7 +117,7 @@ async def engine():
 def steering_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
     load = load or RequestLoad()
-    return Steering("r1", basis, wanted, engine.loop, lambda: load)
+    return Steering("r1", basis, wanted, engine.loop, lambda: load, lambda: AUDITS)
 
 
 def published(allowed, version=1):
@@ -304,6 +308,7 @@ async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
         loss=0.0,
         is_lowest=True,
         totals=full_load().totals,
+        audits=AUDITS,
     )
 
 
@@ -315,6 +320,7 @@ async def test_a_report_can_be_sent_as_numbers(engine, monkeypatch):
     stats = steering.stats(5_000.0)
     assert {type(value) for value in stats.values()} == {float}
     assert all(math.isfinite(value) for value in stats.values())
+    report = replace(report, audits=None)  # numbers alone do not tell of them
     assert LoadReport.of_stats("r1", stats, 5_000.0) == report
     assert LoadReport.of_stats("r1", stats, 5_003.0) == replace(report, age_s=3.0)
     assert LoadReport.of_stats("r1", stats, 4_990.0) == report, "clocks differ"
