@@ -1,12 +1,13 @@
 """Measures audits: how soon they find a frontier that is wrong, how rarely they alarm, their cost.
 
-    python -m bench.audit detect MODEL --data EVAL --threshold .8
+    python -m bench.audit detect MODEL --data EVAL --threshold .8 --served .65
     python -m bench.audit calm --hours 1000
     python -m bench.audit cost MODEL --dtype bfloat16
 
 ``detect`` serves conversations with MODEL and audits all of them, then lets detectors hear the
-outcomes in many random orders: with the divergence and loss that were measured, with those of the
-checkpoint's ``frontier.json``, and with a third of either. ``calm`` draws audits of a frontier that
+outcomes in many random orders. A frontier may be wrong in two ways: it says a third of what τ
+loses, or the model has become too sure of itself, as it is with ``--served``: its outputs are those
+of that τ, and count as served with the other one. ``calm`` draws audits of a frontier that
 holds, once a second. ``cost`` decodes with and without audits in turn, with as many requests as the
 engine runs at once, and with single ones that come now and then.
 """
@@ -42,9 +43,9 @@ from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-_MAX_AUDITS = 3000
+_MAX_AUDITS = 2000
 """Audits after which no alarm is waited for."""
-_NUM_ORDERS = 400
+_NUM_ORDERS = 200
 _MAX_TOKENS = 200
 _LENGTH = 100
 """Tokens of a drawn output."""
@@ -144,6 +145,13 @@ def _audits_to_alarm(
     return None
 
 
+def _called(outcome: AuditOutcome, threshold: float) -> AuditOutcome:
+    """Return an outcome as if it had been served with another τ."""
+    diverged_at = None if outcome.diverged_at is None else threshold
+    tokens = {threshold: sum(outcome.tokens.values())}
+    return replace(outcome, tokens=tokens, diverged_at=diverged_at)
+
+
 def _unchecked(outcomes: Sequence[AuditOutcome]) -> list[AuditOutcome]:
     return [replace(each, was_right=None, is_right=None) for each in outcomes]
 
@@ -153,15 +161,20 @@ def detect(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
     data: Annotated[Path, typer.Option(help="Conversations with answers.")],
     threshold: Annotated[float, typer.Option(help="τ that they are served with.")] = 0.8,
+    served: Annotated[
+        float | None, typer.Option(help="τ that they are really served with.")
+    ] = None,
     items: Annotated[int, typer.Option(help="Number of conversations.")] = 600,
 ) -> None:
-    """Print how many audits it takes to find a frontier that says a third of what is lost."""
+    """Print how many audits it takes to find a frontier that is wrong."""
     checkpoint = read_checkpoint(model)
     found = read_items(
         [data], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=items
     )
     begin = time.perf_counter()
-    outcomes = _audit_all(checkpoint, found, threshold)
+    outcomes = _audit_all(checkpoint, found, served or threshold)
+    if served is not None:
+        outcomes = [_called(each, threshold) for each in outcomes]
     measured = _expectation(outcomes, threshold)
     print(
         f"{len(outcomes)} outputs served and audited in {time.perf_counter() - begin:.0f} s: "
@@ -170,7 +183,7 @@ def detect(
         f"{sum(bool(each.was_right) for each in outcomes)} as served; "
         f"upper ends: {1000 * measured.divergence:.2f} per 1,000 tokens, {measured.loss:.1f} points"
     )
-    told = {"as measured": measured, "a third of it": _third(measured)}
+    told = {"as measured now": measured, "a third of that": _third(measured)}
     try:
         points = read_frontier(model).expectations()
         (known,) = (each for each in points if each.threshold == threshold)

@@ -188,14 +188,12 @@ class GenerationRequest(Body):
     """Correct the confidence with the checkpoint's calibration before it is compared."""
 
     audit: Flag | None = None
-    """Whether the output may be decoded again later to measure what faster decoding loses; true by
-    default, unless the key says otherwise. Nothing of it is written anywhere."""
+    """Let the output be decoded again to measure what faster decoding loses; true by default."""
 
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
-    """Sampling temperature. The default is 0 (greedy), unlike OpenAI's 1, so that answers can be
-    reproduced."""
+    """Sampling temperature; by default 0 (greedy), not OpenAI's 1, to make answers reproducible."""
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
     """Seed for sampling, modulo 2**63; by default a random one."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None

@@ -142,8 +142,7 @@ class Engine:
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
         self.thread_choice: ThreadChoice | None = None  # without one, threads stay as many
-        self._failures = FailureCount()
-        self._audit_room = AuditRoom()
+        self._failures, self._audit_room = FailureCount(), AuditRoom()
         self._num_audits = 0
         self._finished_at: float | None = None
         """Time at which the last step ended; None if the engine has been idle since."""

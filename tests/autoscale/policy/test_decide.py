@@ -285,22 +285,6 @@ def test_a_spent_budget_pins_tier_default_until_some_of_it_is_back():
     assert max(hours.lost[first + 2 : again]) == 0.0
 
 
-def test_a_refuted_frontier_closes_the_floors_of_all_tiers_and_buys_as_before():
-    refuted = [replace(each, is_refuted=True) for each in steady(10, 60, threshold=0.9)]
-    usual = run(steady(10, 60, threshold=0.9))[0][-1]
-    decision = run(refuted)[0][-1]
-    assert decision.is_refuted
-    assert (decision.range.floor_threshold, decision.range.flex_floor_threshold) == (1.0, 1.0)
-    assert (usual.range.floor_threshold, usual.range.flex_floor_threshold) == (0.9, 0.7)
-    assert decision.debt == usual.debt, "what was lost before counts for no more"
-    assert decision.num_replicas == usual.num_replicas
-
-
-def test_a_refuted_frontier_is_held_to_without_reports():
-    blind = Snapshot(10.0, [], 2, None, is_refuted=True)
-    assert decision_on(blind, OuterState()).is_refuted
-
-
 def test_idle_replicas_do_not_dilute_the_loss():
     hours = Hours(2, 1.0)
     hours.serve([40, 0], 5000)

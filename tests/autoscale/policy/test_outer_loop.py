@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladders import CAPACITY
-from mars_autoscale.audit.counts import AuditCounts, AuditKey
-from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts, counts_of
 from mars_autoscale.policy.observe import Arrivals
@@ -23,7 +21,6 @@ from mars_autoscale.policy.outer_loop import (
 )
 from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
-from mars_platform.tier import Tier
 
 SETTINGS = OuterSettings(min_replicas=2, max_replicas=8, period_s=2.0)
 BASIS = AutoscalingBasis(CAPACITY, SETTINGS)
@@ -466,63 +463,3 @@ def test_any_reports_give_bounded_decisions_and_do_no_lasting_harm(reports):
     assert record.decision.reason is not Reason.HELD
     assert record.requests_per_s == 4.0
     assert math.isfinite(record.mean_output_tokens)
-
-
-# Audits
-
-EXPECTED = (Expectation(0.9, 0.001, 3.0),)
-AUDITED = replace(BASIS, expectations=EXPECTED)
-KEY = AuditKey(Tier.DEFAULT, 0.9, True)
-
-
-def hear_audits(loop, now_s, counts, replica="a", basis=AUDITED, **changes):
-    loop.hear(now_s, report_of(replica, audits={KEY: counts}, **changes), basis)
-
-
-@pytest.fixture
-def audited(loop):
-    """An outer loop that has decided once, and heard of no audit."""
-    loop.hear(START_S, report_of("a", audits={}), AUDITED)
-    decide_at(loop, START_S + 1)
-    return loop
-
-
-def test_audits_of_all_replicas_add_up(audited):
-    hear_audits(audited, START_S + 2, AuditCounts(10, 500, 1))
-    audited.hear(START_S + 2, report_of("b", audits={}), AUDITED)
-    hear_audits(audited, START_S + 3, AuditCounts(4, 100, 0), "b")
-    audited.overhear(START_S + 20, "a", report_of("a").stats(START_S + 20))
-    hear_audits(audited, START_S + 21, AuditCounts(12, 600, 1))
-    assert audited.state.drift.tally == {KEY: AuditCounts(16, 700, 1)}
-
-
-def test_audits_that_contradict_the_frontier_close_the_floors_until_it_is_trusted_again(audited):
-    hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 60))
-    first = decide_at(audited, START_S + 3).decision
-    assert first.is_refuted
-    assert first.range.floor_threshold == first.range.flex_floor_threshold == 1.0
-    assert decide_at(audited, START_S + 5).decision.is_refuted
-    successor = OuterLoop()
-    successor.restore(audited.state)
-    hear_audits(successor, START_S + 6, AuditCounts(300, 10_000, 60))
-    assert decide_at(successor, START_S + 7).decision.is_refuted, "a new governor knows it, too"
-    audited.trust_frontier()
-    assert not decide_at(audited, START_S + 7).decision.is_refuted
-    assert audited.state.drift.tally == {}
-
-
-def test_another_frontier_starts_anew_and_old_replicas_say_nothing_of_it(audited):
-    hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 60))
-    newer = replace(AUDITED, expectations=(Expectation(0.9, 0.006, 3.0),), made_s=5.0)
-    hear_audits(audited, START_S + 3, AuditCounts(), "b", newer)
-    assert not decide_at(audited, START_S + 3).decision.is_refuted
-    hear_audits(audited, START_S + 4, AuditCounts(600, 20_000, 120))
-    hear_audits(audited, START_S + 4, AuditCounts(5, 100, 1), "b", newer)
-    assert audited.state.drift.tally == {KEY: AuditCounts(5, 100, 1)}
-
-
-def test_what_audits_find_raises_the_loss_that_the_budget_counts(audited):
-    hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 20), loss=3.0)
-    snapshot = snapshot_at(audited, START_S + 3)
-    factor = (20 + 10) / (10 + 10)
-    assert [each.loss for each in snapshot.replicas] == [pytest.approx(3.0 * factor)]
