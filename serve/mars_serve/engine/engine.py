@@ -260,7 +260,7 @@ class Engine:
         request.has_drafter = may_draft and request.options.may_take_several
         request.follow(self._step_live)
         if request.is_audit:
-            request.take_audited_drafts(self._scheduler.max_drafts)
+            request.take_audited_drafts()
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
         self._requests[request.id] = request
@@ -465,7 +465,7 @@ class Engine:
             request.drafts = result.next_drafts
             request.num_own_drafts = len(request.drafts)
         if request.is_audit:
-            request.take_audited_drafts(self._scheduler.max_drafts)
+            request.take_audited_drafts()
         self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
         if reason is not None:
             self._end(request, reason)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # at run time these would load torch into processes that only
     from mars_serve.engine.sampling.token_rules import TokenRules
 
 
+MAX_AUDIT_DRAFTS = 32
+"""Most drafts of an audit in a step. They have no masks, and most of them are right."""
 _AUDIT_RANK = min(tier.rank for tier in Tier) - 1
 
 
@@ -150,12 +152,12 @@ class Request:
         """Rank by which requests are scheduled: that of the tier, or below all tiers for audits."""
         return _AUDIT_RANK if self.is_audit else self.options.tier.rank
 
-    def take_audited_drafts(self, max_drafts: int) -> None:
-        """Draft what was served next, at most so many tokens, if the output has followed it."""
+    def take_audited_drafts(self) -> None:
+        """Draft what was served next, if the output has followed it so far."""
         start = self.num_output
         follows = self.tokens[self.num_prompt :] == list(self.audited[:start])
         if follows:
-            tokens = self.audited[start : start + max_drafts]
+            tokens = self.audited[start : start + MAX_AUDIT_DRAFTS]
             self.drafts, self.num_own_drafts = [Draft(token, 1.0) for token in tokens], 0
 
     @property

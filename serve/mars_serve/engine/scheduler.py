@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
 ChooseMasks = Callable[[list[Request]], list[Masks]]
@@ -131,7 +131,8 @@ class Scheduler:
         for request in self.running:
             # A request that follows the live τ may have been in mode exact before.
             may_draft = request.checks_drafts or request.options.threshold is None
-            drafts = self.max_drafts if may_draft else 0
+            most_drafts = MAX_AUDIT_DRAFTS if request.is_audit else self.max_drafts
+            drafts = most_drafts if may_draft else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
             assert self.pool.pages_for(request.num_cached) <= len(request.pages) <= most
             keys = self._keys(request, 0, request.num_cached // self.pool.page_size)
