@@ -171,6 +171,7 @@ def detect(
     found = read_items(
         [data], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=items
     )
+    torch.set_num_threads(1)  # such a model gains nothing by more
     begin = time.perf_counter()
     outcomes = _audit_all(checkpoint, found, served or threshold)
     if served is not None:

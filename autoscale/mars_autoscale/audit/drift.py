@@ -129,14 +129,14 @@ def _log_ratios(num_diverged: int, expected: float) -> list[float]:
 def _log_payoffs(counts: AuditCounts, loss: float) -> list[float]:
     """Return the logarithm of what each stake's bets on these outputs have become.
 
-    An output loses 1 answer, 0 or -1, on average ``loss`` at the most. A bet of a share s of what
-    one has pays 1 + s * (lost - loss).
+    An output loses 1 answer, 0 or -1, on average ``loss`` at the most, which is in [0, 1]. A bet of
+    a share s of what one has pays 1 + s * (lost - loss) / (1 + loss), which is at least 1 - s.
     """
     num_same = counts.num_checked - counts.num_lost - counts.num_gained
     return [
-        counts.num_lost * math.log1p(stake * (1 - loss))
-        + counts.num_gained * math.log1p(stake * (-1 - loss))
-        + num_same * math.log1p(-stake * loss)
+        counts.num_lost * math.log1p(stake * (1 - loss) / (1 + loss))
+        + counts.num_gained * math.log1p(-stake)
+        + num_same * math.log1p(-stake * loss / (1 + loss))
         for stake in _STAKES
     ]
 

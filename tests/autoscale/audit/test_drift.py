@@ -164,12 +164,15 @@ def test_the_loss_factor_follows_the_audits_and_forgets() -> None:
             *[st.integers(0, 10**6)] * 4,
         ),
         max_size=5,
-    )
+    ),
+    st.floats(1e-9, 1.0),
+    st.none() | st.floats(0, 100),
 )
 def test_no_counts_make_figures_that_are_not_finite(
-    tally: Mapping[AuditKey, AuditCounts],
+    tally: Mapping[AuditKey, AuditCounts], divergence: float, loss: float | None
 ) -> None:
-    drift = Drift(EXPECTED).heard(tally, 1.0).heard(tally, 2.0)
+    expected = (EXPECTED[0], Expectation(0.8, divergence, loss))
+    drift = Drift(expected).heard(tally, 1.0).heard(tally, 2.0)
     assert math.isfinite(drift.evidence)
     assert drift.evidence >= 0
     assert 1.0 <= drift.loss_factor < math.inf
