@@ -24,7 +24,7 @@ from mars_autoscale.policy.decision import (
     Reason,
     ThresholdRange,
 )
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.policy.observe import ReplicaLoad, Snapshot
 from mars_autoscale.policy.settings import OuterSettings
 
 _MAX_AGE_PERIODS = 6
@@ -81,7 +81,7 @@ def decide(
         apart_s=settings.sizing_window_s,  # a step in demand is a burst for no longer
         memory_s=settings.burst_memory_s,
     )
-    needed_now = _needed_now(demand_history, replicas, arrivals, capacity, settings)
+    needed_now = _needed_now(demand_history, replicas, capacity, settings)
     needed = max(needed_now, demand.recurring_demand(bursts))
     if not math.isfinite(needed + debt):
         return hold(snapshot, state, settings)
@@ -204,16 +204,20 @@ def _debt(
 def _needed_now(
     demand_history: demand.History,
     replicas: Sequence[ReplicaLoad],
-    arrivals: Arrivals,
     capacity: Capacity,
     settings: OuterSettings,
 ) -> float:
-    """Return the replicas that arriving and waiting requests need, before rounding."""
-    is_busy = _is_busy(replicas, capacity, settings)
-    rate = demand.sizing_demand(demand_history, is_busy, settings.burst)
+    """Return the replicas that the arrivals need, before rounding.
+
+    What waits needs none beside those: they work it off with the part of their speed that the mean
+    leaves free, and more would come when it is gone.
+    """
+    rate = demand.mean(demand_history)
     rate *= demand.trend(demand_history, settings.cold_start_s, settings.max_trend)
-    queue = demand.queue_demand(replicas, arrivals, capacity, settings.drain_s)
-    return rate / settings.utilization + queue
+    usual = rate / settings.utilization
+    # the latest demand hides nothing, as a mean does, so it needs no such reserve
+    latest = demand_history[-1][1]
+    return max(usual, latest) if _is_busy(replicas, capacity, settings) else usual
 
 
 def _number(

@@ -5,10 +5,8 @@ A demand is the number of replicas that it keeps busy: at the base, unless said 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mars_autoscale.model.capacity import Capacity
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad
+from mars_autoscale.policy.observe import Arrivals
 
 History = tuple[tuple[float, float], ...]
 """(time in s, demand), by time."""
@@ -41,34 +39,6 @@ def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: int) -> float
     if free <= _MIN_FREE_SHARE * max(num_ready, 1):
         return 1.0
     return capacity.busy_s(arrivals.output_tokens_per_s, prompt_tokens=0) / free
-
-
-def queue_demand(
-    replicas: Sequence[ReplicaLoad], arrivals: Arrivals, capacity: Capacity, drain_s: float
-) -> float:
-    """Return the demand of working off all waiting requests within ``drain_s`` seconds.
-
-    They are taken to be like those that arrive.
-    """
-    num_waiting = sum(replica.num_waiting for replica in replicas)
-    if not num_waiting:
-        return 0.0
-    prompt_tokens = 0.0
-    if arrivals.requests_per_s:
-        prompt_tokens = arrivals.prompt_tokens_per_s / arrivals.requests_per_s
-    return num_waiting * capacity.busy_s(arrivals.mean_output_tokens, prompt_tokens) / drain_s
-
-
-def sizing_demand(history: History, is_busy: bool, burst: float) -> float:
-    """Return the demand to size by: the mean, or the latest one if that is a burst.
-
-    Args:
-        history: demands, at least one.
-        is_busy: whether the replicas confirm a burst.
-        burst: multiple of the mean above which the latest demand is a burst.
-    """
-    latest, usual = history[-1][1], mean(history)
-    return latest if is_busy and latest > burst * usual else usual
 
 
 def mean(history: History) -> float:

@@ -24,12 +24,10 @@ class OuterSettings(Settings):
     """
     sizing_window_s: float = Field(default=45.0, gt=0)
     """Seconds over which the rate is averaged; the longer, the less replicas follow its noise."""
-    burst: float = Field(default=1.3, ge=1)
-    """Multiple of the average rate from which on the latest rate counts instead, if the replicas
-    are busy."""
     busy: float = Field(default=0.9, ge=0)
-    """Mean over the replicas of (running + waiting) / max_num_seqs that confirms a burst. Rates of
-    a few seconds are noise, and what the replicas carry needs no more of them."""
+    """Mean over the replicas of (running + waiting) / max_num_seqs from which on the latest rate
+    counts as well as the mean. Rates of a few seconds are noise, and what the replicas carry needs
+    no more of them."""
     max_trend: float = Field(default=1.15, ge=1)
     """Highest factor by which a trend may raise the rate; slopes of short windows are noise."""
     scale_in_window_s: float = Field(default=90.0, ge=0)
@@ -43,8 +41,6 @@ class OuterSettings(Settings):
     """Seconds of decoding at the lowest τ that buy one more replica; time at a higher τ counts for
     less. The lowest is that of tier default's floor, or tier flex's where the other gains nothing.
     """
-    drain_s: float = Field(default=30.0, gt=0)
-    """Seconds within which the ordered replicas should work off the queue."""
     full: float = Field(default=1.0, gt=0, le=1)
     """Share of the ready replicas' speed above which τ is lowered before a queue forms, in (0, 1].
     """

@@ -22,13 +22,15 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_RESERVE_SHARE = 8
-"""A request waits in the engine for every so many that run, to be there when one of them ends."""
+_RESERVE_SHARE = 64
+"""A request waits in the engine for every so many that run, to be there when one of them ends. So
+many steps, or more, an output takes, so that about one of them ends in a step; more would wait in
+the engine where neither the order among requests nor another replica can help them."""
 
 
 def reserve_of(max_num_seqs: int) -> int:
     """Return how many requests may wait in an engine that runs so many at once."""
-    return max(1, max_num_seqs // _RESERVE_SHARE)
+    return max_num_seqs // _RESERVE_SHARE
 
 
 def even_parts(total: int, num: int) -> list[int]:

@@ -2,7 +2,11 @@
 
 Tiers are strict: while a higher tier has a request, lower tiers wait, for as long as that takes.
 Within a tier, keys share the tokens evenly. Within a key, the earliest deadline is first, then the
-earliest arrival.
+earliest arrival; but requests that can hardly begin in time any more give way to those that can,
+since else a backlog makes all that come behind it late as well. Of a key's requests that are served
+while both kinds wait, one in `LATE_TURN` at least is a late one, that with the earliest deadline.
+So a late request waits for no more than `LATE_TURN` times as many requests of its key as if late
+ones were first.
 
 Even shares come from start-time fair queueing (P. Goyal, H. Vin, H. Cheng: Start-time Fair
 Queueing, SIGCOMM 1996). Each key with requests has a start tag, the key with the smallest tag is
@@ -22,6 +26,7 @@ Imports no Ray, torch or HTTP library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,6 +37,22 @@ from mars_autoscale.queueing.sums import DeadlineSums
 from mars_platform.tier import Tier
 
 ItemT = TypeVar("ItemT")
+
+LATE_TURN = 8
+"""One of so many requests of a key that are served is a late one, while late ones wait."""
+_IN_TIME_SHARE = 0.75
+"""Share of the time to its first token after which a waiting request counts as late. The rest is
+for its prompt and the step that it waits for."""
+
+
+def late_from(arrived_s: float, wanted_s: float) -> float:
+    """Return the time from which on a waiting request can hardly begin in time.
+
+    Args:
+        arrived_s: time of its arrival.
+        wanted_s: seconds from then within which its output should begin.
+    """
+    return arrived_s + _IN_TIME_SHARE * wanted_s
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +69,8 @@ class Ticket(Generic[ItemT]):
     """Time on the queue's clock by which it is to begin."""
     limit_s: float | None
     """Time on the queue's clock after which it no longer waits; None if it waits forever."""
+    late_s: float
+    """Time on the queue's clock from which on it gives way; infinite if it never does."""
     arrival: int
     """Number of requests that arrived before."""
     _flow: _Flow[ItemT] | None = field(default=None, repr=False)
@@ -68,18 +91,46 @@ class _Flow(Generic[ItemT]):
     """Requests that were popped and neither put back nor settled."""
     tokens: int = 0
     """Cost of the waiting requests."""
+    num_in_time: int = 0
+    """Requests that were served since a late one was."""
     waiting: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
+    early: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
+    """Those of the waiting requests that were not known to be late when last looked at."""
     sums: DeadlineSums = field(default_factory=DeadlineSums)
+    """Sums of those."""
 
     def add(self, ticket: Ticket[ItemT]) -> None:
-        self.waiting.place(ticket, ticket.deadline_s, ticket.arrival)
+        for each in (self.waiting, self.early):
+            each.place(ticket, ticket.deadline_s, ticket.arrival)
         self.sums.add(ticket.deadline_s, 1, ticket.cost)
         self.tokens += ticket.cost
 
     def remove(self, ticket: Ticket[ItemT]) -> None:
+        self._leave_early(ticket)
         self.waiting.discard(ticket)
-        self.sums.add(ticket.deadline_s, -1, -ticket.cost)
         self.tokens -= ticket.cost
+
+    def serve(self, ticket: Ticket[ItemT]) -> None:
+        """Remove a request, and count it towards the turn of a late one."""
+        self.num_in_time = self.num_in_time + 1 if ticket in self.early else 0
+        self.remove(ticket)
+
+    def note_late(self, now_s: float) -> None:
+        """Take the requests that have become late out of the early ones."""
+        while (first := self.early.first()) is not None and first.late_s <= now_s:
+            self._leave_early(first)
+
+    def first(self, now_s: float) -> Ticket[ItemT] | None:
+        """Return the request that is served next; None if none waits."""
+        self.note_late(now_s)
+        oldest = self.waiting.first()
+        is_turn_of_late = self.num_in_time >= LATE_TURN - 1 or not self.early
+        return oldest if is_turn_of_late else self.early.first()
+
+    def _leave_early(self, ticket: Ticket[ItemT]) -> None:
+        if ticket in self.early:
+            self.early.discard(ticket)
+            self.sums.add(ticket.deadline_s, -1, -ticket.cost)
 
 
 class _Shares(Generic[ItemT]):
@@ -106,19 +157,19 @@ class _Shares(Generic[ItemT]):
         flow.add(ticket)
         self._count(1, ticket)
 
-    def first(self, skipped: str | None = None) -> Ticket[ItemT] | None:
+    def first(self, skipped: str | None, now_s: float) -> Ticket[ItemT] | None:
         """Return the request that is served next, but for one key's; None if none waits."""
         flow = self._backlogged.first()
         if flow is not None and flow.key == skipped:
             others = (each for each in self._backlogged if each is not flow)
             flow = min(others, key=lambda each: (each.start, each.turn), default=None)
-        return None if flow is None else flow.waiting.first()
+        return None if flow is None else flow.first(now_s)
 
     def leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
         """Remove a waiting request; if it is served, charge its key for it."""
         flow = ticket._flow
         assert flow is not None
-        flow.remove(ticket)
+        flow.serve(ticket) if is_served else flow.remove(ticket)
         self._count(-1, ticket)
         if is_served:
             flow.turn = next(self._turns)
@@ -134,12 +185,19 @@ class _Shares(Generic[ItemT]):
             flow.start += difference
             self._update(flow)
 
-    def ahead(self, key: str, deadline_s: float) -> tuple[int, int]:
+    def num_early(self, now_s: float) -> int:
+        """Return the number of waiting requests that are not late."""
+        for flow in self._backlogged:
+            flow.note_late(now_s)
+        return sum(len(flow.early) for flow in self._backlogged)
+
+    def ahead(self, key: str, deadline_s: float, now_s: float) -> tuple[int, int]:
         """Return the requests and tokens that go before a new request, at least."""
         own = self.flows.get(key)
         tag = self._floor()
         num = tokens = 0
         if own is not None:
+            own.note_late(now_s)
             tag = own.start if own.waiting else max(own.start, tag)
             num, tokens = own.sums.before(deadline_s)
             tag += tokens
@@ -211,9 +269,13 @@ class FairQueue(Generic[ItemT]):
         """Expected tokens of all waiting requests."""
         return sum(shares.tokens for shares in self._tiers.values())
 
-    def num_of_tiers(self, tier: Tier) -> int:
-        """Return the number of waiting requests of a tier and of those above it."""
-        return sum(shares.num for each, shares in self._tiers.items() if each.rank >= tier.rank)
+    def num_before(self, tier: Tier, now_s: float) -> int:
+        """Return how many waiting requests go before most new ones of a tier.
+
+        These are those of higher tiers, and of the tier those that are not late.
+        """
+        higher = sum(shares.num for each, shares in self._tiers.items() if each.rank > tier.rank)
+        return higher + self._tiers[tier].num_early(now_s)
 
     @property
     def num_keys(self) -> int:
@@ -229,17 +291,23 @@ class FairQueue(Generic[ItemT]):
         cost: int,
         deadline_s: float,
         limit_s: float | None = None,
+        late_s: float = math.inf,
     ) -> Ticket[ItemT]:
         """Add a request; see `Ticket` for the arguments. The cost is at least 1."""
         assert cost >= 1, "a request without cost would be served without end"
-        ticket = Ticket(item, tier, key, cost, deadline_s, limit_s, next(self._arrivals))
+        ticket = Ticket(item, tier, key, cost, deadline_s, limit_s, late_s, next(self._arrivals))
         self._enter(ticket)
         return ticket
 
-    def peek(self, skipped: str | None = None) -> Ticket[ItemT] | None:
-        """Return the request that is first in order, but for one key's; None if none waits."""
+    def peek(self, skipped: str | None = None, *, now_s: float = -math.inf) -> Ticket[ItemT] | None:
+        """Return the request that is first in order; None if none waits.
+
+        Args:
+            skipped: key whose requests do not count.
+            now_s: the time on the queue's clock, which tells what is late.
+        """
         for shares in self._tiers.values():
-            if shares.num and (ticket := shares.first(skipped)) is not None:
+            if shares.num and (ticket := shares.first(skipped, now_s)) is not None:
                 return ticket
         return None
 
@@ -247,13 +315,16 @@ class FairQueue(Generic[ItemT]):
         """Remove a waiting request, usually that of `peek`, and charge its key for it."""
         self._leave(ticket, is_served=True)
 
-    def pop(self) -> Ticket[ItemT]:
+    def pop(self, *, now_s: float = -math.inf) -> Ticket[ItemT]:
         """Remove and return the request that is first in order, and charge its key for it.
+
+        Args:
+            now_s: see `peek`.
 
         Raises:
             IndexError: no request waits.
         """
-        ticket = self.peek()
+        ticket = self.peek(now_s=now_s)
         if ticket is None:
             raise IndexError("no request waits")
         self.take(ticket)
@@ -272,7 +343,7 @@ class FairQueue(Generic[ItemT]):
         """Let a request that was popped but did not begin wait at its old place.
 
         Its key gets back what it was charged. So the request is served before those that would
-        have been served after it.
+        have been served after it, unless it has become late since.
         """
         assert self._is_unsettled(ticket), "only what was popped can be put back, once"
         shares = self._tiers[ticket.tier]
@@ -304,15 +375,23 @@ class FairQueue(Generic[ItemT]):
         first = self._limits.first()
         return None if first is None else first.limit_s
 
-    def ahead(self, tier: Tier, key: str, deadline_s: float) -> tuple[int, int]:
+    def ahead(
+        self, tier: Tier, key: str, deadline_s: float, *, now_s: float = -math.inf
+    ) -> tuple[int, int]:
         """Return how many requests, and how many tokens, would go before a new request.
 
-        Both are lower bounds as long as no request is removed: requests of higher tiers, those of
-        its key with a deadline that is earlier by a quarter of a second, and what fairness gives
-        to the other keys before the new request's turn. Of these, requests are counted as if each
-        key's were of equal size.
+        Both are lower bounds as long as no request is removed or becomes late: requests of higher
+        tiers, those of its key that are not late and have a deadline that is earlier by a quarter
+        of a second, and what fairness gives to the other keys before the new request's turn. Of
+        these, requests are counted as if each key's were of equal size.
+
+        Args:
+            tier: tier of the new request.
+            key: its key.
+            deadline_s: its deadline.
+            now_s: see `peek`.
         """
-        num, tokens = self._tiers[tier].ahead(key, deadline_s)
+        num, tokens = self._tiers[tier].ahead(key, deadline_s, now_s)
         higher = [shares for each, shares in self._tiers.items() if each.rank > tier.rank]
         return (
             num + sum(shares.num for shares in higher),

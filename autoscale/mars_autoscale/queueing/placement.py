@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
+from mars_autoscale.queueing.grants import reserve_of
+
 _MAX_KEYS = 65_536
 """Number of pages remembered, about 15 MB; the least recently used are forgotten first."""
 _MAX_SESSIONS = 16_384
@@ -25,6 +27,19 @@ def load_of(num_requests: int, backlog_tokens: int) -> float:
         backlog_tokens: tokens of their prompts that it has not computed yet.
     """
     return num_requests + backlog_tokens / TOKENS_PER_REQUEST
+
+
+def has_room(load: float, max_num_seqs: int) -> bool:
+    """Return whether a replica's load leaves room for a further request.
+
+    Prompts yet to be computed count, since a request behind them would not begin soon, and may do
+    so sooner elsewhere or in another order. A replica without requests always has room.
+
+    Args:
+        load: the replica's load as by `load_of`.
+        max_num_seqs: most requests that it runs at once.
+    """
+    return load < max_num_seqs + reserve_of(max_num_seqs)
 
 
 def slack_of(max_num_seqs: int) -> int:

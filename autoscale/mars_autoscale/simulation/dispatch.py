@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
-from mars_autoscale.queueing.grants import reserve_of
-from mars_autoscale.queueing.order import FairQueue
-from mars_autoscale.queueing.placement import Placement, load_of, slack_of
+from mars_autoscale.queueing.order import FairQueue, late_from
+from mars_autoscale.queueing.placement import Placement, has_room, load_of, slack_of
 from mars_autoscale.simulation.cluster import Replica, Served
 from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS
 from mars_platform.tier import Tier
@@ -32,13 +31,13 @@ class Dispatch(Protocol):
     def __len__(self) -> int:
         """Return the number of requests that are not bound to a replica yet."""
 
-    def num_ahead(self, tier: Tier, /) -> int:
+    def num_ahead(self, tier: Tier, now_s: float, /) -> int:
         """Return the number of those that go before a new request of a tier."""
 
-    def add(self, served: Served, deadline_s: float, /) -> None:
-        """Take in a request that is to begin by a time."""
+    def add(self, served: Served, objective_s: float, /) -> None:
+        """Take in a request that should have its first token within some seconds."""
 
-    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+    def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
         """Send the requests that may go now to replicas that are ready; return these replicas."""
 
 
@@ -61,31 +60,37 @@ class ServerQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def num_ahead(self, tier: Tier, /) -> int:
-        """Return the number of waiting requests of a tier and of those above it."""
-        return self._queue.num_of_tiers(tier)
+    def num_ahead(self, tier: Tier, now_s: float, /) -> int:
+        """Return the number of waiting requests that go before a new one of a tier."""
+        return self._queue.num_before(tier, now_s)
 
-    def add(self, served: Served, deadline_s: float, /) -> None:
+    def add(self, served: Served, objective_s: float, /) -> None:
         """Let a request wait in the order of `FairQueue`."""
         request = served.request
-        cost = request.prompt_tokens + request.output_tokens
-        self._queue.add(served, tier=request.tier, key="", cost=cost, deadline_s=deadline_s)
+        self._queue.add(
+            served,
+            tier=request.tier,
+            key="",
+            cost=request.prompt_tokens + request.output_tokens,
+            deadline_s=request.arrival_s + objective_s,
+            late_s=late_from(request.arrival_s, objective_s),
+        )
 
-    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+    def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
         """Send requests in order, each to the replica with a credit that `Placement` chooses."""
         free = {each.name: each for each in ready if _has_credit(each)} if self._queue else {}
         if not free:
             return []
         placement = self._placement_among(ready)
-        loads = {name: load_of(each.load, each.backlog_tokens) for name, each in free.items()}
+        loads = {name: _load(each) for name, each in free.items()}
         sent = list[Replica]()
         while loads and self._queue:
-            ticket = self._queue.pop()
+            ticket = self._queue.pop(now_s=now_s)
             self._queue.settle(ticket, ticket.cost)
             chosen = free[placement.choose(ticket.item.request.prefix[:_MAX_BLOCKS], loads)]
             chosen.enqueue(ticket.item)
             sent.append(chosen)
-            loads[chosen.name] = load_of(chosen.load, chosen.backlog_tokens)
+            loads[chosen.name] = _load(chosen)
             if not _has_credit(chosen):
                 del loads[chosen.name]
         return sent
@@ -103,8 +108,11 @@ class ServerQueue:
 
 
 def _has_credit(replica: Replica) -> bool:
-    most = replica.capacity.max_num_seqs
-    return replica.load < most + reserve_of(most)
+    return has_room(_load(replica), replica.capacity.max_num_seqs)
+
+
+def _load(replica: Replica) -> float:
+    return load_of(replica.load, replica.backlog_tokens)
 
 
 class _ArrivalOrder:
@@ -118,7 +126,7 @@ class _ArrivalOrder:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def num_ahead(self, _: Tier, /) -> int:
+    def num_ahead(self, _: Tier, __: float, /) -> int:
         """Return the number of all requests that wait."""
         return len(self._waiting)
 
@@ -142,7 +150,7 @@ class TwoChoices(_ArrivalOrder):
         super().__init__()
         self._random = Random(seed)
 
-    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+    def send(self, ready: Sequence[Replica], _: float, /) -> list[Replica]:
         """Bind all requests at once."""
         sent = list[Replica]()
         while ready and self._waiting:
@@ -177,10 +185,10 @@ class PrefixAware(TwoChoices):
         self._received = dict[str, set[int]]()
         """Blocks of prompts that each ready replica got."""
 
-    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+    def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
         """Bind all requests at once."""
         self._received = {each.name: self._received.get(each.name, set()) for each in ready}
-        return super().send(ready)
+        return super().send(ready, now_s)
 
     def _choose(self, served: Served, ready: Sequence[Replica]) -> Replica:
         chosen = self._choose_by_prefix(served.request.prefix, ready)
@@ -220,7 +228,7 @@ class Activator(_ArrivalOrder):
         self._next = 0
         """Index of the replica whose turn is next."""
 
-    def send(self, ready: Sequence[Replica], /) -> list[Replica]:
+    def send(self, ready: Sequence[Replica], _: float, /) -> list[Replica]:
         """Send requests in order of arrival while replicas have room."""
         sent = list[Replica]()
         while self._waiting and (chosen := self._take_turn(ready)) is not None:

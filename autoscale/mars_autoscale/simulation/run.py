@@ -128,7 +128,7 @@ class Simulation:
             served.is_rejected = True
             return
         self._num_begun += 1
-        self._dispatch.add(served, request.arrival_s + self._objective_ttft_s)
+        self._dispatch.add(served, self._objective_ttft_s)
         self._send()
 
     def _is_too_late(self, tier: Tier) -> bool:
@@ -140,14 +140,14 @@ class Simulation:
         each_s = self._capacity.busy_s(self._lengths.mean, self._mean_prompt, gain)
         reserve = reserve_of(self._capacity.max_num_seqs)
         num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
-        num_ahead = (self._dispatch.num_ahead(tier) + num_sent) / len(ready)
+        num_ahead = (self._dispatch.num_ahead(tier, self._events.now_s) + num_sent) / len(ready)
         return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
 
     def _send(self) -> None:
         """Send waiting requests to replicas, and let those begin that are not in a step."""
         if not len(self._dispatch):
             return
-        for replica in self._dispatch.send(self._ready()):
+        for replica in self._dispatch.send(self._ready(), self._events.now_s):
             if id(replica) not in self._stepping:
                 self._step(replica)
 
@@ -164,9 +164,8 @@ class Simulation:
     def _finish_step(self, replica: Replica) -> None:
         ended = replica.finish_step(self._events.now_s)
         self._ended.extend(served.request.output_tokens for served in ended)
-        if ended:
-            self._send()
-        self._step(replica)
+        self._step(replica)  # what is sent now arrives once the next step has begun
+        self._send()  # a row has ended, or a prompt has been computed
 
     # Replicas
 

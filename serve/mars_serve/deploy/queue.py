@@ -15,7 +15,8 @@ from typing import Protocol
 
 from mars_autoscale.queueing.estimate import StartPace
 from mars_autoscale.queueing.grants import even_parts, reserve_of
-from mars_autoscale.queueing.order import FairQueue, Ticket
+from mars_autoscale.queueing.order import FairQueue, Ticket, late_from
+from mars_autoscale.queueing.placement import has_room, load_of
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.router import Router
 from mars_serve.engine.ipc.loop import (
@@ -65,6 +66,8 @@ class Turn:
 
     replica: str
     link: EngineLoop
+    num_prompt: int
+    """Tokens of the request's prompt."""
     ticket: Ticket[_Waiting] | None = None
     """The request's ticket; None if it did not wait."""
 
@@ -95,7 +98,8 @@ class RequestQueue:
         objective = model.autoscaling.objective_ttft_s if model.autoscaling else _OBJECTIVE_S
         self._objective_s = objective
         self._most_replicas = model.most_replicas
-        self._reserve = reserve_of(model.engine.max_num_seqs)
+        self._max_num_seqs = model.engine.max_num_seqs
+        self._reserve = reserve_of(self._max_num_seqs)
         self._queue = FairQueue[_Waiting]()
         self._pace = StartPace(clock)
         self._mean_output = float(_FIRST_OUTPUT_TOKENS)
@@ -103,7 +107,7 @@ class RequestQueue:
         """Requests that have had their turn and have not ended, by key."""
         self._active = OrderedDict[str, float]()
         """Time of the latest request of each active key, the oldest first."""
-        self._reserved: dict[EngineLoop, int] = {}
+        self._reserved: dict[EngineLoop, list[Turn]] = {}
         """Turns that were given and whose requests have not been sent yet, by engine."""
         self._demand: dict[EngineLoop, Demand] = {}
         """The message that each engine got last."""
@@ -148,11 +152,10 @@ class RequestQueue:
 
     def sent(self, turn: Turn) -> None:
         """Note that a turn's request has been sent, or never will be."""
-        left = self._reserved.get(turn.link, 0) - 1
-        if left > 0:
-            self._reserved[turn.link] = left
-        else:
-            self._reserved.pop(turn.link, None)
+        reserved = self._reserved[turn.link]
+        reserved.remove(turn)
+        if not reserved:
+            del self._reserved[turn.link]
 
     def ended(self, turn: Turn, request: Request, num_output: int, num_hits: int) -> None:
         """Note that a turn's request has ended, and charge its key what it cost.
@@ -190,10 +193,11 @@ class RequestQueue:
 
     def _next(self) -> Ticket[_Waiting] | None:
         """Return the request whose turn it is; None if none may have one."""
-        first = self._queue.peek()
+        now_s = self._clock()
+        first = self._queue.peek(now_s=now_s)
         if first is None or not self._holds_all(first.key):
             return first
-        return self._queue.peek(skipped=first.key)
+        return self._queue.peek(skipped=first.key, now_s=now_s)
 
     def _holds_all(self, key: str) -> bool:
         """Whether a key has all credits but those that are kept for other active keys.
@@ -222,17 +226,24 @@ class RequestQueue:
         """Take a credit of the engine that suits a request best; None if none has one."""
         usable = self._engines.usable()
         self._router.retain(frozenset(usable))
-        free = {name: link for name, link in usable.items() if self._num_free(link) > 0}
+        free = {name: link for name, link in usable.items() if self._may_get_more(link)}
         if not free:
             return None
         name = self._router.choose(request, free)
         link = free[name]
-        self._reserved[link] = self._reserved.get(link, 0) + 1
+        turn = Turn(name, link, request.num_prompt)
+        self._reserved.setdefault(link, []).append(turn)
         self._held[request.key] += 1
-        return Turn(name, link)
+        return turn
+
+    def _may_get_more(self, link: EngineLoop) -> bool:
+        reserved = self._reserved.get(link, [])
+        backlog_tokens = link.backlog_tokens + sum(turn.num_prompt for turn in reserved)
+        load = load_of(link.num_requests + len(reserved), backlog_tokens)
+        return self._num_free(link) > 0 and has_room(load, self._max_num_seqs)
 
     def _num_free(self, link: EngineLoop) -> int:
-        return 0 if link.is_overdue else link.credit.num_free - self._reserved.get(link, 0)
+        return 0 if link.is_overdue else link.credit.num_free - len(self._reserved.get(link, []))
 
     def _add(self, waiting: _Waiting) -> Ticket[_Waiting]:
         request = waiting.request
@@ -250,6 +261,7 @@ class RequestQueue:
             cost=self._expected_cost(request),
             deadline_s=deadline_s,
             limit_s=None if limit_s is None else waiting.arrived_s + limit_s,
+            late_s=late_from(waiting.arrived_s, wanted_s),
         )
         self._pace.note_waiting(True)
         self._expire_later()
@@ -270,10 +282,10 @@ class RequestQueue:
             DeadlineMissed: the request sets a deadline that cannot be met.
             QueueFull: it would miss the model's objective.
         """
-        usable, tier = self._engines.usable(), request.options.tier
+        usable, tier, now_s = self._engines.usable(), request.options.tier, self._clock()
         rules = [link.late_rule for link in usable.values()]
         if request.deadline_s is not None:
-            _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s)
+            _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s, now_s=now_s)
             wait_s = self._pace.wait_s(tokens_ahead)
             speedup = max(self._most_replicas / max(len(usable), 1), 1.0)
             if self._pace.is_hopeless(tokens_ahead, deadline_s, has_credit=False, speedup=speedup):
@@ -282,7 +294,7 @@ class RequestQueue:
         if rules and all(rules):
             # of those that wait in engines, these alone do not begin at the next step
             num_sent = sum(min(link.num_waiting(tier), self._reserve) for link in usable.values())
-            num_ahead = (self._queue.num_of_tiers(tier) + num_sent) / len(rules)
+            num_ahead = (self._queue.num_before(tier, now_s) + num_sent) / len(rules)
             late_s = max(rule.late_s(num_ahead) for rule in rules if rule)
             if late_s > 0:
                 raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)

@@ -5,7 +5,7 @@ import pytest
 from ladders import CAPACITY, LADDER
 from mars_autoscale.model.capacity import linear_step_time
 from mars_autoscale.policy import demand
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad
+from mars_autoscale.policy.observe import Arrivals
 
 ONE = CAPACITY.tokens_per_s(LADDER[0])
 BOTH = Arrivals(0.03 * ONE, 30_000, 100)
@@ -26,21 +26,6 @@ def test_a_rung_that_is_slower_than_the_target_gains_nothing():
     slow = replace(CAPACITY, step_time=linear_step_time(0.032, 4))
     assert slow.gain(LADDER[4]) < 1.0
     assert demand.highest_gain(slow, 0.0) == 1.0
-
-
-def test_a_queue_is_worked_off_within_the_drain_time():
-    each_s = 100 / ONE + 1000 / 20_000
-    arrivals = Arrivals(2.0, 2000, 100)
-    waiting = [ReplicaLoad(0, 16, 20), ReplicaLoad(0, 16, 40)]
-    assert demand.queue_demand(waiting, arrivals, CAPACITY, 30.0) == pytest.approx(2 * each_s)
-    assert demand.queue_demand(waiting, Arrivals(0, 0, 0), CAPACITY, 30.0) == 0.0
-
-
-def test_the_latest_demand_counts_if_busy_replicas_confirm_a_burst():
-    history = ((0.0, 2.0), (2.0, 2.0), (4.0, 8.0))
-    assert demand.sizing_demand(history, is_busy=True, burst=1.3) == 8.0
-    assert demand.sizing_demand(history, is_busy=False, burst=1.3) == demand.mean(history) == 4.0
-    assert demand.sizing_demand(history, is_busy=True, burst=2.0) == 4.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.queueing.order import FairQueue, Ticket
+from mars_autoscale.queueing.order import LATE_TURN, FairQueue, Ticket, late_from
 from mars_autoscale.queueing.ranked import RankedSet
 from mars_platform.tier import Tier
 
@@ -19,12 +19,12 @@ COSTS = st.integers(1, 50)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def add(queue, item="", key="a", cost=10, deadline_s=0.0, tier=Tier.DEFAULT, limit_s=None):
-    return queue.add(item, tier=tier, key=key, cost=cost, deadline_s=deadline_s, limit_s=limit_s)
+def add(queue, item="", key="a", cost=10, deadline_s=0.0, tier=Tier.DEFAULT, **limits):
+    return queue.add(item, tier=tier, key=key, cost=cost, deadline_s=deadline_s, **limits)
 
 
-def drain(queue):
-    return "".join(queue.pop().item for _ in range(len(queue)))
+def drain(queue, **now):
+    return "".join(queue.pop(**now).item for _ in range(len(queue)))
 
 
 def test_a_higher_tier_goes_first():
@@ -39,6 +39,64 @@ def test_a_key_is_served_by_deadline_and_then_by_arrival():
     for item, deadline_s in (("x", 2.0), ("y", 1.0), ("z", 1.0), ("w", 0.5)):
         add(queue, item, deadline_s=deadline_s)
     assert drain(queue) == "wyzx"
+
+
+def test_late_requests_give_way_but_for_one_in_eight():
+    queue = FairQueue[str]()
+    for item in "abc":
+        add(queue, item, deadline_s=1.0, late_s=1.0)
+    for _ in range(18):
+        add(queue, ".", deadline_s=9.0, late_s=9.0)
+    assert drain(queue, now_s=2.0) == ".......a.......b....c"
+
+
+def test_only_late_requests_of_the_same_key_and_tier_give_way():
+    queue = FairQueue[str]()
+    add(queue, "p", tier=Tier.PRIORITY, late_s=1.0)
+    add(queue, "a", key="a", late_s=1.0)
+    for _ in range(2):
+        add(queue, "b", key="b", late_s=9.0)
+    assert drain(queue, now_s=5.0) == "pabb"
+
+
+def test_requests_are_late_once_they_cannot_begin_in_time():
+    queue = FairQueue[str]()
+    for arrived_s in (0.0, 0.5):
+        add(queue, f"{arrived_s} ", deadline_s=arrived_s + 1, late_s=late_from(arrived_s, 1.0))
+    assert queue.peek(now_s=0.74).item == "0.0 "
+    assert queue.peek(now_s=0.76).item == "0.5 "
+    assert queue.peek(now_s=1.26).item == "0.0 ", "all are late"
+
+
+def test_late_requests_do_not_count_as_ahead():
+    queue = FairQueue[str]()
+    add(queue, tier=Tier.PRIORITY, late_s=1.0)
+    for index in range(6):
+        add(queue, deadline_s=float(index), late_s=float(index))
+    assert queue.num_before(Tier.DEFAULT, 0.5) == 1 + 5
+    assert queue.num_before(Tier.DEFAULT, 3.5) == 1 + 2
+    assert queue.num_before(Tier.PRIORITY, 3.5) == 0
+    assert queue.ahead(Tier.DEFAULT, "a", 9.0, now_s=4.5) == (1 + 1, 10 + 10)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=40), SEEDS)
+def test_no_request_of_a_key_starves_although_others_come_in_time_forever(waiting, seed):
+    """The bound of the module's text: late requests are first in at least one turn of some."""
+    queue, source = FairQueue[int](), random.Random(seed)
+    for deadline_s, cost in waiting:
+        add(queue, 0, cost=cost, deadline_s=deadline_s, late_s=deadline_s)
+    old, num_popped = set(queue), 0
+    while old:
+        now_s = 60.0 + num_popped
+        for _ in range(source.randint(1, 2)):  # more come than are served
+            add(queue, 1, deadline_s=now_s + 9, late_s=now_s + 9)
+        rest = {each for each in queue if each.late_s <= now_s}
+        ticket = queue.pop(now_s=now_s)
+        num_popped += 1
+        if ticket in rest:
+            assert ticket is min(rest, key=lambda each: (each.deadline_s, each.arrival))
+        old.discard(ticket)
+        assert num_popped <= LATE_TURN * len(waiting)
 
 
 def test_keys_share_tokens_and_not_requests():
@@ -247,7 +305,7 @@ class Model:
         limit_s = self.source.choice([None, self.now + self.source.randint(0, 40)])
         key, tier = self.source.choice("abc"), self.source.choice(list(Tier))
         cost, deadline_s = self.source.randint(1, 9), float(self.source.randint(0, 5))
-        self.waiting.append(add(self.queue, self.now, key, cost, deadline_s, tier, limit_s))
+        self.waiting.append(add(self.queue, self.now, key, cost, deadline_s, tier, limit_s=limit_s))
 
     def pop(self):
         if not self.waiting:

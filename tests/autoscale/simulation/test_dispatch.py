@@ -9,7 +9,6 @@ import pytest
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import Look
-from mars_autoscale.queueing.grants import reserve_of
 from mars_autoscale.simulation.cluster import Replica, Served
 from mars_autoscale.simulation.dispatch import Activator, ServerQueue, TwoChoices
 from mars_autoscale.simulation.policies import FixedThreshold, Target
@@ -19,7 +18,6 @@ from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
 
 CAPACITY = Capacity(linear_step_time(0.05, 40), (AR,), 4, 1000.0)
-RESERVE = reserve_of(CAPACITY.max_num_seqs)
 LONGEST_STEP_S = CAPACITY.step_time.at(CAPACITY.max_num_seqs)
 COLD_START_S = 5.0
 KINDS = {
@@ -121,24 +119,24 @@ def test_ray_serve_lets_a_new_replica_idle_beside_a_backlog():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_replica_has_room_while_requests_wait(seed):
-    """Only the queue before the replicas holds more than one replica's slots and reserve."""
+def test_a_slot_is_free_for_one_step_at_most_while_requests_wait(seed):
+    """What is sent when a row ends comes once the next step has begun."""
     trace, numbers = random_trace(seed), {0.0: 2, 8.0: 4, 20.0: 2}
-    for kind, most in (("server", 4 + RESERVE), ("knative", 4)):
+    for kind in ("server", "knative"):
         policy = simulate(trace, kind, numbers)[1]
         for loads in policy.told.values():
-            running = [num for num, _ in loads]
             waiting = [num for _, num in loads]
-            assert max(waiting) - min(waiting) <= 1 + RESERVE, "even parts of the queue"
-            if sum(waiting) > (most - 4) * len(loads):  # more than reserves hold
-                assert min(running) == 4
+            most_sent = CAPACITY.max_num_seqs  # those that come during the step
+            assert max(waiting) - min(waiting) <= 1 + most_sent, "even parts of the queue"
+            if min(waiting) > 0:
+                assert all(running + waiting >= 4 for running, waiting in loads)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tiers_are_strict_across_replicas(seed):
-    """A request of a higher tier may only be passed over in the reserve of another replica."""
+    """One of a higher tier may only be passed over on its way to another replica's next step."""
     result, _ = simulate(random_trace(seed), "server", {0.0: 3})
-    assert most_passed_over(result.served) <= (3 - 1) * RESERVE
+    assert most_passed_over(result.served) <= 3
     for kind in ("ray", "knative"):
         assert most_passed_over(simulate(random_trace(seed), kind, {0.0: 3})[0].served) > 10
 
@@ -169,6 +167,26 @@ def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
     assert num_kept == num_replicas * CAPACITY.max_num_seqs + num_waiting
 
 
+def test_what_comes_behind_a_backlog_is_in_time_though_the_backlog_is_not():
+    trace = [TraceRequest(0.0, 0, 10) for _ in range(60)]  # one replica takes 8 s for them
+    trace += [TraceRequest(3.0 + 0.5 * i, 0, 10) for i in range(6)]
+    served = simulate(trace, "server", {0.0: 1})[0].served
+    assert max(each.ttft_s for each in served[60:]) < 1
+    assert 7 < max(each.ttft_s for each in served[:60]) < 11, "late ones are not forgotten"
+    in_order = simulate(trace, "knative", {0.0: 1})[0].served
+    assert min(each.ttft_s for each in in_order[60:]) > 2
+
+
+def test_prompts_wait_in_the_queue_and_not_in_a_batch():
+    """A prompt of 1,000 tokens takes 1 s, and as much load as half of the slots."""
+    trace = [TraceRequest(0.0, 1000, 2) for _ in range(4)]
+    times = [each.ttft_s for each in simulate(trace, "server", {0.0: 1})[0].served]
+    assert times == sorted(times)
+    assert times[0] < 2.2 < times[3]
+    at_once = [each.ttft_s for each in simulate(trace, "ray", {0.0: 1})[0].served]
+    assert at_once[1:] == pytest.approx([at_once[3]] * 3), "each waits for all prompts"
+
+
 def test_rivals_serve_in_order_of_arrival():
     trace = [TraceRequest(0.001 * i, 0, 2, tier) for i, tier in enumerate([*Tier] * 5)]
     for kind in ("ray", "knative"):
@@ -192,6 +210,6 @@ def test_knatives_replicas_take_turns():
     dispatch, turns = Activator(), list[int]()
     for request in backlog(12):
         dispatch.add(Served(request), 1.0)
-        turns += [replicas.index(each) for each in dispatch.send(replicas)]
+        turns += [replicas.index(each) for each in dispatch.send(replicas, request.arrival_s)]
     assert turns == [0, 1, 2] * CAPACITY.max_num_seqs
     assert len(dispatch) == 1, "no replica has room"

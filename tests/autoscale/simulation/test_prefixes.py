@@ -154,7 +154,7 @@ def replicas(num):
 
 def routed(router, ready, *blocks):
     router.add(Served(request(0.0, *blocks)), 1.0)
-    (chosen,) = router.send(ready)
+    (chosen,) = router.send(ready, 0.0)
     return chosen.name
 
 

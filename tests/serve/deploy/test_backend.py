@@ -202,8 +202,9 @@ async def test_a_replica_ends_a_wait_that_is_too_long(backend, handle, start) ->
     handle.replicas.append(busy := start("busy", SlowEngine, max_num_seqs=1))
     stream = backend.stream(request("running", 200))
     await anext(stream)
+    (link,) = backend._links.usable().values()
     with pytest.raises(QueueTimeout, match=r"did not begin within 0\.2 s"):
-        await backend.complete(request(max_queue_s=0.2))
+        _ = [each async for each in link.stream(request(max_queue_s=0.2))]  # past the queue
     await stream.aclose()
     await soon(lambda: is_free(busy))
 
@@ -292,7 +293,7 @@ async def test_an_overdue_engine_gives_back_what_waits_and_keeps_what_runs(
     backend, handle, start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "_LOOK_S", 0.05)
-    handle.replicas.append(overdue := start("a", max_num_seqs=1))
+    handle.replicas.append(overdue := start("a", max_num_seqs=2))
     running = backend.stream(request("running"))
     await anext(running)
     engine_of(overdue).may_step.clear()

@@ -11,17 +11,26 @@ from typing import Any
 
 import pytest
 
+from clusters.blocked_engines import (
+    block,
+    engine_of,
+    ids_at,
+    links_of,
+    request,
+    spawn,
+    spawn_waiting,
+    unblock,
+)
 from clusters.local_replicas import LocalReplica, ReplicaHandle
-from decoding.engine_requests import make_request
-from decoding.failing_engines import ControlledEngine, SlowEngine
+from decoding.failing_engines import SlowEngine
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import reserve_of
+from mars_autoscale.queueing.placement import TOKENS_PER_REQUEST
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.deploy.queue import _SPARE_SHARE, RequestQueue, Turn
-from mars_serve.engine.ipc.loop import DeadlineMissed, EngineLoop, QueueFull, QueueTimeout
-from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.ipc.loop import DeadlineMissed, QueueFull, QueueTimeout
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from waiting import soon
@@ -52,60 +61,6 @@ async def ingress(start) -> AsyncIterator[Ingress]:
         for link in links_of(backend):
             link.stop()
         await soon(lambda backend=backend: not backend._links._all)
-
-
-def links_of(backend: ReplicaBackend) -> list[EngineLoop]:
-    return list(backend._links._all.values())
-
-
-def request(name: str = "r", max_tokens: int = 1, **fields: Any) -> Request:
-    own = {each: fields.pop(each) for each in ("key", "session", "deadline_s") if each in fields}
-    made = make_request(name, fields.pop("prompt", 5), max_tokens, **{"threshold": 1.0, **fields})
-    for name_of_field, value in own.items():
-        setattr(made, name_of_field, value)
-    return made
-
-
-def engine_of(replica: LocalReplica) -> ControlledEngine:
-    engine = replica.loop.engine
-    assert isinstance(engine, ControlledEngine)
-    return engine
-
-
-def ids_at(replica: LocalReplica) -> list[str]:
-    return [each.id for each in engine_of(replica).received]
-
-
-async def block(
-    backend: ReplicaBackend, *replicas: LocalReplica, name: str = "block"
-) -> list[asyncio.Task[Any]]:
-    """Stop the engines' steps and take all credits, by requests called block-0 and so on."""
-    for replica in replicas:
-        engine_of(replica).may_step.clear()
-    num = sum(link.credit.num_free for link in links_of(backend))
-    before = sum(len(ids_at(each)) for each in replicas)
-    tasks = [spawn(backend, request(f"{name}-{index}")) for index in range(num)]
-    await soon(lambda: sum(len(ids_at(each)) for each in replicas) == before + num)
-    return tasks
-
-
-def unblock(*replicas: LocalReplica) -> None:
-    for replica in replicas:
-        engine_of(replica).may_step.set()
-
-
-def spawn(backend: ReplicaBackend, wanted: Request) -> asyncio.Task[list[StepOutput]]:
-    return asyncio.create_task(backend.complete(wanted))
-
-
-async def spawn_waiting(
-    backend: ReplicaBackend, *wanted: Request
-) -> list[asyncio.Task[list[StepOutput]]]:
-    """Send requests that have to wait, and return once they do."""
-    num = len(backend._queue) + len(wanted)
-    tasks = [spawn(backend, each) for each in wanted]
-    await soon(lambda: len(backend._queue) == num)
-    return tasks
 
 
 def at_once(turn: Coroutine[Any, Any, Turn]) -> Turn:
@@ -150,15 +105,42 @@ async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> No
     await assert_all_is_back(backend, replica)
 
 
+async def test_late_requests_give_way_to_those_that_can_begin_in_time(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=1))
+    now_s = 100.0
+    backend._queue = RequestQueue(MODEL, backend._links, lambda: now_s)
+    blocks = await block(backend, replica)
+    waiting = await spawn_waiting(backend, request("old", deadline_s=1e-9))
+    waiting += await spawn_waiting(backend, request("long", deadline_s=2e9))
+    now_s = time.monotonic() + 1e3
+    unblock(replica)
+    await asyncio.gather(*blocks, *waiting)
+    assert ids_at(replica)[len(blocks) :] == ["long", "old"]
+    await assert_all_is_back(backend, replica)
+
+
+async def test_prompts_wait_before_a_replica_that_has_many_to_compute(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=8, num_pages=256))
+    queue = backend._queue
+    queue._max_num_seqs = 5
+    engine_of(replica).may_step.clear()
+    num_prompt = TOKENS_PER_REQUEST // 4  # each counts as a request and a quarter
+    prompts = [spawn(backend, request(f"{index}", prompt=num_prompt)) for index in range(6)]
+    await soon(lambda: len(ids_at(replica)) == 4 and len(queue) == 2)
+    unblock(replica)
+    await asyncio.gather(*prompts)
+    await assert_all_is_back(backend, replica)
+
+
 async def test_what_is_more_than_a_replica_runs_waits_before_it(start, ingress) -> None:
     backend = await ingress(replica := start("a", SlowEngine, max_num_seqs=2))
     running = [spawn(backend, request(f"{index}", 4)) for index in range(12)]
-    await soon(lambda: len(backend._queue) == 12 - 3)
+    await soon(lambda: len(backend._queue) == 12 - 2)
     most_requests = 0
     while not all(task.done() for task in running):
         most_requests = max(most_requests, replica.loop.engine.status().num_requests)
         await asyncio.sleep(0.005)
-    assert most_requests == 2 + 1, "one is at hand for when another ends"
+    assert most_requests == 2, "so few need none at hand for when another ends"
     assert all(len(task.result()) >= 1 for task in running)
     await assert_all_is_back(backend, replica)
 
@@ -181,7 +163,7 @@ async def test_nothing_is_sent_while_pages_are_short_and_nothing_overtakes(start
 
 
 async def test_two_ingresses_share_a_replica_by_what_waits(start, ingress) -> None:
-    replica = start("a", max_num_seqs=3)
+    replica = start("a", max_num_seqs=4)
     ahead, behind = await ingress(replica), await ingress(replica)
     (link,) = links_of(ahead)
     await soon(lambda: link.credit.num_free == 2)
@@ -232,7 +214,7 @@ async def test_keys_that_flood_are_served_in_turn(start, ingress) -> None:
 
 
 async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=16))
+    backend = await ingress(replica := start("a", max_num_seqs=18))
     await backend.complete(request("before", key="b"))
     engine_of(replica).may_step.clear()
     flood = [spawn(backend, request(f"{index}", key="a", prompt=2)) for index in range(40)]
@@ -264,7 +246,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_is_never_sent(start, i
 
 
 async def test_a_request_cancelled_in_the_instant_of_its_turn_gives_it_back(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=1))
+    backend = await ingress(replica := start("a", max_num_seqs=2))
     queue, holder = backend._queue, request("holder")
     turns = [at_once(queue.turn(holder, time.monotonic())) for _ in range(2)]
     waiting = [
@@ -355,7 +337,7 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
         return [link.late_rule for link in links_of(backend)]
 
     def early(name: str) -> Request:
-        return request(name, deadline_s=0.2)
+        return request(name, deadline_s=60.0)
 
     waiting = await spawn_waiting(backend, early("w0"), early("w1"))
     replicas[0].loop.set_late_rule(rule)
@@ -363,9 +345,9 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
     waiting += await spawn_waiting(backend, early("w2"))
     replicas[1].loop.set_late_rule(rule)
     await soon(lambda: rules() == [rule, rule])
-    with pytest.raises(QueueFull, match=r"would come 24\.0 s too late") as refused:
+    with pytest.raises(QueueFull, match=r"would come 14\.0 s too late") as refused:
         await backend.complete(request("late"))
-    assert refused.value.wait_s == pytest.approx(24.0)  # three here, one in each engine
+    assert refused.value.wait_s == pytest.approx(14.0)  # three are before two engines
     assert not isinstance(refused.value, DeadlineMissed)
     waiting += await spawn_waiting(backend, request("first", tier=Tier.PRIORITY))
     replicas[0].loop.set_late_rule(None)
@@ -378,21 +360,22 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
 
 
 async def test_a_deadline_that_surely_cannot_be_met_is_refused(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=1))
+    backend = await ingress(replica := start("a", max_num_seqs=2))
     now_s = 100.0
     queue = backend._queue = RequestQueue(MODEL, backend._links, lambda: now_s)
     holder = request("holder")
     turns = [at_once(queue.turn(holder, now_s)) for _ in range(2)]
     unsure = request("no pace is known", deadline_s=0.001)
     waiting = [asyncio.create_task(queue.turn(unsure, now_s))]
-    waiting += [asyncio.create_task(queue.turn(request(f"{index}"), now_s)) for index in range(12)]
+    others = [request(f"{index}", deadline_s=9.0) for index in range(12)]
+    waiting += [asyncio.create_task(queue.turn(each, now_s)) for each in others]
     await soon(lambda: len(queue) == 13)
     for _ in range(2):  # two of them begin within five seconds
         give_up(queue, turns.pop(), holder)
     now_s += 5.5
     with pytest.raises(DeadlineMissed, match="would wait about") as missed:
-        await queue.turn(request("hopeless", deadline_s=1.0), now_s)
-    # eleven are before it
+        await queue.turn(request("hopeless", deadline_s=4.0), now_s)
+    # eleven are before it, and not late yet
     assert missed.value.wait_s == pytest.approx(11 / 2 * 5)
     meets = asyncio.create_task(queue.turn(request("meets", deadline_s=3600.0), now_s))
     await soon(lambda: len(queue) == 12)
@@ -441,9 +424,9 @@ async def test_the_shares_of_what_waits_add_up(start, ingress) -> None:
     replicas = [start(name, SlowEngine, max_num_seqs=1) for name in "ab"]
     backend = await ingress(*replicas)
     running = [spawn(backend, request(f"{index}", 200)) for index in range(11)]
-    await soon(lambda: len(backend._queue) == 11 - 4)
+    await soon(lambda: len(backend._queue) == 11 - 2)
     loops = [replica.loop for replica in replicas]
-    await soon(lambda: sorted(loop.status().num_waiting for loop in loops) == [1 + 3, 1 + 4])
+    await soon(lambda: sorted(loop.status().num_waiting for loop in loops) == [4, 5])
     assert [loop.status().num_running for loop in loops] == [1, 1]
     for task in running:
         task.cancel()
@@ -471,7 +454,7 @@ async def test_the_time_in_the_queue_includes_the_wait_before_the_replica(start,
 async def test_sessions_and_prefixes_return_to_their_replica_while_it_has_room(
     start, ingress, fields: dict[str, Any]
 ) -> None:
-    replicas = [start(name, SlowEngine, max_num_seqs=2) for name in "ab"]
+    replicas = [start(name, SlowEngine, max_num_seqs=3) for name in "ab"]
     backend = await ingress(*replicas)
     queue, held = backend._queue, list[tuple[Turn, Request]]()
 

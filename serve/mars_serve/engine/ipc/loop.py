@@ -149,7 +149,8 @@ class EngineLoop:
         self.late_rule: LateRule | None = None
         """The rule by which requests come too late at this engine; None if none does."""
         self.on_change: Callable[[], None] | None = None
-        """Called when more requests may be sent, or when the engine has ended."""
+        """Called when more requests may be sent, as when a prompt was computed, or when the engine
+        has ended."""
         self.backlog_tokens = 0
         """Prompt tokens of the requests of this connection that have no output yet."""
         ready, others = self._first_messages()
@@ -451,6 +452,8 @@ class EngineLoop:
         if not stream.has_output:
             stream.has_output = True
             self.backlog_tokens -= stream.request.num_prompt
+            if self.on_change is not None:
+                self.on_change()
 
     def _close(self) -> None:
         self._is_closed = True
