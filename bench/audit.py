@@ -320,7 +320,7 @@ def cost(
         for share in (0.0, 1.0) if number % 2 else (1.0, 0.0):
             driver = _Driver(engine, Auditor(engine, share, seed=number))
             speed = _full_load(driver, rows, seconds, vocabulary)
-            first_s = statistics.median(_single(driver, 20, 0.15, vocabulary))
+            first_s = statistics.median(_single(driver, 10, 0.15, vocabulary))
             by_share[share] = speed, first_s
             audits = max(audits, len(driver.outcomes))
             while engine.has_work:
