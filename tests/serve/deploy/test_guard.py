@@ -259,8 +259,8 @@ async def test_one_address_gets_no_more_connections_than_its_limit(start):
     async with asyncio.timeout(HANG_S):
         while (await answer_on(port)).status_code != 503:
             # one was refused beside a request before it whose end the proxy had not noticed
+            await asyncio.sleep(0.2)
             held.append(await asyncio.open_connection("127.0.0.1", port))
-            await asyncio.sleep(0.1)
     assert len(held) <= 6
     for _, writer in held:
         writer.transport.abort()
