@@ -1,1 +1,1 @@
-"""What audits of served outputs say about a frontier."""
+"""Judges a frontier by audits of served outputs."""

@@ -20,7 +20,7 @@ _ROUNDING = 1e-6
 
 
 class AuditKey(NamedTuple):
-    """What the counts of audited outputs are told apart by."""
+    """Tells the counts of audited outputs apart."""
 
     tier: Tier
     threshold: float
@@ -37,17 +37,17 @@ class AuditCounts:
     num_outputs: int = 0
     """Outputs with tokens that were served with this τ and compared."""
     num_tokens: int = 0
-    """Those tokens, the ones that differ included."""
+    """Tokens of these outputs that were compared, the ones that differ included."""
     num_diverged: int = 0
     """Outputs whose first token that differs was served with this τ."""
     num_checked: int = 0
     """Outputs that a checker judged; they count at their lowest τ."""
     num_right: int = 0
-    """Of those, the ones that are right in mode exact."""
+    """Checked outputs that are right in mode exact."""
     num_lost: int = 0
-    """Of those, the ones that are right in mode exact alone."""
+    """Checked outputs that are right in mode exact alone."""
     num_gained: int = 0
-    """Of those, the ones that are right as they were served alone."""
+    """Checked outputs that are right as they were served alone."""
 
     def __add__(self, other: AuditCounts) -> AuditCounts:
         return AuditCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))

@@ -39,10 +39,10 @@ _NONE = -math.inf
 
 @dataclass(frozen=True)
 class Drift:
-    """What the audits have said about one frontier; plain data that can be pickled."""
+    """Holds what the audits have said about one frontier; plain data that can be pickled."""
 
     expectations: tuple[Expectation, ...] = ()
-    """What the frontier says, see `mars_autoscale.model.expectations`."""
+    """The frontier's own words, see `mars_autoscale.model.expectations`."""
     tally: AuditTally = field(default_factory=dict)
     """All audited outputs."""
     log_divergence: tuple[float, ...] = (_NONE,) * len(_FACTORS)

@@ -1,4 +1,4 @@
-"""What a frontier says about served outputs, as far as audits can check it.
+"""Expresses what a frontier says about served outputs, as far as audits can check it.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -13,7 +13,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a frontier says about outputs that are served with a τ."""
+    """A frontier's word about the outputs that are served with a τ."""
 
     threshold: float
     divergence: float
