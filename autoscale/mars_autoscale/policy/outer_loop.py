@@ -51,7 +51,7 @@ class AutoscalingBasis:
     """Hardware and number type that the frontier was measured on and the replica runs on, if they
     differ."""
     expectations: tuple[Expectation, ...] = ()
-    """What the frontier says about outputs that audits can check, with falling τ."""
+    """The frontier's word about each τ that audits can check, with falling τ."""
 
 
 @dataclass(frozen=True)

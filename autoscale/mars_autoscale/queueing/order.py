@@ -95,7 +95,7 @@ class _Flow(Generic[ItemT]):
     """Requests that were served since a late one was."""
     waiting: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
     early: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
-    """Those of the waiting requests that were not known to be late when last looked at."""
+    """Waiting requests that were not known to be late at the last look."""
     sums: DeadlineSums = field(default_factory=DeadlineSums)
     """Sums of those."""
 

@@ -120,7 +120,7 @@ def test_ray_serve_lets_a_new_replica_idle_beside_a_backlog():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slot_is_free_for_one_step_at_most_while_requests_wait(seed):
-    """What is sent when a row ends comes once the next step has begun."""
+    """A request that is sent when a row ends comes once the next step has begun."""
     trace, numbers = random_trace(seed), {0.0: 2, 8.0: 4, 20.0: 2}
     for kind in ("server", "knative"):
         policy = simulate(trace, kind, numbers)[1]

@@ -76,6 +76,11 @@ class Served:
         self.engine.check_integrity()
         self.outcomes += self.auditor.take_outcomes()
 
+    def serve(self) -> None:
+        """Step until all requests are served; audits may be left."""
+        while self.engine.status().num_requests:
+            self.step()
+
     def run(self, requests: Iterable[Request] = ()) -> list[AuditOutcome]:
         """Serve requests at once, then audit all of them."""
         for request in requests:
@@ -216,8 +221,7 @@ def test_audits_count_nowhere_in_the_engines_status(
     requests = requests_of(prompts[:8])
     for request in requests:
         driver.add(request)
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     before = engine.status()
     assert engine.has_work or driver.auditor.has_work, "the audits are to come"
     driver.run()
@@ -232,15 +236,14 @@ def test_no_audit_runs_beside_others_where_positions_cost_time(
     engine.adapt_windows(STEEP)
     driver = Served(engine, Auditor(engine, share=1.0))
     driver.add(requests_of(prompts[:1])[0])
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     engine.on_launch = lambda rows: seen.append({row.request.is_audit for row in rows})
     seen = list[set[bool]]()
     driver.auditor.begin()
     driver.add(requests_of(prompts[1:2], replace(LOW, threshold=0.99))[0])
-    while engine.status().num_requests:
-        driver.step()
-    assert seen == [{False}] * len(seen)
+    driver.serve()
+    assert seen
+    assert all(kinds == {False} for kinds in seen)
     assert not driver.outcomes
     assert len(driver.run()) == 2
 
@@ -251,14 +254,12 @@ def test_audits_run_beside_others_where_arithmetic_is_idle(
     engine.adapt_windows(FLAT)
     driver = Served(engine, Auditor(engine, share=1.0))
     driver.add(requests_of(prompts[:1])[0])
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     (long,) = requests_of(
         prompts[1:2], DecodingOptions(60, threshold=0.999, window=1, ignore_eos=True)
     )
     driver.add(long)
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     assert driver.outcomes, "the first output was audited while the second was served"
 
 
@@ -307,21 +308,18 @@ def test_few_outputs_wait(
     driver = Served(engine, auditor)
     for request in requests:
         driver.add(request)
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     assert len(auditor._waiting) <= 3
     monkeypatch.setattr(module, "_MAX_WAITING_TOKENS", 0)
     driver.add(requests_of(prompts[5:6])[0])
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     assert not auditor._waiting
 
 
 def test_a_failed_audit_is_dropped(engine: Engine, prompts: list[list[int]]) -> None:
     driver = Served(engine, Auditor(engine, share=1.0))
     driver.add(requests_of(prompts[:1])[0])
-    while engine.status().num_requests:
-        driver.step()
+    driver.serve()
     driver.auditor.begin()
     assert driver.auditor._current is not None
     (_, request) = driver.auditor._current
