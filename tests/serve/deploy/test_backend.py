@@ -297,6 +297,7 @@ async def test_an_overdue_engine_gives_back_what_waits_and_keeps_what_runs(
     running = backend.stream(request("running"))
     await anext(running)
     engine_of(overdue).may_step.clear()
+    await soon(engine_of(overdue).hangs.is_set)  # the next step would begin what waits
     waiting = asyncio.create_task(backend.complete(request()))
     await soon(lambda: len(engine_of(overdue).received) == 2)
     handle.replicas.append(other := start("b"))

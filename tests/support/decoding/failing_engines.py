@@ -28,7 +28,10 @@ class ControlledEngine(Engine):
         self.may_step = threading.Event()
         """Cleared to make steps hang that have work."""
         self.may_step.set()
+        self.hangs = threading.Event()
+        """Set once a step hangs."""
         self.fails_between_steps = False
+        """Whether the engine dies as soon as it has a request; orders alone wake it, too."""
         self.fails_after = 10**6
         """Outputs that an engine gives before it dies in a step."""
         self.received: list[Request] = []
@@ -43,13 +46,15 @@ class ControlledEngine(Engine):
         super().check(request)
 
     def begin_step(self) -> Step | None:
-        if self.fails_between_steps:
+        if self.fails_between_steps and self.has_work:
             raise RuntimeError("the engine fails between two steps")
         return super().begin_step()
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         if step is None:  # there was no work
             return super().finish_step(step)
+        if not self.may_step.is_set():
+            self.hangs.set()
         self.may_step.wait(30)
         if self.fails_after <= 0:
             raise RuntimeError("the engine fails in a step")
