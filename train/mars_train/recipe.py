@@ -115,14 +115,18 @@ class ArStage(_StageSettings):
     """Plain autoregressive supervised fine-tuning."""
 
     objective: Literal["ar"]
+    """Kind of the stage."""
     name: str = Field(default="ar", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Name of the stage, and of its directory."""
 
 
 class MarsStage(_StageSettings):
     """MARS: the noisy stream's loss beside the AR loss (arXiv 2604.07023, section 3.2)."""
 
     objective: Literal["mars"]
+    """Kind of the stage."""
     name: str = Field(default="mars", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Name of the stage, and of its directory."""
     block_size: int = Field(default=4, ge=1, le=64)
     """Block size B, in tokens."""
     ar_weight: float = Field(default=1.0, ge=0)

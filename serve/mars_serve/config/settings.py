@@ -205,6 +205,7 @@ class LimitSettings(Settings):
     choices: int = Field(default=128, ge=1)
     """Largest number of outputs per request: ``n`` times its prompts."""
     stop_strings: int = Field(default=16, ge=0)
+    """Largest number of stop strings per request."""
     stop_characters: int = Field(default=256, ge=1)
     """Longest stop string, in characters."""
     choices_per_key: int | None = Field(default=None, ge=1)

@@ -1,0 +1,1 @@
+"""What the documentation site generates from the code: references, figures, and runs of blocks."""

@@ -1,0 +1,121 @@
+"""The reference of the REST endpoints, from the server's own OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.http.app import create_app
+from marsray_docs.tables import code, table, text
+
+_HEAD = """# REST endpoints
+
+Generated from the document that a server gives as `/openapi.json`. [Request fields](../request-fields.md) tells for every field
+of a request to generate whether it is honoured or refused, and [Serving](../serving.md#behaviour) how the server behaves.
+Each endpoint may answer with the errors below; their content is an [ErrorResponse](#errorresponse), in OpenAI's shape.
+
+"""
+
+
+def document() -> dict[str, Any]:
+    """Return the OpenAPI document of a server."""
+    settings = ServeSettings(models=[ModelSettings(name="mine", path="my-model/model")])
+    return create_app({}, settings).openapi()
+
+
+def operations(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the method, the path and the description of each endpoint."""
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    found = document()
+    parts = [_HEAD, table(["status", "error"], _errors(found)) + "\n"]
+    for method, path, operation in operations(found):
+        parts.append(f"## `{method} {path}`\n\n{_paragraphs(operation.get('description'))}\n\n")
+        body = operation.get("requestBody", {}).get("content", {})
+        parts += [f"Body: {_content(body)}\n\n"] if body else []
+        rows = [
+            (status, text(answer.get("description")), _content(answer.get("content", {})))
+            for status, answer in sorted(operation["responses"].items())
+            if not _is_error(answer)
+        ]
+        parts.append(table(["status", "meaning", "content"], rows) + "\n")
+    parts.append("## Schemas\n\n")
+    for name, schema in sorted(found["components"]["schemas"].items()):
+        parts.append(f"### {name}\n\n{_paragraphs(schema.get('description'))}\n\n")
+        parts.append(_schema_body(schema))
+    return "".join(parts)
+
+
+def _errors(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what each status of an error means, one line for each status and meaning."""
+    told = {
+        (status, text(answer["description"]))
+        for _, _, operation in operations(found)
+        for status, answer in operation["responses"].items()
+        if _is_error(answer)
+    }
+    return sorted(told)
+
+
+def _is_error(answer: dict[str, Any]) -> bool:
+    schemas = [each.get("schema", {}) for each in answer.get("content", {}).values()]
+    return any(str(schema.get("$ref", "")).endswith("/ErrorResponse") for schema in schemas)
+
+
+def _schema_body(schema: dict[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    rows = [
+        (code(name) + (" (required)" if name in required else ""), _type(each), _meaning(each))
+        for name, each in schema.get("properties", {}).items()
+    ]
+    if rows:
+        return table(["field", "type", "meaning"], rows) + "\n"
+    return f"{_type({key: value for key, value in schema.items() if key != 'title'})}\n\n"
+
+
+def _meaning(schema: dict[str, Any]) -> str:
+    return text(schema.get("description"))
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return the type of a value, with links to the schemas it names."""
+    if "$ref" in schema:
+        return _link(schema["$ref"])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(_type(each) for each in schema[key]))
+    if "const" in schema:
+        return code(repr(schema["const"]))
+    if "enum" in schema:
+        return ", ".join(code(value) for value in schema["enum"])
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(kind) + _bounds(schema)
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:,}" for key, sign in signs.items() if key in schema]
+    return f" {', '.join(bounds)}" if bounds else ""
+
+
+def _content(content: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{code(kind)}: {_type(each.get('schema', {}))}" for kind, each in content.items()
+    )
+
+
+def _link(reference: str) -> str:
+    name = reference.rsplit("/", 1)[-1]
+    return f"[{name}](#{name.lower()})"
+
+
+def _paragraphs(words: str | None) -> str:
+    return "\n\n".join(text(paragraph) for paragraph in (words or "").split("\n\n"))

@@ -1,0 +1,28 @@
+"""Markdown tables of the generated references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def text(words: str | None) -> str:
+    """Return a docstring's or help's text on one line, as Markdown that a table's cell can hold."""
+    one_line = " ".join((words or "").split()).replace("``", "`")
+    parts = re.split(r"(`[^`]*`)", re.sub(r"(?<!\\)\|", r"\\|", one_line))
+    return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
+
+
+def _escaped(words: str) -> str:
+    return words.replace("<", "&lt;").replace("*", "\\*")
+
+
+def code(words: object) -> str:
+    """Return a piece of code for a table's cell."""
+    return "`" + str(words).replace("|", "\\|") + "`"
