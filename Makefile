@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-full test-clients lint format wheel constraints clean
+.PHONY: demo docs figures test test-full test-clients lint format wheel constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
@@ -12,8 +12,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
+# With the coverage of lines and branches, of which build/coverage/html has the pages.
 test-full: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --full
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --full --cov --cov-report=html --cov-report=term
+
+# The documentation site, in build/site; a broken link or anchor is an error.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The figures of the documentation's concepts, in docs/figures.
+figures: $(VENV)/.installed-dev
+	$(BIN)/python docs/site/figures.py
 
 # OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed
@@ -66,4 +75,4 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) build .mypy_cache .ruff_cache .pytest_cache

@@ -31,6 +31,7 @@ _WITH_RAY = (
     "tests/end_to_end/training/",
     "tests/end_to_end/",
     "tests/packaging/test_wheel.py",
+    "tests/docs/test_user_path.py",
     "tests/train/data/test_pipeline.py",
 )
 """Tests that start Ray, in the order in which they run; all other tests follow."""

@@ -46,7 +46,10 @@ def main(folder: Path = FIGURES) -> None:
         }
         for name, figure in drawn.items():
             figure.savefig(
-                folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white"
+                folder / f"{name}.svg",
+                metadata={"Date": None},
+                bbox_inches="tight",
+                facecolor="white",
             )
 
 

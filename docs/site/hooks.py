@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from marsray_docs import commands, metrics, repository, rest, settings
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from marsray_docs import commands, metrics, repository, rest, settings
 
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands.page,

@@ -27,7 +27,9 @@ def main() -> None:
 def name(point: dict) -> str:
     """Return how a request asks for a point of the frontier."""
     is_threshold = point["mode"] == "threshold"
-    return f"confidence_threshold {point['threshold']:g}" if is_threshold else f"mode {point['mode']}"
+    return (
+        f"confidence_threshold {point['threshold']:g}" if is_threshold else f"mode {point['mode']}"
+    )
 
 
 def speed(point: dict) -> float:

@@ -45,7 +45,9 @@ def script(found: list[Block]) -> str:
     lines = ["set -euo pipefail"]
     for block in found:
         if block.title:
-            lines.append(f"cat > {shlex.quote(block.title)} <<'END OF FILE'\n{block.code}END OF FILE")
+            lines.append(
+                f"cat > {shlex.quote(block.title)} <<'END OF FILE'\n{block.code}END OF FILE"
+            )
         elif block.is_run and block.language in _SHELL:
             lines.append(block.code)
         elif block.is_run and block.language in _PYTHON:

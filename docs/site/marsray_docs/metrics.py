@@ -62,7 +62,9 @@ def page() -> str:
             (code(each.name), each.kind, ", ".join(map(code, each.labels)), text(each.help))
             for each in described
         ]
-        parts.append(f"## {title}\n\n" + table(["metric", "kind", "labels", "meaning"], rows) + "\n")
+        parts.append(
+            f"## {title}\n\n" + table(["metric", "kind", "labels", "meaning"], rows) + "\n"
+        )
     return "".join(parts)
 
 

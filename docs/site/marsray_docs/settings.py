@@ -127,7 +127,7 @@ def _values(annotation: Any, metadata: list[Any]) -> str:
         return _values(arguments[0], [*metadata, *arguments[1:]])
     if origin in (Union, UnionType):
         inner = [_values(each, metadata) for each in arguments if each is not NoneType]
-        return " or ".join(inner) + (" or `null`" if NoneType in arguments else "")
+        return " or ".join(dict.fromkeys(inner)) + (" or `null`" if NoneType in arguments else "")
     if origin is Literal:
         return ", ".join(code(value) for value in arguments)
     if origin in (list, tuple):

@@ -1,0 +1,165 @@
+"""The documentation site builds without a warning, and its references name all there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fastapi import FastAPI
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from pydantic import BaseModel
+
+from mars_autoscale.policy.metrics import AutoscalerMetrics
+from mars_autoscale.simulation.config import SimulationConfig
+from mars_platform.cli.main import build_cli
+from mars_serve.config.key_file import KeyEntry
+from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.http.app import create_app
+from mars_train.recipe import Recipe
+
+Schema = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    "server": ServeSettings,
+    "keys": KeyEntry,
+    "recipe": Recipe,
+    "simulation": SimulationConfig,
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a broken link or anchor, or a page outside the menu, fails the build."""
+    directory = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(directory), strict=True)
+    build(config)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return create_app({}, ServeSettings(models=[ModelSettings(name="mine", path="model")]))
+
+
+def codes(site: Path, name: str) -> set[str]:
+    """Return all pieces of code in a built page's tables and headings."""
+    html = (site / f"{name}.html").read_text(encoding="utf-8")
+    return {unescape(found) for found in re.findall(r"<code>([^<]*)</code>", html)}
+
+
+def commands(name: str, command: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yield every command with its options, and with its arguments as the help names them."""
+    yield (
+        name,
+        {
+            (each.metavar or option) if option == each.name else option
+            for each in command.params
+            for option in (*each.opts, *each.secondary_opts)
+        },
+    )
+    for word, below in getattr(command, "commands", {}).items():
+        yield from commands(f"{name} {word}", below)
+
+
+def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
+    html = (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    sections = {
+        unescape(part.partition("<a ")[0].partition(">")[2]): unescape(part)
+        for part in html.split("<h2 ")[1:]
+    }
+    found = dict(commands("marsray", typer.main.get_command(build_cli())))
+    assert found.keys() == sections.keys()
+    assert len(found) > 15
+    for name, options in found.items():
+        assert {option for option in options if option not in sections[name]} == set(), name
+
+
+def keys(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
+    """Yield every key that a model's JSON schema has, and whether its meaning is told."""
+    schema = model.model_json_schema()
+    yield from _keys(schema, schema.get("$defs", {}), "")
+
+
+def _keys(node: Schema, models: Schema, path: str) -> Iterator[tuple[str, bool]]:
+    for name, each in node["properties"].items():
+        below = f"{path}.{name}" if path else name
+        inner = list(_inner(each, models, is_listed=False))
+        yield below, "description" in each or any("description" in one for one, _ in inner)
+        for one, is_listed in inner:
+            yield from _keys(one, models, below + ("[]" if is_listed else ""))
+
+
+def _inner(node: Schema, models: Schema, *, is_listed: bool) -> Iterator[tuple[Schema, bool]]:
+    """Yield the models that a key holds, each with whether it stands in a list."""
+    named = models.get(node.get("$ref", "").rpartition("/")[2], {})
+    if "properties" in named:
+        yield named, is_listed
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in node.get(key, ()):
+            yield from _inner(each, models, is_listed=is_listed)
+    if "items" in node:
+        yield from _inner(node["items"], models, is_listed=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_a_file_is_in_its_reference_with_its_meaning(site: Path, name: str) -> None:
+    found = dict(keys(FILES[name]))
+    assert len(found) > 10
+    assert found.keys() - codes(site, f"reference/{name}") == set()
+    assert [key for key, is_told in found.items() if not is_told] == []
+
+
+def test_every_endpoint_schema_and_field_is_in_the_reference(site: Path, app: FastAPI) -> None:
+    document, told = app.openapi(), codes(site, "reference/rest")
+    endpoints = {
+        f"{method.upper()} {path}" for path, each in document["paths"].items() for method in each
+    }
+    assert endpoints - told == set()
+    schemas = document["components"]["schemas"]
+    fields = {name for schema in schemas.values() for name in schema.get("properties", {})}
+    assert fields - told == set()
+    html = (site / "reference" / "rest.html").read_text(encoding="utf-8")
+    assert [name for name in schemas if f'id="{name.lower()}"' not in html] == []
+
+
+def test_every_metric_is_in_the_reference(site: Path) -> None:
+    told = codes(site, "reference/metrics")
+    sources = (ROOT / root for root in ("serve", "autoscale"))
+    literals = {
+        name
+        for source in sources
+        for file in source.rglob("*.py")
+        for name in re.findall(r"\"(marsray_\w+[a-z])\",", file.read_text(encoding="utf-8"))
+    }
+    autoscaler = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in AutoscalerMetrics({}).collect()
+    }
+    assert len(literals) > 20
+    assert len(autoscaler) > 10
+    assert literals | autoscaler <= told
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//[^\"]*\"")
+    styles = re.compile(r"<link[^>]*href=\"(?:https?:)?//")
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for each in pages:
+        html = each.read_text(encoding="utf-8")
+        assert loaded.findall(html) == [], each
+        assert styles.findall(html) == [], each
+    assert "fonts.googleapis" not in "".join(
+        each.read_text(encoding="utf-8") for each in site.rglob("*.css")
+    )
+
+
+def test_the_site_can_be_searched(site: Path) -> None:
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "MarsrayFrontierRefuted" in index

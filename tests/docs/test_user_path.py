@@ -1,0 +1,58 @@
+"""The pages and examples that train and serve a model, from the data to an answer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from marsray_docs.blocks import blocks, script
+from shell import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the example ``fine_tune`` and the page on own models have been run."""
+    directory = tmp_path_factory.mktemp("own-model")
+    shutil.copytree(EXAMPLES / "fine_tune", directory, dirs_exist_ok=True)
+    page = ROOT / "docs" / "howto" / "own-model.md"
+    (directory / "printed.txt").write_text(run_script(script(blocks(page)), directory))
+    return directory
+
+
+def test_the_five_minute_start_ends_with_answers_in_three_modes(tmp_path: Path) -> None:
+    printed = run_script(script(blocks(ROOT / "docs" / "start.md")), tmp_path)
+    passes = [int(line.split()[-3]) for line in printed.splitlines() if " took " in line]
+    assert len(passes) == 3
+    assert min(passes[1:]) < passes[0], "several tokens a pass are fewer passes"
+    assert "Answer: billing" in printed
+
+
+def test_own_data_become_a_served_model(work: Path) -> None:
+    printed = (work / "printed.txt").read_text()
+    assert '"ready"' in printed
+    assert "Answer: billing" in printed
+    for name in ("calibration.json", "frontier.json"):
+        assert (work / "my-model" / "model" / name).exists()
+
+
+def test_the_example_of_serving_moves_the_threshold(work: Path) -> None:
+    program = EXAMPLES / "serve_and_call" / "serve_and_call.py"
+    printed = run_script(f"python {program} my-model/model", work)
+    streams = {line.partition(": ")[0]: line for line in printed.splitlines() if "|" in line}
+    assert "{'mode': 'exact'}" in streams
+    assert streams["{'mode': 'exact'}"].count("|") < streams["{'mode': 'ar'}"].count("|")
+    assert "live τ" in streams
+
+
+def test_the_example_of_calibrating_chooses_a_setting(work: Path) -> None:
+    program = EXAMPLES / "calibrate" / "choose_threshold.py"
+    printed = run_script(f"python {program} my-model/model held-out.jsonl --quick", work)
+    assert "mode ar: 1.00 tokens a forward pass" in printed
+    assert printed.splitlines()[-1].startswith("choose ")
