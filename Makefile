@@ -22,7 +22,7 @@ docs: $(VENV)/.installed-dev
 
 # The figures of the documentation's concepts, in docs/figures.
 figures: $(VENV)/.installed-dev
-	$(BIN)/python docs/site/figures.py
+	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.figures
 
 # OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     print(f"choose {max(allowed, key=allowed.__getitem__)}")
 
 
-def name(point: dict) -> str:
+def name(point: dict[str, Any]) -> str:
     """Return how a request asks for a point of the frontier."""
     is_threshold = point["mode"] == "threshold"
     return (
@@ -32,14 +33,14 @@ def name(point: dict) -> str:
     )
 
 
-def speed(point: dict) -> float:
+def speed(point: dict[str, Any]) -> float:
     """Return the most tokens a pass among the numbers of masks that were measured."""
-    return max(window["tokens_per_forward"] for window in point["windows"])
+    return max(float(window["tokens_per_forward"]) for window in point["windows"])
 
 
-def highest_loss(point: dict) -> float:
+def highest_loss(point: dict[str, Any]) -> float:
     """Return the upper end of the loss; mode ar and mode exact lose nothing by design."""
-    return point["loss"]["high"] if point["mode"] == "threshold" else 0.0
+    return float(point["loss"]["high"]) if point["mode"] == "threshold" else 0.0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def test_both_knobs_meet_a_spike_that_replicas_alone_do_not(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_the_figures_are_drawn_by_one_command(tmp_path: Path) -> None:
-    run_script(f"python {ROOT / 'docs' / 'site' / 'figures.py'} drawn", tmp_path)
+    source = ROOT / "docs" / "site"
+    run_script(f"PYTHONPATH={source} python -m marsray_docs.figures drawn", tmp_path)
     drawn = {each.name for each in (tmp_path / "drawn").iterdir()}
     assert drawn == {each.name for each in FIGURES.glob("*.svg")}
 

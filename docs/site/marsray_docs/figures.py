@@ -1,4 +1,4 @@
-"""Draws the figures of the concepts: ``python docs/site/figures.py`` writes ``docs/figures``.
+"""Draws the figures of the concepts: ``make figures`` writes ``docs/figures``.
 
 The data in ``docs/site/data`` come from the demo's model: ``frontier.json`` as ``marsray calibrate``
 wrote it, and ``passes.json`` from ``marsray generate --json`` in each mode. All figures are readable in
@@ -25,9 +25,9 @@ from mars_autoscale.traces.synthetic import generate
 from mars_platform.config import load_settings
 from mars_platform.method.rules import visibility
 
-ROOT = Path(__file__).resolve().parents[2]
-FIGURES, DATA = ROOT / "docs" / "figures", Path(__file__).with_name("data")
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "marsray", "font.family": "sans-serif",
+ROOT = Path(__file__).resolve().parents[3]
+FIGURES, DATA = ROOT / "docs" / "figures", ROOT / "docs" / "site" / "data"
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "marsray", "font.family": "sans-serif",
           "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}  # fmt: skip
 _DARK, _MIDDLE, _LIGHT = "#1c1c1c", "#b5482f", "#d9d9d9"
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
