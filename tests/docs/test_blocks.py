@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 
 from mars_autoscale.simulation.config import SimulationConfig
 from mars_platform.config import Settings, build_settings
+from mars_platform.data.conversations import validate_conversation
+from mars_serve.api.protocol import ChatCompletionRequest
 from mars_serve.config.key_file import parse_keys
 from mars_serve.config.settings import ServeSettings
 from mars_train.recipe import Recipe
@@ -38,6 +41,15 @@ TITLED = [
 ]
 
 
+JSON = [
+    (str(page.relative_to(ROOT)), line)
+    for page in PAGES
+    for block in blocks(page)
+    if block.language == "json"
+    for line in block.code.splitlines()
+]
+
+
 def is_python(block: Block) -> bool:
     return block.language == "python" or not block.is_run
 
@@ -58,15 +70,25 @@ def test_pages_with_a_model_are_run_elsewhere() -> None:
     assert len(RUN) >= 6
 
 
+@pytest.mark.parametrize(("page", "line"), JSON)
+def test_json_in_pages_is_a_request_or_a_conversation(page: str, line: str) -> None:
+    content = json.loads(line)
+    if "answer" in content or set(content) == {"messages"}:
+        assert validate_conversation(content).messages
+        return
+    body = {"model": "mine", "messages": [{"role": "user", "content": "?"}], **content}
+    ChatCompletionRequest.model_validate(body).refuse_unsupported()
+
+
 @pytest.mark.parametrize(
     ("page", "block"), TITLED, ids=[f"{name}:{block.title}" for name, block in TITLED]
 )
 def test_a_file_that_a_page_shows_is_valid(page: str, block: Block, tmp_path: Path) -> None:
     assert block.title
     stem = Path(block.title).stem
-    examples = list((ROOT / "examples").rglob(block.title))
-    if examples:
-        assert block.code == examples[0].read_text(encoding="utf-8"), "copy the example's file"
+    if page == "docs/start.md":
+        example = ROOT / "examples" / "fine_tune" / block.title
+        assert block.code == example.read_text(encoding="utf-8"), "copy the example's file"
     if stem == "keys":
         assert len(parse_keys(block.code, page)) > 1
     elif block.language == "yaml":

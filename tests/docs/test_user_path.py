@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marsray_docs.blocks import blocks, script
+from marsray_docs.blocks import blocks, program_with_server, script
 from shell import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,3 +56,15 @@ def test_the_example_of_calibrating_chooses_a_setting(work: Path) -> None:
     printed = run_script(f"python {program} my-model/model held-out.jsonl --quick", work)
     assert "mode ar: 1.00 tokens a forward pass" in printed
     assert printed.splitlines()[-1].startswith("choose ")
+
+
+def test_programs_in_pages_get_answers_of_a_server(work: Path) -> None:
+    served = "marsray serve --model mine=my-model/model --port 8000 >&2 &"
+    ready = "curl --silent --retry 120 --retry-delay 1 --retry-all-errors --fail $SERVER/ready"
+    parts = [f"SERVER=http://127.0.0.1:8000\nset -eu\n{served}\n{ready}\n"]
+    for page in (ROOT / "README.md", ROOT / "docs" / "howto" / "from-openai.md"):
+        program = program_with_server(blocks(page))
+        assert program
+        parts.append(f"python - <<'END OF PROGRAM'\n{program}END OF PROGRAM\n")
+    printed = run_script("".join([*parts, "kill %1 && wait"]), work)
+    assert printed.count("'forward_passes': ") == 2

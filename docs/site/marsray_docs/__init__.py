@@ -1,1 +1,1 @@
-"""What the documentation site generates from the code: references, figures, and runs of blocks."""
+"""Generates the documentation site's references and figures, and reads the blocks of its pages."""
