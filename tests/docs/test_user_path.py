@@ -45,10 +45,20 @@ def test_own_data_become_a_served_model(work: Path) -> None:
 def test_the_example_of_serving_moves_the_threshold(work: Path) -> None:
     program = EXAMPLES / "serve_and_call" / "serve_and_call.py"
     printed = run_script(f"python {program} my-model/model", work)
-    streams = {line.partition(": ")[0]: line for line in printed.splitlines() if "|" in line}
-    assert "{'mode': 'exact'}" in streams
-    assert streams["{'mode': 'exact'}"].count("|") < streams["{'mode': 'ar'}"].count("|")
-    assert "live τ" in streams
+    lines = printed.splitlines()
+    plain, exact, given, live = (
+        next(line.removeprefix(f"{settings}: ") for line in lines if line.startswith(settings))
+        for settings in (
+            "{'mode': 'ar'}",
+            "{'mode': 'exact'}",
+            "{'confidence_threshold': 0.9}",
+            "live τ",
+        )
+    )
+    assert exact.replace("|", "") == plain.replace("|", "")
+    assert exact.count("|") < plain.count("|")
+    assert given.count("|") < plain.count("|")
+    assert live.count("|") < plain.count("|")
 
 
 def test_the_example_of_calibrating_chooses_a_setting(work: Path) -> None:
