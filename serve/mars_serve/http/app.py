@@ -13,6 +13,8 @@ from mars_serve.api.places import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.admin import admin_router
+from mars_serve.http.endpoints.burst import burst_router
+from mars_serve.http.endpoints.dashboard import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
@@ -58,6 +60,8 @@ def create_app(
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
     app.include_router(admin_router(models))
+    app.include_router(burst_router(models))
+    app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
     threads = TextThreads()
     app.include_router(generation_router(models, settings.limits, threads, places))

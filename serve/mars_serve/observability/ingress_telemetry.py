@@ -6,12 +6,14 @@ Imports no Ray, torch or HTTP library.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mars_platform.tier import Tier
+from mars_serve.observability.figures import IngressFigures
 from mars_serve.observability.metric_families import LABELS, MetricDefinition
 
 _REQUESTS = MetricDefinition(
@@ -54,6 +56,16 @@ class IngressTelemetry(Collector):
     def count_moves(self, model: str | None, num: int) -> None:
         """Count how often the outputs of a request were sent to another replica."""
         self._moves[self._known(model)] += num
+
+    def figures(self, model: str, ingress: str, waiting: Mapping[Tier, int]) -> IngressFigures:
+        """Return what is counted of one model, for the dashboard. Any thread may call this."""
+        ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
+        rejected = {
+            f"{status} {code}".strip(): num
+            for (name, status, code), num in self._rejections.copy().items()
+            if name == model
+        }
+        return IngressFigures(ingress, waiting, ended, rejected, self._moves[model])
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""
