@@ -16,6 +16,7 @@ from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
+from mars_serve.http.endpoints.pages import pages_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
@@ -62,6 +63,8 @@ def create_app(
     threads = TextThreads()
     app.include_router(generation_router(models, settings.limits, threads, places))
     app.include_router(tokens_router(models, settings.limits, threads))
+    if settings.pages:
+        app.include_router(pages_router())
     return app
 
 
