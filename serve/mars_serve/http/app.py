@@ -18,6 +18,7 @@ from mars_serve.http.endpoints.dashboard import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
+from mars_serve.http.endpoints.pages import pages_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
@@ -66,6 +67,8 @@ def create_app(
     threads = TextThreads()
     app.include_router(generation_router(models, settings.limits, threads, places))
     app.include_router(tokens_router(models, settings.limits, threads))
+    if settings.pages:
+        app.include_router(pages_router())
     return app
 
 

@@ -1,0 +1,3 @@
+// The playground's start.
+import "../common/connection.js";
+import "../common/keybox.js";
