@@ -22,6 +22,8 @@ SILENT_S = 5.0
 """Seconds without a report after which a replica counts as silent."""
 _GONE_S = 15.0
 """Seconds without a report after which a replica is forgotten."""
+_DRAINED_S = 3.0
+"""Seconds without a report after which one that drains has ended."""
 _SUMMED = [each.name for each in fields(ReplicaCounts) if each.type == "int"]
 
 
@@ -109,7 +111,8 @@ class Members:
     def forget_gone(self, now_s: float) -> None:
         """Forget those that have been silent for long."""
         for name, each in list(self._replicas.items()):
-            if now_s - each.heard_s > _GONE_S:
+            drains = each.figures.state is ReplicaState.DRAINING
+            if now_s - each.heard_s > (_DRAINED_S if drains else _GONE_S):
                 del self._replicas[name]
                 self._changes.append(Change(each.figures, None))
         for name, (_, heard_s) in list(self._ingresses.items()):

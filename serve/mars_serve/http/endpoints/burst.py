@@ -104,7 +104,7 @@ async def _send_all(app: ASGIApp, order: Scope, body: BurstOrder) -> None:
 
 def _content(body: BurstOrder, random: Random) -> bytes:
     """Return a request with a prompt of its own, so that no prefix is cached."""
-    steps = " ".join(f"{random.choice('+-')}{random.randint(1, 9)}" for _ in range(8))
+    steps = " ".join(f"{random.choice('+-')}{random.randint(1, 5)}" for _ in range(8))
     thing = random.choice(("hats", "shells", "books", "coins", "stamps"))
     prompt = f"Start with {random.randint(50, 99)} {thing}. Steps: {steps}"
     messages = [{"role": "user", "content": prompt}]

@@ -71,7 +71,7 @@ class Watchers:
         queue = asyncio.Queue[bytes](_MAX_BEHIND)
         self._queues.add(queue)  # before the first event, so that nothing between them is missed
         try:
-            since: dict[str, int | None] = {name: since_s for name in self._models}
+            since: dict[str, int | None] = dict.fromkeys(self._models, since_s)
             first = await self._event(since, is_first=True)
         except BaseException:
             self._queues.discard(queue)
