@@ -12,6 +12,7 @@ from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.places import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
+from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
@@ -58,6 +59,7 @@ def create_app(
     )
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
+    app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
     app.include_router(metrics_router(models, telemetry))
     threads = TextThreads()
