@@ -12,6 +12,7 @@ from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.places import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
+from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.burst import burst_router
 from mars_serve.http.endpoints.dashboard import dashboard_router
@@ -60,6 +61,7 @@ def create_app(
     )
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
+    app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
     app.include_router(burst_router(models))
     app.include_router(dashboard_router(models))
