@@ -62,7 +62,7 @@ class Board:
         """Requests that have ended by outcome, and refused ones by status and code."""
         self._next_s: int | None = None
         """Time of the row that is not complete yet."""
-        self._state: tuple[int, str] = 0, "{}"
+        self._state: tuple[int, str] = -1, ""
         """Time and text of the latest state."""
         self._decided_s = 0.0
 

@@ -14,8 +14,8 @@ from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
-from mars_serve.http.endpoints.burst import burst_router
-from mars_serve.http.endpoints.dashboard import dashboard_router
+from mars_serve.http.endpoints.dashboard.burst import burst_router
+from mars_serve.http.endpoints.dashboard.events import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
