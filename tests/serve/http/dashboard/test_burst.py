@@ -8,7 +8,7 @@ import pytest
 from rest.api_keys import bearer, key_entry
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
-ORDER = {"model": "mars", "requests_per_s": 50, "seconds": 1, "max_tokens": 2}
+ORDER = {"model": "mars", "requests_per_s": 8, "seconds": 1, "max_tokens": 2}
 ENTRIES = [key_entry("admin", admin=True)]
 
 
@@ -32,18 +32,18 @@ async def test_a_burst_is_sent_as_the_callers_requests_and_one_at_a_time(paced):
     async with client_of(app, headers=bearer("admin")) as client:
         response = await client.post("/admin/burst", json=ORDER)
         assert response.status_code == 202
-        assert response.json() == {"model": "mars", "requests_per_s": 50, "seconds": 1}
+        assert response.json() == {"model": "mars", "requests_per_s": 8, "seconds": 1}
         again = await client.post("/admin/burst", json=ORDER)
         assert "a burst to 'model' runs" in client.error_of(again, 409, None)
         assert int(again.headers["retry-after"]) >= 1
     picture = await paced.backend.picture(None)
-    assert json.loads(picture.text)["state"]["burst"]["requests_per_s"] == 50
+    assert json.loads(picture.text)["state"]["burst"]["requests_per_s"] == 8
     async with asyncio.timeout(20):
-        while sum((await ended(app)).values()) < 40:
+        while not await ended(app):
             await asyncio.sleep(0.05)
+    await asyncio.sleep(1.1)  # a slow machine may send fewer, never more
     assert set(await ended(app)) <= {"stop", "length"}
-    await asyncio.sleep(0.2)
-    assert sum((await ended(app)).values()) <= 50
+    assert sum((await ended(app)).values()) <= 8
 
 
 async def test_a_model_that_is_not_paced_takes_no_burst(mars, loops):

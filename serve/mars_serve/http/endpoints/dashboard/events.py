@@ -101,6 +101,8 @@ class Watchers:
         """
         while self._queues:
             await asyncio.sleep(self._period_s)
+            if not self._queues:
+                return
             event = await self._event(since)
             for queue in list(self._queues):
                 if queue.full():
