@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from mars_autoscale.policy import budget
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_platform.tier import Tier
 from mars_serve.config.served import Burst, PublishedThreshold
@@ -16,7 +17,6 @@ from mars_serve.observability.figures import ReplicaFigures, ReplicaState
 
 _MAX_REPLICAS = 100
 """Number of replicas that are listed one by one."""
-_HOUR_S = 3600.0
 
 
 def state_of(
@@ -45,10 +45,9 @@ def state_of(
 
 def spent_share(loop: OuterLoop) -> float | None:
     """Return the share of the loss budget that was spent within the last hour."""
-    assert loop.basis is not None, "a replica has reported"
-    budget = loop.basis.settings.loss_budget
-    spent = math.fsum(lost for _, lost in loop.state.outer.losses)
-    return spent / (budget * _HOUR_S) if budget else None
+    if loop.basis is None:
+        return None
+    return budget.spent_share(loop.state.outer.losses, loop.basis.settings.loss_budget)
 
 
 def _word(each: Heard, now_s: float) -> str:

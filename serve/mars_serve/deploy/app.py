@@ -86,12 +86,12 @@ class Ingress:
 
     def _report_figures(self, telemetry: IngressTelemetry) -> None:
         """Report what this ingress replica knows of requests to the dashboard, from now on."""
+        telemetry.watch_queues(
+            {name: backend.waiting_by_tier for name, backend in self._backends.items()}
+        )
 
         def reports() -> list[tuple[str, IngressFigures]]:
-            return [
-                (name, telemetry.figures(name, self._replica, backend.waiting_by_tier()))
-                for name, backend in self._backends.items()
-            ]
+            return [(name, telemetry.figures(name)) for name in self._backends]
 
         Reporter(self._application, "observe_ingress", reports)
 

@@ -36,6 +36,10 @@ _OVERDUE = MetricDefinition(
     "marsray_engine_overdue",
     "1 while the engine shows no sign of life, so that it gets no further requests, else 0.",
 )
+_EXACT = MetricDefinition(
+    "marsray_exact_decoding",
+    "1 while requests whose live threshold is 1 run in mode exact, else 0.",
+)
 _FLEX_THRESHOLD = MetricDefinition(
     "marsray_flex_confidence_threshold",
     "Threshold of requests of tier flex that name none, before their floors.",
@@ -147,5 +151,6 @@ class ReplicaTelemetry(Collector):
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
             (_THRESHOLD, self._loop.live.threshold),
             (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
+            (_EXACT, self._loop.live.is_exact),
             (_OVERDUE, self._loop.is_overdue),
         ]
