@@ -23,6 +23,11 @@ class DemoServer:
     """URL of the API, with its version."""
     _process: subprocess.Popen[bytes]
 
+    @property
+    def address(self) -> str:
+        """URL of the server's web pages, without a slash at its end."""
+        return self.base_url.removesuffix("/v1")
+
     def wait(self) -> None:
         """Wait until the server ends by itself.
 

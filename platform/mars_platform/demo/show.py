@@ -190,7 +190,9 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
     if demo.options.serve:
         body = {"model": MARS_MODEL, "messages": [{"role": "user", "content": item.question}]}
         text = (
-            "Next, ask the server, which runs until Ctrl-C:\n"
+            "Next, ask the server, which runs until Ctrl-C. In a browser:\n"
+            f"  {server.address}/ is the playground, and {server.address}/dashboard shows what\n"
+            "  the server does. From a shell:\n"
             f"  curl {server.base_url}/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body | {'confidence_threshold': SHOWN.threshold})}'"
         )

@@ -1,8 +1,4 @@
-"""Headless Chromium for the tests of the web pages, driven by Playwright.
-
-Playwright's plain interface runs an event loop of its own while a browser is open, so a module that
-uses it has no coroutines as tests.
-"""
+"""Headless Chromium for the tests of the web pages, driven by Playwright."""
 
 from __future__ import annotations
 

@@ -77,20 +77,21 @@ export async function* stream(path, body, signal) {
   const decoder = new TextDecoder();
   let rest = "";
   let isDone = false;
+  let isRead = false;
   try {
-    while (!isDone) {
+    while (!isRead) {
       const { value, done } = await reader.read().catch((error) => {
         throw away(error);
       });
-      if (done) break;
-      rest += decoder.decode(value, { stream: true });
+      isRead = done;
+      rest += decoder.decode(value, { stream: !done });
       const events = rest.split("\n\n");
       rest = events.pop();
       for (const event of events) {
         const data = event.replace(/^data: /, "");
         if (data === "[DONE]") {
           isDone = true;
-          break;
+          continue;
         }
         const content = parsed(data);
         if (content.error) throw problemOf(200, content, null);
@@ -98,7 +99,7 @@ export async function* stream(path, body, signal) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // the stream may have ended by itself
+    if (!isRead) reader.cancel().catch(() => {}); // what is left is not wanted
   }
   if (!isDone) throw new Problem("The stream broke off before its end. Send the message again.");
 }

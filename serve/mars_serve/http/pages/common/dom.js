@@ -10,7 +10,7 @@ export const $$ = (selector, within = document) => [...within.querySelectorAll(s
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   setAttributes(element, attributes);
-  element.append(...children.flat().filter((child) => child != null && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
   return element;
 }
 
@@ -18,7 +18,7 @@ export function h(tag, attributes = {}, ...children) {
 export function svg(tag, attributes = {}, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   setAttributes(element, attributes);
-  element.append(...children.flat().filter((child) => child != null && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
   return element;
 }
 
@@ -44,7 +44,7 @@ export function announce(text) {
 /** Returns a number with few digits, as people write it. */
 export function shortNumber(value, digits = 2) {
   if (value == null || !Number.isFinite(value)) return "–";
-  return value.toLocaleString("en", { maximumFractionDigits: digits });
+  return value.toLocaleString("en", { maximumFractionDigits: digits }).replace("-", "−");
 }
 
 /** Copies text, and says on the button for a moment that it did. */
