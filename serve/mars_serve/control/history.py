@@ -1,7 +1,7 @@
 """The last hour of a model in rows of figures: seconds at first, coarser ones later.
 
-A row is kept as the JSON text in which dashboards get it, about 250 bytes; `NUM_FINE` and
-`NUM_COARSE` bound their number, so a model's history takes 300 kB. Imports no Ray.
+A row is kept as the JSON text in which dashboards get it, 200 characters at the most; `NUM_FINE`
+and `NUM_COARSE` bound their number, so a model's history takes half a megabyte. Imports no Ray.
 """
 
 from __future__ import annotations

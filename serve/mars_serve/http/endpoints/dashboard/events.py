@@ -34,7 +34,7 @@ _MAX_WATCHERS = 64
 _MAX_BEHIND = 20
 """Number of events that a watcher may be behind; one that is slower is cut off, and goes on where
 it was with a new request."""
-_MAX_STREAM_S = 20.0
+_MAX_STREAM_S = 8.0
 """Seconds after which a stream ends. A server that stops waits for its streams, and a page that
 goes on with a new request loses nothing."""
 
