@@ -21,12 +21,9 @@ class DemoServer:
 
     base_url: str
     """URL of the API, with its version."""
+    page_url: str
+    """URL of the playground."""
     _process: subprocess.Popen[bytes]
-
-    @property
-    def address(self) -> str:
-        """URL of the server's web pages, without a slash at its end."""
-        return self.base_url.removesuffix("/v1")
 
     def wait(self) -> None:
         """Wait until the server ends by itself.
@@ -75,7 +72,7 @@ def running_server(
         wait_until_ready(
             process, f"{address}/ready", name="marsray serve", timeout_s=_START_TIMEOUT_S
         )
-        yield DemoServer(f"{address}/v1", process)
+        yield DemoServer(f"{address}/v1", f"{address}/", process)
     finally:
         end_process(process)
 

@@ -134,7 +134,7 @@ def test_the_slider_stands_on_the_frontier_and_acts_on_the_next_message(open_pag
     text = expected.inner_text()
     assert "10 points (8 to 12)" in text
     # 4 tokens in 3.5 ms, and mode exact gives 2 in 2.5 ms
-    assert "1,143 tokens/s, 1.43× of exact" in text
+    assert "1,143 tokens/s, 1.43× exact" in text
     assert "Dead zone" not in text
     page.keyboard.press("ArrowLeft")
     assert "Between measured τ" in expected.inner_text()

@@ -87,7 +87,7 @@ export function showFigures(element, figures, way, summary, finish) {
   const parts = [
     figures.tokens === 1 ? "1 token" : `${figures.tokens} tokens`,
     figures.passes === 1 ? "1 pass" : `${figures.passes} passes`,
-    `${shortNumber(figures.perPass)} tokens a pass`,
+    `${shortNumber(figures.perPass)} ${figures.perPass === 1 ? "token" : "tokens"} a pass`,
     figures.perSecond ? `${shortNumber(figures.perSecond, 0)} tokens/s` : null,
     figures.waitMs !== null ? `first after ${shortNumber(figures.waitMs, 0)} ms` : null,
   ];

@@ -123,10 +123,10 @@ export class Frontier {
         : `${shortNumber(found.loss, 1)} ${shortNumber(found.loss, 1) === "1" ? "point" : "points"} (${shortNumber(found.low, 1)} to ${shortNumber(found.high, 1)})`;
     const rows = [
       ["Expected loss", loss],
-      ["Expected speed", `${shortNumber(found.speed, 0)} tokens/s, ${shortNumber(found.gain)}× of ${this.base.mode}`],
+      ["Expected speed", `${shortNumber(found.speed, 0)} tokens/s, ${shortNumber(found.gain)}× ${this.base.mode}`],
       ["Tokens a pass", shortNumber(found.perPass)],
     ];
-    if (isLossy || mode === "exact") rows.push(["Break-even", found.breakEven ? `${isLossy ? "worth its loss" : "faster than ar"} up to ${found.breakEven} requests at once` : "never faster than the lossless modes"]);
+    if (isLossy || mode === "exact") rows.push(["Break-even", found.breakEven ? `up to ${found.breakEven} requests at once` : `never faster than ${isLossy ? "without loss" : "ar"}`]);
     const content = [h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", { class: "number" }, value)]))];
     if (isLossy && this.isDead(found.gain)) {
       content.push(h("p", { class: "dead-note" }, `Dead zone: here it costs quality and gains less than ${shortNumber((report.min_gain - 1) * 100, 0)} %. Mode ${this.base.mode} is the better choice.`));

@@ -5,7 +5,7 @@ import { lookNow, onConnection } from "../common/connection.js";
 import { $, $$, copyText, h, shortNumber } from "../common/dom.js";
 import { askForKey, noteKeyTaken } from "../common/keybox.js";
 import { answer, begin, clearConversation, conversation, say, takeBack } from "./chat.js";
-import { makeLanes, race } from "./race.js";
+import { followSlider, makeLanes, race } from "./race.js";
 import { decoding, requestOf, showModel } from "./settings.js";
 import { asCurl, asPython } from "./snippets.js";
 
@@ -204,6 +204,9 @@ prompt.addEventListener("input", showLength);
 $("#composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
+});
+$("#tau").addEventListener("input", () => {
+  if (!running) followSlider(decoding().tau);
 });
 $("#stop").addEventListener("click", () => running?.abort());
 $("#clear").addEventListener("click", () => {

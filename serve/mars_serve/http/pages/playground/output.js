@@ -53,29 +53,27 @@ export class Output {
       this.#box("answer").append(marker);
       return;
     }
-    const begin = visible(entry.text.slice(0, offset - entry.start));
-    const rest = visible(entry.text.slice(offset - entry.start));
-    span.replaceChildren(begin, marker, rest);
+    const cut = offset - entry.start;
+    span.replaceChildren(...inked(entry.text.slice(0, cut)), marker, ...inked(entry.text.slice(cut)));
   }
 
   #append(kind, text, entry) {
-    const span = h("span", { class: "pass", "data-shade": Math.min(Math.max(entry.tokens, 1), MOST_SHADES), "data-tokens": entry.tokens }, visible(text));
-    this.#attach(span, entry);
-    this.#box(kind).append(span);
+    this.#box(kind).append(this.#span(text, entry));
   }
 
   #appendCall(call, entry) {
     const box = this.#box(`call-${call.index}`, call.function?.name);
-    const span = h("span", { class: "pass", "data-shade": Math.min(Math.max(entry.tokens, 1), MOST_SHADES), "data-tokens": entry.tokens }, visible(call.function?.arguments ?? ""));
-    this.#attach(span, entry);
-    box.append(span);
+    box.append(this.#span(call.function?.arguments ?? "", entry));
   }
 
-  #attach(span, entry) {
+  #span(text, entry) {
+    const shade = Math.min(Math.max(entry.tokens, 1), MOST_SHADES);
+    const span = h("span", { class: "pass", "data-shade": shade, "data-tokens": entry.tokens }, inked(text));
     entry.spans.push(span);
     span.addEventListener("pointerenter", () => inspect(entry, span));
     span.addEventListener("pointerleave", hideInspector);
     span.addEventListener("click", () => inspect(entry, span));
+    return span;
   }
 
   #box(kind, name = null) {
@@ -118,6 +116,13 @@ export class Output {
   }
 }
 
+/** Returns text whose shade leaves out the space around it, which would hang over a line's end. */
+function inked(text) {
+  const [, before, ink, after] = /^(\s*)(.*?)(\s*)$/s.exec(text);
+  if (!ink) return text ? [h("span", { class: "ink" }, visible(text))] : [];
+  return [visible(before), h("span", { class: "ink" }, visible(ink)), visible(after)];
+}
+
 function percent(value) {
   return value == null ? "–" : (Math.floor(value * 1000) / 1000).toFixed(3);
 }
@@ -143,7 +148,7 @@ function inspect(entry, span) {
     ? [
         h("p", { class: "hint" }, threshold < 1 ? `Accepted while confidence is at least τ = ${shortNumber(threshold)}` : "Checked against ar, so confidence does not decide"),
         ...details.accepted.map((each, place) => bar(each, threshold, place === 0 ? "first" : "")),
-        ...details.rejected.map((each) => bar(each, threshold, "rejected")),
+        ...details.rejected.map((each, place) => bar(each, threshold, place === 0 ? "rejected" : "rejected behind")),
       ]
     : [h("p", { class: "hint" }, "Turn on the details of each pass in the settings to see confidences and rejected proposals.")];
   box.replaceChildren(head, ...content);
@@ -167,7 +172,7 @@ function bar(proposal, threshold, kind) {
     tick.style.left = `${threshold * 100}%`;
     track.append(tick);
   }
-  const notes = { first: "always taken", rejected: "rejected" };
+  const notes = { first: "always taken", rejected: "rejected", "rejected behind": "behind it" };
   return h("div", { class: `proposal ${kind}` }, h("code", {}, visible(JSON.stringify(proposal.token).slice(1, -1)).replaceAll(" ", "␣")), track, h("span", { class: "number" }, percent(proposal.confidence)), h("span", { class: "hint" }, notes[kind] ?? ""));
 }
 

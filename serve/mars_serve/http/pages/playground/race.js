@@ -136,6 +136,11 @@ class Lane {
     this.note.classList.toggle("differs", this.output.divergedAt !== null);
   }
 
+  take(tau) {
+    this.tau.value = String(tau);
+    this.#read();
+  }
+
   #read() {
     this.way.mode = this.mode.value;
     if (this.tau.value && this.tau.checkValidity()) this.way.tau = Number(this.tau.value);
@@ -146,6 +151,11 @@ class Lane {
 function showThird() {
   for (const lane of lanes.slice(2)) lane.element.hidden = !$("#race-third").checked;
   $("#lanes").dataset.lanes = $$(".lane:not([hidden])").length;
+}
+
+/** Gives τ of the panel's slider to the last lane that has one. */
+export function followSlider(tau) {
+  lanes.findLast((lane) => lane.way.mode === "threshold")?.take(tau);
 }
 
 $("#race-third").addEventListener("change", showThird);
