@@ -71,7 +71,7 @@ async def events_of(app, number, path=EVENTS, headers=(), **fields) -> list[dict
 async def test_the_first_event_holds_everything_and_the_next_what_is_new(model):
     first, second, third = await events_of(app_of(model), 3)
     assert first["about"]["models"]["mars"]["is_paced"] is False
-    assert first["about"]["models"]["mars"]["has_mars"] is True
+    assert first["about"]["models"]["mars"]["has_threshold"] is True
     assert first["models"]["mars"]["columns"][0] == "time_s"
     for event in (second, third):
         assert "about" not in event

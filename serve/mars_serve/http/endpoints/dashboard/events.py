@@ -166,15 +166,11 @@ def _about_model(model: ServedModel) -> dict[str, Any]:
     settings = model.settings
     scaling = settings.autoscaling
     return {
-        "path": settings.path,
-        "has_mars": model.checkpoint.metadata is not None,
-        "mode": settings.mode,
+        "has_threshold": model.checkpoint.metadata is not None or settings.draft is not None,
         "is_scaled": scaling is not None,
         "is_governed": settings.is_governed,
         "is_paced": settings.rehearsal is not None,
         "num_replicas": settings.num_replicas if scaling is None else scaling.min_replicas,
         "max_replicas": settings.most_replicas,
-        "num_slots": settings.engine.max_num_seqs,
-        "objective_ttft_s": None if scaling is None else scaling.objective_ttft_s,
         "audit_share": settings.audit.share,
     }

@@ -6,6 +6,7 @@ import { plain } from "./format.js";
 
 const DEFAULT_PER_S = 4;
 const TOKENS = 96; // output tokens of a burst's request, at the most
+const MOST_COMPUTE = 0.5; // share of the paced time above which a rehearsal is not valid
 const OVERLOAD = 4; // times what the replicas of a quiet time serve
 
 /** Sends bursts; `update` says whether the model takes one, and shows one that runs. */
@@ -42,11 +43,14 @@ export class BurstCard {
     }
     if (!this.isTyped) this.perS.value = suggested(model);
     const burst = state?.burst;
+    const isSlow = state?.replicas.some((each) => each.compute_share > MOST_COMPUTE);
     const isRunning = burst && nowS < burst.ends_s;
     this.button.disabled = Boolean(isRunning);
     if (isRunning) {
       this.failure = null;
       this.told.textContent = `${plain(burst.requests_per_s)} requests are sent each second, for ${Math.ceil(burst.ends_s - nowS)} s more. Watch τ fall and replicas come.`;
+    } else if (isSlow) {
+      this.told.textContent = "This machine computes for more than half of the paced time, so the rehearsal is not valid here: it is too slow or too busy.";
     } else {
       this.told.textContent =
         this.failure ?? "It sends short arithmetic tasks at an even rate, then stops by itself. They count like any other requests.";

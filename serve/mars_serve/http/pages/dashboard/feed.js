@@ -7,6 +7,7 @@ const HOUR_S = 3600;
 const SILENT_MS = 10_000; // a server that sends nothing for so long is away
 const FIRST_WAIT_MS = 1000;
 const LONGEST_WAIT_MS = 8000;
+const REFUSED_WAIT_MS = 60_000; // a key that is not accepted hardly becomes so; a new one is tried at once
 const MAX_EVENTS = 200;
 
 /** One model's figures: rows by time, events, the state now, and what hinders them if anything does. */
@@ -58,12 +59,14 @@ export class Feed {
     this.onUpdate = onUpdate;
     this.onProblem = onProblem;
     this.abort = null;
+    this.isRestarted = false;
     this.wake = () => {};
     this.follow();
   }
 
   /** Connects at once, as with a new key. */
   restart() {
+    this.isRestarted = true;
     this.abort?.abort();
     this.wake();
   }
@@ -75,14 +78,20 @@ export class Feed {
         await this.read(() => (waitMs = FIRST_WAIT_MS));
         continue; // the server ends each stream after a while
       } catch (error) {
+        if (this.isRestarted) {
+          this.isRestarted = false;
+          continue;
+        }
         const problem = error instanceof Problem ? error : new Problem("The server does not answer.");
         this.onProblem(problem);
+        if (problem.status === 401 || problem.status === 403) waitMs = REFUSED_WAIT_MS;
         if (problem.retryAfterS) waitMs = Math.max(waitMs, 1000 * problem.retryAfterS);
       }
       await new Promise((resolve) => {
         this.wake = resolve;
         setTimeout(resolve, waitMs);
       });
+      this.isRestarted = false;
       waitMs = Math.min(2 * waitMs, LONGEST_WAIT_MS);
     }
   }

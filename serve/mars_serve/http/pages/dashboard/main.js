@@ -1,6 +1,6 @@
 // The dashboard: connects the stream of figures to tiles, charts and lists.
 
-import { onKey } from "../common/api.js";
+import { key, onKey } from "../common/api.js";
 import "../common/connection.js";
 import { $, h } from "../common/dom.js";
 import { askForKey, noteKeyTaken } from "../common/keybox.js";
@@ -138,6 +138,7 @@ const TILES = [
 let chosen = null;
 let spanS = SPANS[0][0];
 let isBroken = false;
+let askedWith; // the key with which the dialog was opened last; it opens once for each
 
 for (const [value, name] of SPANS) {
   const input = h("input", { type: "radio", name: "span", value: String(value), checked: value === spanS, onchange: () => show((spanS = value)) });
@@ -180,7 +181,10 @@ function tellProblem(problem) {
     element.hidden = false;
   }
   $("#waiting").hidden = true;
-  if (problem.needsKey && !$("dialog[open]")) askForKey(text);
+  if (problem.needsKey && askedWith !== key()) {
+    askedWith = key();
+    askForKey(text);
+  }
 }
 
 function problemText(problem) {
@@ -223,11 +227,11 @@ function lately(model, name) {
 }
 
 function tauText(model) {
-  return model.about.has_mars ? plain(model.at(model.latest, "threshold")) : "none";
+  return model.about.has_threshold ? plain(model.at(model.latest, "threshold")) : "none";
 }
 
 function modeText(model) {
-  if (!model.about.has_mars) return "mode ar: one token a pass";
+  if (!model.about.has_threshold) return "mode ar: one token a pass";
   const modes = [...new Set((model.state.replicas ?? []).map((each) => each.mode).filter(Boolean))];
   const flex = model.at(model.latest, "flex_threshold");
   const text = modes.length ? `mode ${modes.join(" and ")}` : "no replica runs";
