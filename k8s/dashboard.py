@@ -71,6 +71,7 @@ PANELS = (
         (
             ("target", f"max by (model) (ray_marsray_autoscaler_replicas{_MODEL})"),
             ("ready", f"max by (model) (ray_marsray_autoscaler_replicas_ready{_MODEL})"),
+            ("starting", f"max by (model) (ray_marsray_autoscaler_replicas_starting{_MODEL})"),
             ("needed", f"max by (model) (ray_marsray_autoscaler_replicas_needed{_MODEL})"),
         ),
     ),
@@ -103,6 +104,21 @@ PANELS = (
             ("running", f"sum(ray_marsray_num_requests_running{_MODEL})"),
             ("waiting", f"sum(ray_marsray_num_requests_waiting{_MODEL})"),
         ),
+    ),
+    Panel(
+        "Requests that no engine has begun, by tier",
+        "none",
+        (("{{tier}}", f"sum by (tier) (ray_marsray_num_requests_queued{_MODEL})"),),
+    ),
+    Panel(
+        "Share of the replicas where mode exact stands in for τ = 1",
+        "percentunit",
+        (("{{model}}", f"avg by (model) (ray_marsray_exact_decoding{_MODEL})"),),
+    ),
+    Panel(
+        "Loss budget spent within the last hour",
+        "percentunit",
+        (("{{model}}", f"max by (model) (ray_marsray_autoscaler_loss_spent_ratio{_MODEL})"),),
     ),
     Panel(
         "Requests ended a second, by outcome",
@@ -139,6 +155,17 @@ PANELS = (
                 "{{model}}",
                 f"{_sum_rate('marsray_generation_tokens_total', 'model')} / "
                 f"{_sum_rate('marsray_row_passes_total', 'model')}",
+            ),
+        ),
+    ),
+    Panel(
+        "Prompt tokens found in the prefix cache",
+        "percentunit",
+        (
+            (
+                "{{model}}",
+                f"{_sum_rate('marsray_prefix_cache_hit_tokens_total', 'model')} / "
+                f"{_sum_rate('marsray_prompt_tokens_total', 'model')}",
             ),
         ),
     ),

@@ -40,6 +40,12 @@ def added(
     return (*kept, (now_s, lost))
 
 
+def spent_share(losses: Losses, budget: float) -> float | None:
+    """Return the share of the budget that the losses of the last hour are; None if it is 0."""
+    spent = math.fsum(lost for _, lost in losses)
+    return spent / (budget * _HOUR_S) if budget else None
+
+
 def is_spent(losses: Losses, budget: float, *, was_spent: bool) -> bool:
     """Return whether tier default must lose no more.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.decision import ANY_THRESHOLD, ThresholdRange
@@ -46,6 +47,25 @@ class Look:
     or a mode."""
 
 
+class Cause(StrEnum):
+    """Why τ last changed at a replica."""
+
+    START = "start"
+    """It has not changed since the replica's start."""
+    LOAD = "load"
+    """It fell, because more requests run and wait than the replica serves fast enough."""
+    ARRIVALS = "arrivals"
+    """It fell, because the arrivals need more speed than the ready replicas have."""
+    EASED = "eased"
+    """It rose by a rung, because the load has eased."""
+    FLOOR = "floor"
+    """It rose to a floor, such as when the loss budget is spent."""
+    PROMPTS = "prompts"
+    """It rose, because computing prompts is the load, which no τ makes faster."""
+    ROWS = "rows"
+    """It changed with the number of running requests, at which another rung is worth its loss."""
+
+
 @dataclass(frozen=True)
 class InnerLoopDecision:
     """How a replica decodes live requests, with the gain and the loss of that."""
@@ -57,6 +77,8 @@ class InnerLoopDecision:
     """Points of quality that a token of tier default loses beyond those at the target τ."""
     is_lowest: bool = False
     """Whether no lower τ is allowed or of any use."""
+    cause: Cause = Cause.START
+    """Why τ last changed."""
 
 
 class InnerLoop:
@@ -80,6 +102,7 @@ class InnerLoop:
         """Time of the last change of τ."""
         self._wanted_since_s: float | None = None
         """Time since which more speed has been wanted; None while it is not."""
+        self._cause = Cause.START
 
     def update(self, look: Look, /) -> InnerLoopDecision:
         """Choose how to decode from now on. A load that is not finite counts as 0."""
@@ -90,16 +113,36 @@ class InnerLoop:
         gains = self._gains(rungs, rows, path, look)
         wanted_gain = self._wanted_gain(load / self._capacity.max_num_seqs, look)
         lowest = self._lowest_useful(gains, look)
-        at = self._move(look.now_s, self._place(rungs, path), gains, wanted_gain, lowest, load)
+        was_at = self._place(rungs, path)
+        at = self._move(look.now_s, was_at, gains, wanted_gain, lowest, load)
+        before = self._thresholds
         default, flex = (rungs[index] if index else self._base for index in path[at])
         self._thresholds = (default.threshold, flex.threshold)
+        if self._thresholds != before:
+            is_slow = wanted_gain > look.allowed.feed_forward
+            self._cause = self._cause_of(before, look, is_by_load=is_slow, is_climb=at < was_at)
         target_loss = self._capacity.target.loss
         return InnerLoopDecision(
             LiveDecoding(*self._thresholds, self._base.mode is Mode.EXACT),
             gain=gains[at],
             loss=max(default.loss - target_loss, 0.0),
             is_lowest=at >= lowest,
+            cause=self._cause,
         )
+
+    def _cause_of(
+        self, before: tuple[float, float], look: Look, *, is_by_load: bool, is_climb: bool
+    ) -> Cause:
+        """Return why τ has changed from what it was before."""
+        if self._thresholds < before:
+            return Cause.LOAD if is_by_load else Cause.ARRIVALS
+        if not 0.0 <= look.prompt_share < self._settings.max_prompt_share:
+            return Cause.PROMPTS
+        if is_climb:
+            return Cause.EASED
+        floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
+        is_below = any(value < floor for value, floor in zip(before, floors, strict=True))
+        return Cause.FLOOR if is_below else Cause.ROWS
 
     def _rungs(self, rows: int) -> tuple[Rung, ...]:
         """Return the ladder for a number of rows, and choose the base.

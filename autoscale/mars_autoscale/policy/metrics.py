@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mars_autoscale.policy import budget
 from mars_autoscale.policy.decision import Decision
 from mars_autoscale.policy.outer_loop import OuterLoop
 
@@ -69,6 +70,13 @@ class AutoscalerMetrics(Collector):
             yield _gauge(name, text, values)
         num_ready = {model: record.num_ready for model, record in latest.items()}
         yield _gauge("replicas_ready", "Replicas that report.", num_ready)
+        num_starting = {model: record.num_starting for model, record in latest.items()}
+        text = "Replicas that are ordered and do not serve yet."
+        yield _gauge("replicas_starting", text, num_starting)
+        shares = {model: _spent_share(loop) for model, loop in loops.items()}
+        spent = {model: share for model, share in shares.items() if share is not None}
+        text = "Share of the loss budget that tier default has spent within the last hour."
+        yield _gauge("loss_spent_ratio", text, spent)
         refused = {
             model: loop.basis.refused is not None
             for model, loop in loops.items()
@@ -99,3 +107,9 @@ def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
     for model, value in values.items():
         gauge.add_metric([model], float(value))
     return gauge
+
+
+def _spent_share(loop: OuterLoop) -> float | None:
+    if loop.basis is None:
+        return None
+    return budget.spent_share(loop.state.outer.losses, loop.basis.settings.loss_budget)

@@ -277,6 +277,10 @@ class FairQueue(Generic[ItemT]):
         higher = sum(shares.num for each, shares in self._tiers.items() if each.rank > tier.rank)
         return higher + self._tiers[tier].num_early(now_s)
 
+    def num_of(self, tier: Tier) -> int:
+        """Return how many requests of a tier wait."""
+        return self._tiers[tier].num
+
     @property
     def num_keys(self) -> int:
         """Number of pairs of key and tier that are remembered."""

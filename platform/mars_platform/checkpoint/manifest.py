@@ -21,8 +21,8 @@ from mars_platform.config import Settings
 from mars_platform.errors import UserError
 
 MANIFEST = "manifest.json"
-MEASURED = frozenset({"calibration.json", "frontier.json", ".calibrate.json"})
-"""Files that each ``marsray calibrate`` rewrites; they name the weights that they belong to."""
+MEASURED = frozenset({"calibration.json", "examples.json", "frontier.json", ".calibrate.json"})
+"""Files that each ``marsray calibrate`` rewrites; figures name the weights that they belong to."""
 
 _MAX_BYTES = 4 * 2**20
 _MAX_FILES = 10_000

@@ -21,6 +21,8 @@ class DemoServer:
 
     base_url: str
     """URL of the API, with its version."""
+    page_url: str
+    """URL of the playground."""
     _process: subprocess.Popen[bytes]
 
     def wait(self) -> None:
@@ -70,7 +72,7 @@ def running_server(
         wait_until_ready(
             process, f"{address}/ready", name="marsray serve", timeout_s=_START_TIMEOUT_S
         )
-        yield DemoServer(f"{address}/v1", process)
+        yield DemoServer(f"{address}/v1", f"{address}/", process)
     finally:
         end_process(process)
 

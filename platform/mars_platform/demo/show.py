@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mars_platform.checkpoint.examples import write_examples
 from mars_platform.cli.progress import progress_display
 from mars_platform.cli.report import check_output_files, write_json, writing
 from mars_platform.cli.shading import print_shaded
@@ -125,10 +126,12 @@ def _serve(demo: _Demo) -> None:
     """Serve both models, measure them and show what was found."""
     demo.console.rule("3  serving on Ray Serve, asked over REST with the openai client")
     models = {AR_MODEL: demo.work / "train" / "stages" / "ar", MARS_MODEL: demo.work / "model"}
+    items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
+    for path in models.values():  # for the playground
+        write_examples(path, ([{"role": "user", "content": item.question}] for item in items))
     started = time.monotonic()
     with running_server(models, free_port(), demo.environment) as server:
         demo.seconds["serve_start"] = round(time.monotonic() - started, 1)
-        items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
         _show(demo, server, items)
         if demo.options.serve:
             with suppress(KeyboardInterrupt):
@@ -190,7 +193,9 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
     if demo.options.serve:
         body = {"model": MARS_MODEL, "messages": [{"role": "user", "content": item.question}]}
         text = (
-            "Next, ask the server, which runs until Ctrl-C:\n"
+            "Next, ask the server, which runs until Ctrl-C, in a browser at\n"
+            f"  {server.page_url} (playground) and {server.page_url}dashboard (dashboard)\n"
+            "or on the command line:\n"
             f"  curl {server.base_url}/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body | {'confidence_threshold': SHOWN.threshold})}'"
         )

@@ -28,12 +28,16 @@ from pydantic_core import PydanticCustomError
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value
+from mars_serve.api.incoming.output_forms import (
+    Alternatives,
+    GrammarText,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
 from mars_serve.api.neutral import Body, Neutral
 from mars_serve.engine.decoding_options import Span
-
-MAX_GRAMMAR_LENGTH = 65_536
-"""Longest JSON schema, regular expression or grammar, in characters."""
 
 _MAX_INT32 = 2**31 - 1
 _SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers as floats
@@ -91,11 +95,6 @@ StopStrings = Annotated[
     _StopList, BeforeValidator(_as_list, json_schema_input_type=StopString | _StopList)
 ]
 BadWord = Annotated[str, Field(max_length=256, pattern=r"\S")]
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
-Alternative = Annotated[str, Field(min_length=1, max_length=1024)]
-Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024, fail_fast=True)]
-JsonSchema = dict[str, Any] | GrammarText
-"""JSON schema as an object or as text."""
 
 
 class StreamOptions(BaseModel):
@@ -105,47 +104,6 @@ class StreamOptions(BaseModel):
     """Send a last event with the token counts of the whole stream."""
     continuous_usage_stats: Flag | None = None
     """Put the token counts so far into each event, too."""
-
-
-class NamedSchema(BaseModel):
-    """OpenAI's wrapper around a schema; its other fields are ignored."""
-
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class PlainFormat(BaseModel):
-    """OpenAI's response format for free text or any JSON object."""
-
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(BaseModel):
-    """OpenAI's response format for JSON that satisfies a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
-
-
-class StructuredOutputs(BaseModel):
-    """vLLM's structured outputs; exactly one field must be given."""
-
-    model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), json_schema_extra={"minProperties": 1}
-    )
-
-    json_: JsonSchema | None = Field(default=None, alias="json")
-    """JSON schema that the output satisfies."""
-    json_object: Flag | None = None
-    """Make the output one JSON object of any shape."""
-    regex: GrammarText | None = None
-    """Regular expression that the whole output matches."""
-    grammar: GrammarText | None = None
-    """Grammar of the output, in Lark's notation."""
-    choice: Alternatives | None = None
-    """Texts of which the output is one."""
 
 
 class GenerationRequest(Body):
@@ -252,6 +210,9 @@ class GenerationRequest(Body):
     """Write tokens of log-probabilities as ``token_id:5``."""
     return_token_ids: Flag | None = None
     """Report the token ids of prompt and output."""
+    return_passes: Flag | None = None
+    """Report in ``mars.pass`` of each event of a stream which tokens the forward pass accepted and
+    which proposals it rejected, with the confidence of each; streams only."""
 
     response_format: ResponseFormat | None = None
     """Form of the output: text, any JSON object, or JSON that satisfies a schema."""
@@ -339,6 +300,8 @@ class GenerationRequest(Body):
             raise invalid_value(
                 "prompt_logprobs", "streams do not report them; leave it out, or leave out stream"
             )
+        if self.return_passes and not self.stream:
+            raise invalid_value("return_passes", "only streams report them; set stream to true")
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -495,6 +458,7 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             reason = f"{self.top_logprobs} needs logprobs; set logprobs to true"
             raise invalid_value("top_logprobs", reason)
-        if self.return_token_ids and self.include_reasoning is False:
-            reason = "the ids of the thinking would be among them; leave out include_reasoning"
-            raise invalid_value("return_token_ids", reason)
+        for name in ("return_token_ids", "return_passes"):
+            if getattr(self, name) and self.include_reasoning is False:
+                reason = "the tokens of the thinking would be in it; leave out include_reasoning"
+                raise invalid_value(name, reason)

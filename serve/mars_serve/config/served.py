@@ -63,6 +63,31 @@ class Explanation:
     """Audits of what was served, and what they say about the frontier."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """What has been added to a model's picture for dashboards."""
+
+    last_s: int
+    """Time of its latest second in seconds since 1970, from which to ask on; 0 before the first."""
+    text: str
+    """The JSON object that dashboards get; see `mars_serve.control.board`."""
+
+
+@dataclass(frozen=True)
+class Burst:
+    """A bounded load that is sent to a rehearsal."""
+
+    requests_per_s: float
+    seconds: float
+    began_s: float
+    """Time of the first request in seconds since 1970."""
+
+    @property
+    def ends_s(self) -> float:
+        """Time of the last request in seconds since 1970."""
+        return self.began_s + self.seconds
+
+
 class Backend(Protocol):
     """The replicas of one model."""
 
@@ -93,6 +118,12 @@ class Backend(Protocol):
 
     async def metrics(self) -> list[str]:
         """Return every replica's metrics in Prometheus' text format."""
+
+    async def picture(self, since_s: int | None) -> Picture:
+        """Return what was added to the dashboard's picture since a time; all of it if None."""
+
+    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
+        """Note that a burst begins; if one still runs, return its model and itself instead."""
 
 
 @dataclass(frozen=True)

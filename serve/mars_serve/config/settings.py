@@ -293,6 +293,9 @@ class ServeSettings(Settings):
     """Port to listen on."""
     insecure: bool = False
     """Allow other addresses than loopback without keys."""
+    pages: bool = True
+    """Serve the playground at / and the other web pages. They need no key, but show nothing without
+    one."""
     keys: KeySettings = KeySettings()
     limits: LimitSettings = LimitSettings()
     proxy: ProxySettings = ProxySettings()

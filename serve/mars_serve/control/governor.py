@@ -27,7 +27,9 @@ from mars_autoscale.policy.outer_loop import (
     SavedState,
 )
 from mars_autoscale.policy.reports import LoadReport
-from mars_serve.config.served import Explanation, PublishedThreshold
+from mars_serve.config.served import Burst, Explanation, Picture, PublishedThreshold
+from mars_serve.control.board import Board
+from mars_serve.observability.figures import IngressFigures, ReplicaFigures
 
 WAIT_S = 10.0
 """Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
@@ -59,6 +61,7 @@ class Governor:
         self._loops: dict[str, OuterLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The tasks that take each model's decisions."""
+        self._boards: dict[str, Board] = {}
         self._changed = asyncio.Event()
         self.last_wait = time.monotonic()
         """Time at which a replica last called `wait`."""
@@ -147,9 +150,49 @@ class Governor:
             self._loops[model].trust_frontier()
             _log.info("autoscaling %s trusts its frontier again, by hand", model)
 
+    async def observe(self, model: str, figures: ReplicaFigures) -> None:
+        """Take a replica's figures for the dashboard in."""
+        board = self._board(model)
+        board.hear(figures, time.time())
+        self._advance(model, board)
+
+    async def observe_ingress(self, model: str, figures: IngressFigures) -> None:
+        """Take an ingress replica's figures for the dashboard in."""
+        board = self._board(model)
+        board.hear_ingress(figures, time.time())
+        self._advance(model, board)
+
+    async def picture(self, model: str, since_s: int | None) -> Picture:
+        """Return a model's picture for dashboards: what was added since a time, or all of it."""
+        board = self._board(model)
+        self._advance(model, board)
+        return board.picture(since_s, self._loops.get(model), self._published.get(model))
+
+    async def begin_burst(
+        self, model: str, requests_per_s: float, seconds: float
+    ) -> tuple[str, Burst] | None:
+        """Note that a burst begins now; if one still runs, return its model and leave it so."""
+        now_s = time.time()
+        for name, board in self._boards.items():
+            if board.burst is not None and board.burst.began_s <= now_s < board.burst.ends_s:
+                return name, board.burst
+        self._board(model).burst = Burst(requests_per_s, seconds, now_s)
+        return None
+
     async def metrics(self, model: str) -> str:
         """Return the metrics of a model's autoscaling in Prometheus' text format."""
         return exposition({name: each for name, each in self._loops.items() if name == model})
+
+    def _board(self, model: str) -> Board:
+        """Return a model's board.
+
+        Ingress replicas report about the models of the application alone, which are few; a board
+        of one that is no longer served ends with the governor.
+        """
+        return self._boards.setdefault(model, Board())
+
+    def _advance(self, model: str, board: Board) -> None:
+        board.advance(time.time(), self._loops.get(model), self._published.get(model))
 
     async def _decide_forever(self, model: str, loop: OuterLoop) -> None:
         assert loop.basis is not None, "a replica has reported"

@@ -24,7 +24,10 @@ from mars_platform.config import build_settings
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.control.reporting import Reporter
 from mars_serve.deploy.backend import ReplicaBackend
+from mars_serve.observability.figures import IngressFigures
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.replica.engine_process import Threads
 from mars_serve.replica.replica import ModelReplica
@@ -48,20 +51,22 @@ class Ingress:
         models = [with_dtype(model) for model in settings.models]
         self._settings = settings = settings.model_copy(update={"models": models})
         self._replica: str = context.replica_id.unique_id
-        self._models = {
-            model.name: ServedModel(
+        self._application = context.app_name
+        # A handle that was passed in takes its transport from the environment of the process that
+        # deployed it, which may differ from the cluster's.
+        self._backends = {
+            model.name: ReplicaBackend(
+                serve.get_deployment_handle(handle.deployment_name, context.app_name),
                 model,
-                read_checkpoint(model.path),
-                # A handle that was passed in takes its transport from the environment of the
-                # process that deployed it, which may differ from the cluster's.
-                ReplicaBackend(
-                    serve.get_deployment_handle(handle.deployment_name, context.app_name),
-                    model,
-                    context.app_name,
-                ),
-                created,
+                context.app_name,
             )
             for model, handle in zip(settings.models, handles, strict=True)
+        }
+        self._models = {
+            model.name: ServedModel(
+                model, read_checkpoint(model.path), self._backends[model.name], created
+            )
+            for model in settings.models
         }
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -72,11 +77,23 @@ class Ingress:
         write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry, metrics).start()
+        self._report_figures(app.state.telemetry)
         # The garbage collector would look through all that is loaded by now, and stays, again and
         # again; that stops the event loop for a fifth of a second each time.
         gc.collect()
         gc.freeze()
         return app
+
+    def _report_figures(self, telemetry: IngressTelemetry) -> None:
+        """Report what this ingress replica knows of requests to the dashboard, from now on."""
+        telemetry.watch_queues(
+            {name: backend.waiting_by_tier for name, backend in self._backends.items()}
+        )
+
+        def reports() -> list[tuple[str, IngressFigures]]:
+            return [(name, telemetry.figures(name)) for name in self._backends]
+
+        Reporter(self._application, "observe_ingress", reports)
 
 
 def application(args: dict[str, Any]) -> Application:

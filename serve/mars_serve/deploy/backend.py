@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -13,7 +14,14 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.handle import DeploymentHandle
 
 from mars_platform.cluster.ray_private import answers_of_replicas
-from mars_serve.config.served import Explanation, PublishedThreshold, ReplicaReport
+from mars_platform.tier import Tier
+from mars_serve.config.served import (
+    Burst,
+    Explanation,
+    Picture,
+    PublishedThreshold,
+    ReplicaReport,
+)
 from mars_serve.config.settings import ModelSettings
 from mars_serve.control.governor_actor import GovernorClient
 from mars_serve.deploy.links import Links
@@ -134,6 +142,25 @@ class ReplicaBackend:
                 asked = self._governor.call("metrics", self._model)
                 texts.append(await asyncio.wait_for(asked, _ASK_S))
         return texts
+
+    async def picture(self, since_s: int | None) -> Picture:
+        """Return what the governor has added to the dashboard's picture since a time."""
+        found: Picture = await self._govern("picture", self._model, since_s)
+        return found
+
+    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
+        """Note that a burst begins; if one still runs, return its model and itself instead."""
+        found: tuple[str, Burst] | None = await self._govern(
+            "begin_burst", self._model, requests_per_s, seconds
+        )
+        return found
+
+    def waiting_by_tier(self) -> Counter[Tier]:
+        """Return the requests of this process that no engine has begun, by tier.
+
+        Any thread may call this.
+        """
+        return self._queue.waiting_by_tier()
 
     async def _ask_all(self, method: str) -> list[Any]:
         """Call a method of every replica and return the answers; Ray Serve replaces failed

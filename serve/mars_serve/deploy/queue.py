@@ -17,6 +17,7 @@ from mars_autoscale.queueing.estimate import StartPace
 from mars_autoscale.queueing.grants import even_parts, reserve_of
 from mars_autoscale.queueing.order import FairQueue, Ticket, late_from
 from mars_autoscale.queueing.placement import has_room, load_of
+from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.router import Router
 from mars_serve.engine.ipc.loop import (
@@ -118,6 +119,16 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def waiting_by_tier(self) -> Counter[Tier]:
+        """Return the requests that wait here, or in engines that they were sent to from here.
+
+        Any thread may call this.
+        """
+        waiting = Counter({tier: self._queue.num_of(tier) for tier in Tier})
+        for link in list(self._engines.usable().values()):
+            waiting.update(link.waiting_tiers())
+        return waiting
 
     async def turn(self, request: Request, arrived_s: float) -> Turn:
         """Wait until a replica has room for a request.

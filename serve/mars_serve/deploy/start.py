@@ -47,13 +47,15 @@ def deploy(settings: ServeSettings, console: Console, stages: Stages) -> None:
             raise UserError(f"models: they did not start ({one_line(error)})") from error
     proxies.result()
     stages.end("models")
+    console.print(_start_line(settings, stages), highlight=False, soft_wrap=True)
+
+
+def _start_line(settings: ServeSettings, stages: Stages) -> str:
     names = ", ".join(model.name for model in settings.models)
-    console.print(
-        f"serving {names} on http://{settings.host}:{settings.port}, "
-        f"ready after {stages.summary()}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{settings.port}"
+    playground = f", playground at {address}/" if settings.pages else ""
+    return f"serving {names} on {address}, ready after {stages.summary()}{playground}"
 
 
 def end() -> None:

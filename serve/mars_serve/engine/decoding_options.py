@@ -188,6 +188,9 @@ class DecodingOptions:
     spans: Spans | None = None
     """Spans of the output with a τ of their own, in mode threshold; None if there are none."""
 
+    reports_rejected: bool = False
+    """Whether each output tells which proposals its pass rejected."""
+
     # The following are read for each row of each step, hence cached.
 
     @cached_property

@@ -438,8 +438,7 @@ class Engine:
             self._scheduler.commit_cached(row)
             output = StepOutput(request.id, [], None)
         output.num_masks, output.num_positions = row.num_masks, row.num_positions
-        output.threshold = threshold
-        output.prompt_logprobs = result.prompt_logprobs
+        output.threshold, output.prompt_logprobs = threshold, result.prompt_logprobs
         if is_first:
             output.num_prefix_hit_tokens = request.num_prefix_hit_tokens
             output.queue_s = request.queue_s or 0.0
@@ -475,6 +474,7 @@ class Engine:
             reason,
             confidences=result.confidences[: len(tokens)],
             logprobs=result.logprobs[: len(tokens)],
+            rejected=result.rejected if reason is None else [],
         )
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:

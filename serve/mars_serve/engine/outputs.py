@@ -38,6 +38,9 @@ class StepOutput:
     """Positions that the pass fed for the request: committed tokens, drafts and masks."""
     confidences: list[float] = field(default_factory=list)
     """Confidence of each accepted token, by the request's own measure."""
+    rejected: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens that were proposed behind the accepted ones and rejected, each with its confidence, if
+    the request wants them; none behind the end of the output."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probability of each accepted token, if the request wants them."""
     error: str | None = None

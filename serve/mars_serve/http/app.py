@@ -12,10 +12,14 @@ from mars_serve.api.incoming.threads import TextThreads
 from mars_serve.api.places import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
+from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
+from mars_serve.http.endpoints.dashboard.burst import burst_router
+from mars_serve.http.endpoints.dashboard.events import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
+from mars_serve.http.endpoints.pages import pages_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
@@ -57,11 +61,16 @@ def create_app(
     )
     app.state.telemetry = telemetry
     app.include_router(information_router(models))
+    app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
+    app.include_router(burst_router(models))
+    app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
     threads = TextThreads()
     app.include_router(generation_router(models, settings.limits, threads, places))
     app.include_router(tokens_router(models, settings.limits, threads))
+    if settings.pages:
+        app.include_router(pages_router())
     return app
 
 

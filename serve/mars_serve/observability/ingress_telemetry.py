@@ -6,12 +6,14 @@ Imports no Ray, torch or HTTP library.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mars_platform.tier import Tier
+from mars_serve.observability.figures import IngressFigures
 from mars_serve.observability.metric_families import LABELS, MetricDefinition
 
 _REQUESTS = MetricDefinition(
@@ -25,6 +27,10 @@ _REJECTIONS = MetricDefinition(
 _MOVES = MetricDefinition(
     "marsray_moves_total",
     "Times that an output was sent to another replica, because one died or did not answer.",
+)
+_QUEUED = MetricDefinition(
+    "marsray_num_requests_queued",
+    "Requests at this ingress replica that no engine has begun, by tier.",
 )
 
 
@@ -42,6 +48,7 @@ class IngressTelemetry(Collector):
         self._requests = Counter[tuple[str, str]]()
         self._rejections = Counter[tuple[str, str, str]]()
         self._moves = Counter[str]()
+        self._queues: Mapping[str, Callable[[], Mapping[Tier, int]]] = {}
 
     def count(self, model: str | None, outcome: str) -> None:
         """Count a request that has ended."""
@@ -54,6 +61,26 @@ class IngressTelemetry(Collector):
     def count_moves(self, model: str | None, num: int) -> None:
         """Count how often the outputs of a request were sent to another replica."""
         self._moves[self._known(model)] += num
+
+    def watch_queues(self, queues: Mapping[str, Callable[[], Mapping[Tier, int]]]) -> None:
+        """Report what waits in some models' queues, too.
+
+        Args:
+            queues: functions by model that return the number of requests by tier; any thread may
+                call them.
+        """
+        self._queues = queues
+
+    def figures(self, model: str) -> IngressFigures:
+        """Return what is counted of one model, for the dashboard. Any thread may call this."""
+        ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
+        rejected = {
+            f"{status} {code}".strip(): num
+            for (name, status, code), num in self._rejections.copy().items()
+            if name == model
+        }
+        waiting = self._queues[model]() if model in self._queues else {}
+        return IngressFigures(self._replica, waiting, ended, rejected, self._moves[model])
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -75,6 +102,11 @@ class IngressTelemetry(Collector):
         for model, count in list(self._moves.items()):
             moves.add_metric((model, self._replica), count)
         yield moves
+        queued = GaugeMetricFamily(_QUEUED.name, _QUEUED.help, labels=(*LABELS, "tier"))
+        for model, waiting in self._queues.items():
+            for tier, count in waiting().items():
+                queued.add_metric((model, self._replica, tier.value), count)
+        yield queued
 
     def _known(self, model: str | None) -> str:
         return model if model in self.models else ""

@@ -8,9 +8,11 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_platform.tier import Tier
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.outputs import EngineStatus
+from mars_serve.observability.figures import ReplicaCounts, ReplicaFigures, ReplicaState
 from mars_serve.observability.metric_families import MetricDefinition
 from mars_serve.observability.request_telemetry import RequestTelemetry
 
@@ -33,6 +35,10 @@ _COMPUTE_RATIO = MetricDefinition(
 _OVERDUE = MetricDefinition(
     "marsray_engine_overdue",
     "1 while the engine shows no sign of life, so that it gets no further requests, else 0.",
+)
+_EXACT = MetricDefinition(
+    "marsray_exact_decoding",
+    "1 while requests whose live threshold is 1 run in mode exact, else 0.",
 )
 _FLEX_THRESHOLD = MetricDefinition(
     "marsray_flex_confidence_threshold",
@@ -95,6 +101,47 @@ class ReplicaTelemetry(Collector):
         for field, definition in _COUNTERS.items():
             yield definition.counter(self._labels, getattr(status, field))
 
+    def figures(self, node: str, decision: InnerLoopDecision) -> ReplicaFigures:
+        """Return what the replica reports for the dashboard.
+
+        Args:
+            node: address of its node.
+            decision: the latest one of its inner loop.
+
+        Raises:
+            EngineDied: the engine has stopped.
+        """
+        status, condition = self._loop.status(), self._loop.condition
+        state = ReplicaState.DRAINING if condition.is_draining else ReplicaState.READY
+        return ReplicaFigures(
+            self._labels[1],
+            node,
+            ReplicaState.OVERDUE if self._loop.is_overdue else state,
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            live=self._loop.live,
+            cause=decision.cause,
+            gain=decision.gain,
+            loss=decision.loss,
+            num_pages=status.num_pages,
+            num_free_pages=status.num_free_pages,
+            counts=self._counts(status),
+            compute_share=status.compute_share,
+        )
+
+    def _counts(self, status: EngineStatus) -> ReplicaCounts:
+        requests = self.requests
+        return ReplicaCounts(
+            arrived=requests.load.totals.arrived,
+            prompt_tokens=status.num_prompt_tokens,
+            prefix_hit_tokens=status.num_prefix_hit_tokens,
+            generated_tokens=status.num_generated_tokens,
+            row_passes=status.num_row_passes,
+            preemptions=status.num_preemptions,
+            first_token=requests.first_token_counts,
+            token_gap=requests.token_gap_counts,
+        )
+
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
         share = status.compute_share
         return [
@@ -104,5 +151,6 @@ class ReplicaTelemetry(Collector):
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
             (_THRESHOLD, self._loop.live.threshold),
             (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
+            (_EXACT, self._loop.live.is_exact),
             (_OVERDUE, self._loop.is_overdue),
         ]

@@ -32,16 +32,20 @@ _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.
                0.99, 0.999, 1)  # fmt: skip
 
 
+_FINE = 1.05
+"""Ratio to within which the dashboard tells quantiles."""
 _TIME_TO_FIRST_TOKEN = HistogramDefinition(
     "marsray_time_to_first_token_seconds",
     "Seconds from a request's arrival at the replica to its first tokens.",
     _WAIT_S,
+    _FINE,
 )
 _INTER_TOKEN_LATENCY = HistogramDefinition(
     "marsray_inter_token_latency_seconds",
     "Seconds for each token after the first forward pass: the time between two passes of a "
     "request, shared by the tokens that the later one gave.",
     _TOKEN_S,
+    _FINE,
 )
 _E2E_LATENCY = HistogramDefinition(
     "marsray_e2e_request_latency_seconds",
@@ -66,6 +70,10 @@ _REQUEST_THRESHOLD = HistogramDefinition(
 )
 
 
+FIRST_TOKEN_BOUNDS_S = _TIME_TO_FIRST_TOKEN.bounds
+"""Upper ends in seconds of the buckets of `RequestTelemetry.first_token_counts`."""
+TOKEN_GAP_BOUNDS_S = _INTER_TOKEN_LATENCY.bounds
+"""Upper ends in seconds of the buckets of `RequestTelemetry.token_gap_counts`."""
 _FAILED = frozenset({FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIMEOUT})
 
 
@@ -101,6 +109,16 @@ class RequestTelemetry:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the requests that run."""
         return {**self.__dict__, "_times": {}}
+
+    @property
+    def first_token_counts(self) -> tuple[int, ...]:
+        """Numbers of times to the first token, by `FIRST_TOKEN_BOUNDS_S`."""
+        return self._first.counts
+
+    @property
+    def token_gap_counts(self) -> tuple[int, ...]:
+        """Numbers of times between tokens, by `TOKEN_GAP_BOUNDS_S`."""
+        return self._gap.counts
 
     def come(self, request: Request) -> None:
         """Count a request that waits from now on."""

@@ -11,13 +11,16 @@ import ray
 from ray import serve
 from ray.serve import metrics
 
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.ray.ongoing_policy import NUM_REQUESTS
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import PublishedThreshold, ReplicaReport
 from mars_serve.config.settings import ModelSettings
+from mars_serve.control.reporting import Reporter
 from mars_serve.engine.ipc.listener import Address
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.ipc.messages import Condition
+from mars_serve.observability.figures import ReplicaFigures, ReplicaState
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import Threads, start_engine
@@ -40,7 +43,11 @@ class ModelReplica:
     def __init__(self, settings: ModelSettings, threads: Threads) -> None:
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
-        self._loop = start_engine(settings, threads, host=ray.util.get_node_ip_address())
+        self._node = ray.util.get_node_ip_address()
+        self._is_started = False
+        self._reported = ReplicaFigures(self._name, self._node, ReplicaState.STARTING)
+        Reporter(context.app_name, "observe", lambda: [(settings.name, self._figures())])
+        self._loop = start_engine(settings, threads, host=self._node)
         self._loop.read_in_thread()
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry, metrics).start()
@@ -60,6 +67,19 @@ class ModelReplica:
         self._follower = Follower(
             context.app_name, settings.name, initial, self._apply, self._steering
         )
+        self._is_started = True
+
+    def _figures(self) -> ReplicaFigures:
+        """Return the figures for the dashboard; the last ones if the engine has died."""
+        if not self._is_started:
+            return self._reported
+        steering = self._steering
+        decision = InnerLoopDecision(self._loop.live) if steering is None else steering.decision
+        try:
+            self._reported = self._telemetry.figures(self._node, decision)
+        except EngineDied:
+            self._reported = replace(self._reported, state=ReplicaState.OVERDUE)
+        return self._reported
 
     async def __del__(self) -> None:
         """Let the running requests end; Ray Serve awaits this before it ends the replica."""

@@ -115,6 +115,11 @@ class Steering:
             return self._report(self._loop.status()).stats(now_s)
         return {}
 
+    @property
+    def decision(self) -> InnerLoopDecision:
+        """The latest decision of the inner loop; a τ set by hand takes the place of its τ."""
+        return self._decision
+
     def late_rule(self) -> LateRule | None:
         """Return the rule by which late requests are refused; None if something is left to give."""
         if not self._range.is_saturated or self._pinned is not None:

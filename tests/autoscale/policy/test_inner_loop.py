@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ladders import CAPACITY, LADDER, exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Rung, Window
 from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoop, Look
+from mars_autoscale.policy.inner_loop import Cause, InnerLoop, Look
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.mode import Mode
 
@@ -62,6 +62,21 @@ def test_a_batch_that_is_full_for_a_moment_lowers_nothing(loop):
     looks = [look(0.6 * step, load) for step, load in enumerate([16, 10, 16, 16, 10, 16])]
     assert {threshold_after(flickering, each) for each in looks} == {1.0}
     assert threshold_after(flickering, look(3.6, 21)) < 1.0, "a queue lowers it at once"
+
+
+def test_the_latest_change_of_the_threshold_has_its_cause(loop):
+    assert loop.update(look(0.0, 4)).cause is Cause.START
+    assert loop.update(look(1.0, 40)).cause is Cause.LOAD
+    assert loop.update(look(1.5, 40)).cause is Cause.LOAD, "nothing has changed since"
+    assert loop.update(look(2.0, 40, floor=0.95)).cause is Cause.FLOOR
+    assert loop.update(look(9.0, 2)).cause is Cause.EASED
+    assert loop.update(look(10.0, 40)).cause is Cause.LOAD
+    assert loop.update(look(11.0, 40, prompt_share=0.9)).cause is Cause.PROMPTS
+
+
+def test_arrivals_that_need_more_than_the_queue_are_the_cause(loop):
+    loop.update(look(0.0, 14, feed_forward=1.25))
+    assert loop.update(look(1.0, 14, feed_forward=1.25)).cause is Cause.ARRIVALS
 
 
 def test_a_changed_floor_holds_at_once(loop):

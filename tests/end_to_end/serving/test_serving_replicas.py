@@ -106,6 +106,28 @@ async def test_the_live_threshold_moves_while_streams_run(http):
     assert any("min_confidence_threshold" in mars for _, _, mars in outputs[2:])
 
 
+async def test_the_dashboard_shows_both_replicas_and_every_token(http):
+    async def picture():
+        async with http.stream("GET", "/admin/dashboard/events") as response:
+            assert response.status_code == 200
+            line = await anext(response.aiter_lines())
+            return json.loads(line.removeprefix("data: "))["models"]["mars"]
+
+    before = (await picture())["rows"][-1][0]
+    outputs = await asyncio.gather(*(stream(http, body_of(index, 20)) for index in range(4)))
+    assert len(outputs) == 4
+
+    async def shows_all():
+        found = await picture()
+        rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+        assert rows[-1]["num_ready"] == 2
+        assert [each["state"] for each in found["state"]["replicas"]] == ["ready", "ready"]
+        told = sum(row["generated_per_s"] for row in rows if row["time_s"] > before)
+        return told >= 4 * 20 and found["state"]["ended"].get("length", 0) >= 4
+
+    await until(shows_all, "every token on the dashboard", 60)
+
+
 async def test_the_threshold_survives_the_governor(http, command):
     before = await set_threshold(http, 0.8)
     await every_replica_has(http, before)

@@ -194,8 +194,12 @@ async def test_waiting_requests_go_by_tier_then_deadline_then_arrival(start, ing
         request("soon", deadline_s=20.0),
         request("priority", tier=Tier.PRIORITY),
     )
+    told = backend.waiting_by_tier()
+    assert (told[Tier.FLEX], told[Tier.PRIORITY]) == (1, 1)
+    assert 4 <= told[Tier.DEFAULT] <= 4 + len(blocks)
     unblock(replica)
     await asyncio.gather(*blocks, *waiting)
+    assert not backend.waiting_by_tier().total()
     wanted = ["priority", "first", "second", "soon", "late", "flex"]
     assert ids_at(replica)[len(blocks) :] == wanted
     await assert_all_is_back(backend, replica)

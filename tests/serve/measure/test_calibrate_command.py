@@ -12,6 +12,7 @@ import pytest
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE
 from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.examples import read_examples
 from mars_platform.cli import main as cli
 from mars_serve.measure.calibration.run import CalibrateOptions
 from mars_serve.measure.frontier.working_file import WORKING_FILE
@@ -70,6 +71,10 @@ def test_a_stopped_run_is_continued_and_writes_both_files_and_the_plot(
     assert calibration is not None
     assert calibration.model_dump(mode="json") == content
     assert len(calibration.temperatures) == 5
+
+    examples = [example.messages[-1].content for example in read_examples(model_dir)]
+    first = [json.loads(line) for line in sums.read_text().splitlines()]
+    assert examples == [row["messages"][-2]["content"] for row in first][:8]
 
     frontier = read_frontier(model_dir)
     content = frontier.model_dump(mode="json", exclude_none=True)

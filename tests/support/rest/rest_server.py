@@ -12,21 +12,26 @@ import httpx2
 from fastapi import FastAPI
 
 from decoding.local_loop import LocalLoop
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import (
     Backend,
+    Burst,
     Explanation,
+    Picture,
     PublishedThreshold,
     ReplicaReport,
     ServedModel,
 )
 from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.control.governor import Governor
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 
 CREATED = 1_700_000_000
 ENGINE = EngineSettings(page_size=8, num_pages=128, max_num_seqs=4, max_num_batched_tokens=65)
@@ -38,6 +43,8 @@ class LoopBackend:
     def __init__(self, loop: LocalLoop) -> None:
         self.loop = loop
         self.live = PublishedThreshold(0, 0.95)
+        self.governor = Governor()
+        self._replica = ReplicaTelemetry("model", "only", loop)
 
     async def complete(self, request: Request) -> list[StepOutput]:
         return [output async for output in self.loop.stream(request)]
@@ -67,6 +74,15 @@ class LoopBackend:
 
     async def metrics(self) -> list[str]:
         return []
+
+    async def picture(self, since_s: int | None) -> Picture:
+        """Report the engine's figures to a real governor, and return its picture."""
+        decision = InnerLoopDecision(self.loop.live)
+        await self.governor.observe("model", self._replica.figures("127.0.0.1", decision))
+        return await self.governor.picture("model", since_s)
+
+    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
+        return await self.governor.begin_burst("model", requests_per_s, seconds)
 
 
 class BrokenBackend:
@@ -101,6 +117,12 @@ class BrokenBackend:
 
     async def metrics(self) -> list[str]:
         return []
+
+    async def picture(self, since_s: int | None) -> Picture:
+        raise self.error
+
+    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
+        raise self.error
 
 
 class Client(httpx2.AsyncClient):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from mars_autoscale.model.frontier import FRONTIER_FILE
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE
+from mars_platform.checkpoint.examples import EXAMPLES_FILE
 from mars_platform.checkpoint.manifest import MANIFEST, MEASURED, Damaged, Manifest
 from mars_platform.errors import UserError
 from mars_serve.measure.frontier.working_file import WORKING_FILE
@@ -272,7 +273,7 @@ def test_a_missing_file_or_manifest_is_named(storage):
 
 
 def test_measured_files_are_those_that_calibration_writes():
-    assert {CALIBRATION_FILE, FRONTIER_FILE, WORKING_FILE} == MEASURED
+    assert {CALIBRATION_FILE, EXAMPLES_FILE, FRONTIER_FILE, WORKING_FILE} == MEASURED
 
 
 @pytest.mark.parametrize("file", sorted(MEASURED))

@@ -105,6 +105,7 @@ def decoding_options(
         calibrated=bool(body.calibrated),
         max_queue_s=limits.queue_wait_s,
         spans=floors.raised(spans),
+        reports_rejected=bool(body.return_passes),
     )
 
 

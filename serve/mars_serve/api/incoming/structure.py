@@ -10,12 +10,12 @@ from typing import Any
 
 from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value
-from mars_serve.api.protocol import (
+from mars_serve.api.incoming.output_forms import (
     MAX_GRAMMAR_LENGTH,
-    GenerationRequest,
     SchemaFormat,
     StructuredOutputs,
 )
+from mars_serve.api.protocol import GenerationRequest
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
 _ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')

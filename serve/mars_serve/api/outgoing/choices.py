@@ -46,6 +46,17 @@ class CallPart:
 
 
 @dataclass(frozen=True)
+class PassDetails:
+    """What a forward pass proposed, with the confidence of each token by the request's measure."""
+
+    threshold: float
+    """τ that the confidences were compared with; 1.0 where they were not."""
+    accepted: list[tuple[int, float]]
+    """Accepted tokens. The first is the model's own choice, whatever its confidence."""
+    rejected: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Delta:
     """The part of a choice that one forward pass produced."""
 
@@ -62,6 +73,8 @@ class Delta:
     calls: list[CallPart] = field(default_factory=list)
     reasoning: str = ""
     """Text of the model's thinking that is final and to be returned."""
+    details: PassDetails | None = None
+    """What the pass proposed, if the request asks for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +216,16 @@ class Choice:
             is_first=is_first,
             calls=calls,
             reasoning=reasoning if self.includes_reasoning else "",
+            details=self._details(output, part),
         )
+
+    def _details(self, output: StepOutput, part: OutputPart) -> PassDetails | None:
+        """Return what a pass proposed, without anything behind a stop string."""
+        if not self.request.options.reports_rejected:
+            return None
+        accepted = zip(output.tokens, output.confidences, strict=True)
+        rejected = [] if part.is_stopped else output.rejected
+        return PassDetails(output.threshold, list(accepted)[: part.num_tokens], rejected)
 
     def _follow(self, output: StepOutput, part: OutputPart) -> list[Span]:
         """Enter the span behind a pass; return that of each of its tokens and of the next one."""

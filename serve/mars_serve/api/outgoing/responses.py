@@ -15,7 +15,14 @@ from typing import Any
 from pydantic_core import to_json
 
 from mars_platform import __version__
-from mars_serve.api.outgoing.choices import CallPart, Choice, Delta, Passes, ReportedToken
+from mars_serve.api.outgoing.choices import (
+    CallPart,
+    Choice,
+    Delta,
+    PassDetails,
+    Passes,
+    ReportedToken,
+)
 from mars_serve.api.outgoing.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -99,10 +106,24 @@ class ResponseBuilder:
             event["usage"] = self.usage()
         elif self.stream_options.include_usage:
             event["usage"] = None
-        event["mars"] = mars = {"tokens": delta.num_tokens}
+        mars: dict[str, Any] = {"tokens": delta.num_tokens}
+        event["mars"] = mars
+        if delta.details is not None:
+            mars["pass"] = self._pass_object(delta.details)
         if delta.finish_reason is not None:
             mars |= self._mars_object(delta.choice.passes)
         return event
+
+    def _pass_object(self, details: PassDetails) -> dict[str, Any]:
+        """Return what a stream's event tells about what its forward pass proposed."""
+        return {
+            "confidence_threshold": details.threshold,
+            "accepted": [self._proposal(*each) for each in details.accepted],
+            "rejected": [self._proposal(*each) for each in details.rejected],
+        }
+
+    def _proposal(self, token: int, confidence: float) -> dict[str, Any]:
+        return {"id": token, "token": self.names.name_of(token), "confidence": confidence}
 
     def usage_event(self) -> dict[str, Any]:
         """Return the stream's last event, which reports the token counts of all choices."""

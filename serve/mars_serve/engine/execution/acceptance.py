@@ -138,6 +138,25 @@ def unpack_groups(packed: Tensor, num_rows: int, num_proposals: int) -> list[Dra
     return [Draft(*pair) for pair in zip(flat[:, 0].tolist(), confidences, strict=True)]
 
 
+def rejected_by_row(row: ScheduledRow, packed: Tensor, result: Accepted) -> list[tuple[int, float]]:
+    """Return the proposals of a row that a step rejected, with their confidences.
+
+    These are the drafts that were checked and found wrong, or else the proposals of masks past the
+    accepted run.
+
+    Args:
+        row: a row that read logits.
+        packed: int32 [1 + 2 * max_depth], the row of what `accept` returned.
+        result: what was accepted of the row.
+    """
+    if row.request.checks_drafts:
+        drafts = row.request.drafts[: row.num_drafts]
+        return [(draft.token, draft.confidence) for draft in drafts[result.num_right :]]
+    proposed = packed[1:].view(-1, 2)[len(result.tokens) : row.num_proposed]
+    confidences = proposed[:, 1].contiguous().view(torch.float32).tolist()
+    return list(zip(proposed[:, 0].tolist(), confidences, strict=True))
+
+
 @dataclass(slots=True)
 class Accepted:
     """One row's result of a step."""
@@ -157,6 +176,8 @@ class Accepted:
     """Log-probability of each token, if the request wants them."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of further prompt tokens, if the request wants them."""
+    rejected: list[tuple[int, float]] = field(default_factory=list)
+    """Proposals behind the tokens that were rejected, if the request wants them."""
 
 
 def accepted_by_row(

@@ -213,6 +213,14 @@ class EngineLoop:
             for stream in self._streams.values()
         )
 
+    def waiting_tiers(self) -> list[Tier]:
+        """Return the tiers of the requests sent from here that no step has held yet.
+
+        Any thread may call this.
+        """
+        streams = list(self._streams.values())  # at once, as others come and go meanwhile
+        return [stream.request.options.tier for stream in streams if stream.waits]
+
     @property
     def is_overdue(self) -> bool:
         """Whether the engine shows no sign of life; it then gets no further requests, and those

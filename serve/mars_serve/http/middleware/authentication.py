@@ -1,6 +1,7 @@
 """Authenticates every request by its API key, before its body is read.
 
-Every path except `PUBLIC_PATHS` needs a key. These tell more to an administrator's.
+Every path except `PUBLIC_PATHS` needs a key. Of these, ``/ready`` tells more to an administrator's,
+and the files of the pages hold nothing of the server's own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller, KeyRing
+from mars_serve.http.page_files import page_files
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready", *page_files()})
 _ADMIN = "admin"
 _POLICY_VIOLATION = 1008  # status code of the websocket protocol
 

@@ -204,9 +204,9 @@ def _unparsable(reason: str) -> ApiError:
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    """Return the error for a body's first problem: 422 if it cannot be parsed, else 400."""
+    """Return the error for a request's first problem: 422 if it cannot be parsed, else 400."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part) for part in first["loc"][1:]]  # behind "body" or "query"
     if first["type"] == "json_invalid" or not where:
         return _unparsable(first["msg"])
     names = [clipped(part, _MAX_NAME) for part in where if re.fullmatch(r"\w+", part)]

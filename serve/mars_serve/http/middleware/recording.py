@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
 _log = logging.getLogger("marsray.requests")
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_PROBES = {"/health", "/ready", "/metrics"}
+_PROBES = {"/health", "/ready", "/metrics", "/admin/dashboard/events"}  # asked for again and again
 _PATH_LENGTH = 200  # longest path in the log
 
 

@@ -16,6 +16,7 @@ from mars_autoscale.model.frontier import FORMAT_VERSION, write_frontier
 from mars_platform import __version__
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibration
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.progress import progress_display
@@ -149,6 +150,7 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         file = write_calibration(checkpoint.path, measured.calibration)
         frontier = measure_frontier(checkpoint, items, how, working, on_progress)
     frontier_file = write_frontier(checkpoint.path, frontier.frontier)
+    write_examples(checkpoint.path, (item.messages for item in items))
     if options.plot is not None:
         plot_calibration(options.model, measured, frontier, options.plot)
     working.remove()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class EvalItem:
     rows will not count as correct either."""
     index: int = 0
     """Number of the item among all items, which seeds what it draws whoever decodes it."""
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    """Messages that ask for the final turn."""
 
 
 def read_items(
@@ -108,7 +110,8 @@ def _item(
     source: str, conversation: Conversation, encoder: PromptEncoder, max_length: int
 ) -> EvalItem:
     *before, final = conversation.messages
-    ids = encoder.chat([message.model_dump() for message in before])
+    messages = [message.model_dump() for message in before]
+    ids = encoder.chat(messages)
     if len(ids) >= max_length:
         raise UserError(
             f"messages: the prompt has {len(ids)} tokens and leaves no room for an output in the "
@@ -116,4 +119,4 @@ def _item(
         )
     answer = read_answer(conversation)
     states_answer = answer is not None and is_correct(final.content, answer)
-    return EvalItem(source, tuple(ids), answer, states_answer)
+    return EvalItem(source, tuple(ids), answer, states_answer, messages=tuple(messages))

@@ -1,0 +1,155 @@
+"""The state of a model at one moment, as dashboards show it. Imports no Ray."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from mars_autoscale.policy import budget
+from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
+from mars_platform.tier import Tier
+from mars_serve.config.served import Burst, PublishedThreshold
+from mars_serve.control.members import SILENT_S, Heard, Members
+from mars_serve.control.words import BY_HAND, CAUSES, decision_words, mode_words
+from mars_serve.observability.figures import ReplicaFigures, ReplicaState
+
+_MAX_REPLICAS = 100
+"""Number of replicas that are listed one by one."""
+
+
+def state_of(
+    members: Members,
+    loop: OuterLoop | None,
+    published: PublishedThreshold | None,
+    burst: Burst | None,
+    now_s: float,
+) -> dict[str, Any]:
+    """Return everything that a dashboard shows beside rows and events, as JSON values."""
+    replicas = members.replicas
+    is_pinned = published is not None and published.is_pinned
+    basis = loop.basis if loop is not None else None
+    return {
+        "replicas": [_replica(each, now_s, is_pinned) for each in replicas[:_MAX_REPLICAS]],
+        "num_not_listed": max(len(replicas) - _MAX_REPLICAS, 0),
+        "nodes": _nodes(replicas, now_s),
+        "is_pinned": is_pinned,
+        "decision": _decision(loop),
+        "budget": _budget(loop),
+        "audit": _audit(loop),
+        "frontier": _frontier(basis, members.serving()),
+        "burst": None if burst is None else {**asdict(burst), "ends_s": burst.ends_s},
+    }
+
+
+def spent_share(loop: OuterLoop) -> float | None:
+    """Return the share of the loss budget that was spent within the last hour."""
+    if loop.basis is None:
+        return None
+    return budget.spent_share(loop.state.outer.losses, loop.basis.settings.loss_budget)
+
+
+def _word(each: Heard, now_s: float) -> str:
+    return "silent" if now_s - each.heard_s > SILENT_S else each.figures.state.value
+
+
+def _replica(each: Heard, now_s: float, is_pinned: bool) -> dict[str, Any]:
+    figures = each.figures
+    found = {
+        "name": figures.replica,
+        "node": figures.node,
+        "state": _word(each, now_s),
+        "state_s": max(now_s - each.since_s, 0.0),
+    }
+    if figures.state is ReplicaState.STARTING:
+        return found
+    live, num_pages = figures.live, figures.num_pages
+    return found | {
+        "num_running": figures.num_running,
+        "num_waiting": figures.num_waiting,
+        "threshold": live.threshold,
+        "flex_threshold": live.threshold_of(Tier.FLEX),
+        "mode": mode_words(live),
+        "cause": BY_HAND if is_pinned else CAUSES[figures.cause],
+        "kv_share": 1 - figures.num_free_pages / num_pages if num_pages else None,
+        "compute_share": figures.compute_share,
+    }
+
+
+def _nodes(replicas: list[Heard], now_s: float) -> dict[str, dict[str, int]]:
+    """Return the number of replicas by node and state."""
+    nodes: dict[str, Counter[str]] = {}
+    for each in replicas:
+        nodes.setdefault(each.figures.node, Counter())[_word(each, now_s)] += 1
+    return {node: dict(states) for node, states in sorted(nodes.items())}
+
+
+def _decision(loop: OuterLoop | None) -> dict[str, Any] | None:
+    if loop is None or not loop.records:
+        return None
+    record = loop.records[-1]
+    return {"text": decision_words(record), **record.as_dict()}
+
+
+def _budget(loop: OuterLoop | None) -> dict[str, Any] | None:
+    if loop is None or loop.basis is None:
+        return None
+    return {
+        "points": loop.basis.settings.loss_budget,
+        "spent_share": spent_share(loop),
+        "is_overspent": loop.state.outer.is_overspent,
+    }
+
+
+def _audit(loop: OuterLoop | None) -> dict[str, Any] | None:
+    if loop is None or loop.basis is None:
+        return None
+    drift = loop.state.drift
+    counts = drift.tally.values()
+    return {
+        "evidence": drift.evidence,
+        "loss_factor": drift.loss_factor,
+        "refuted_s": drift.refuted_s,
+        "num_outputs": sum(each.num_outputs for each in counts),
+        "num_tokens": sum(each.num_tokens for each in counts),
+        "num_diverged": sum(each.num_diverged for each in counts),
+    }
+
+
+def _frontier(
+    basis: AutoscalingBasis | None, serving: list[ReplicaFigures]
+) -> dict[str, Any] | None:
+    """Return the ways to decode that were measured, and where the replicas are among them."""
+    if basis is None:
+        return None
+    capacity = basis.capacity
+    target = capacity.target
+    rows = sum(each.num_running for each in serving)
+    weights = [(each.num_running if rows else 1, each) for each in serving]
+    total = sum(weight for weight, _ in weights)
+    return {
+        "points": [
+            {
+                "mode": rung.mode,
+                "threshold": rung.threshold,
+                "loss": max(rung.loss - target.loss, 0.0),
+                "gain": capacity.gain(rung),
+                "tokens_per_forward": capacity.window(rung).tokens_per_forward,
+            }
+            for rung in capacity.rungs
+        ],
+        "now": {
+            "loss": math.fsum(weight * each.loss for weight, each in weights) / total,
+            "gain": math.fsum(weight * each.gain for weight, each in weights) / total,
+        }
+        if total
+        else None,
+        "floor_threshold": basis.settings.floor_threshold,
+        "target_threshold": capacity.target_threshold,
+        "num_slots": capacity.max_num_seqs,
+        "tokens_per_s": capacity.tokens_per_s(capacity.base()),
+        "max_replicas": basis.settings.max_replicas,
+        "refused": basis.refused,
+        "mismatch": basis.mismatch,
+    }
