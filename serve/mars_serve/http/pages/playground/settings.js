@@ -71,6 +71,7 @@ export function requestOf(messages, way) {
   if (schema === undefined || tools === undefined) return null;
   if (schema) own.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools) own.tools = tools;
+  if (tools && $("#tools-required").checked) own.tool_choice = "required";
   const prompt = about.chat ? { messages: withSystem(messages) } : { prompt: messages.map((each) => each.content).join("\n") };
   if (!about.chat) own.max_tokens ??= 128;
   return { model: about.model, ...prompt, ...own, ...fieldsOf(way), stream: true };
