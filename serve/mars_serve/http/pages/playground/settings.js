@@ -42,11 +42,10 @@ export function decoding() {
 /** Returns a short name of a mode and τ. */
 export const nameOf = ({ mode, tau }) => (mode === "threshold" ? `τ ${shortNumber(tau)}` : mode);
 
-/** Returns the fields of a request that decode it in a certain way. */
-export function fieldsOf({ mode, tau }, { details = $("#details").checked } = {}) {
+function fieldsOf({ mode, tau }) {
   const fields = about.modes.length > 1 ? { mode } : {};
   if (mode === "threshold") fields.confidence_threshold = tau;
-  if (details) fields.return_passes = true;
+  if ($("#details").checked) fields.return_passes = true;
   return fields;
 }
 
