@@ -44,8 +44,8 @@ def test_a_checkpoint_may_have_neither(tmp_path):
 
 
 def test_the_card_comes_without_the_data_for_the_hub(tmp_path):
-    (tmp_path / "README.md").write_bytes(b"---\r\nlicense: mit\r\n---\r\n# Caf\xc3\xa9\r\n")
-    assert read_card(tmp_path) == "# Café"
+    (tmp_path / "README.md").write_bytes(b"---\r\nlicense: mit\r\n---\r\n# M\xc3\xa4rz\r\n")
+    assert read_card(tmp_path) == "# März"
     (tmp_path / "README.md").write_bytes(b"\xff\xfe")
     assert read_card(tmp_path) == "\ufffd\ufffd"
     assert json.dumps(read_card(tmp_path))

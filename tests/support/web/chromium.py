@@ -13,7 +13,8 @@ import axe_playwright_python
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 _AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 _SERIOUS = ("serious", "critical")
 

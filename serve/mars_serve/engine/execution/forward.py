@@ -95,17 +95,17 @@ class Launched:
         reading = [row for row in self.rows if row.reads_logits]
         num_proposals = sum(row.num_group_proposals for row in reading)
         groups = iter(unpack_groups(packed, len(reading), num_proposals))
-        accepted = zip(unpack(packed, len(reading)), packed, strict=False)  # groups follow the rows
+        accepted = enumerate(unpack(packed, len(reading)))
         results = []
         for row in self.rows:
             result = _NOTHING
             if row.reads_logits:
-                (tokens, confidences), of_row = next(accepted)
+                index, (tokens, confidences) = next(accepted)
                 own_groups = list(islice(groups, row.num_group_proposals))
                 result = accepted_by_row(row, tokens, confidences, own_groups)
                 result.logprobs = self.reports.report(row.request, tokens)
                 if row.request.options.reports_rejected:
-                    result.rejected = rejected_by_row(row, of_row, result)
+                    result.rejected = rejected_by_row(row, packed[index], result)
             results.append(result)
         return results
 

@@ -43,6 +43,21 @@ _POINTS = (
 )
 
 
+_TOOL_TEMPLATE = """\
+{%- if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Chat template with tools that is short enough for the small model's context."""
+
+
 class GatedBackend(LoopBackend):
     """A backend whose streams wait before their third pass while the gate is closed."""
 
@@ -79,11 +94,19 @@ def backend(loops: dict[str, LocalLoop]) -> GatedBackend:
 
 @pytest.fixture(scope="module")
 def page_models(
-    backend: GatedBackend, measured_dir: Path, plain_dir: Path, loops: dict[str, LocalLoop]
+    backend: GatedBackend,
+    measured_dir: Path,
+    mars_dir: Path,
+    plain_dir: Path,
+    loops: dict[str, LocalLoop],
 ) -> list[ServedModel]:
+    """Return a measured model, a plain one, and one without a frontier that takes tools."""
+    with_tools = read_checkpoint(mars_dir)
+    with_tools.tokenizer.chat_template = _TOOL_TEMPLATE
     return [
         served("measured", read_checkpoint(measured_dir), backend),
         served("plain", read_checkpoint(plain_dir), LoopBackend(loops["plain"])),
+        served("tools", with_tools, LoopBackend(loops["mars"])),
     ]
 
 

@@ -261,7 +261,10 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header(open_page, ke
     dialog.wait_for()
     assert "needs a key" in dialog.inner_text()
     assert serious_faults(page) == []
-    page.fill("#key-input", "a-wrong-key")
+    page.fill("#key-input", "ключ")  # no header can hold it
+    page.keyboard.press("Enter")
+    assert page.locator("#key-input:invalid").count() == 1
+    page.fill("#key-input", " a-wrong-key ")
     page.keyboard.press("Enter")
     page.get_by_text("does not know this key").first.wait_for()
     page.fill("#key-input", "key-of-the-tests")
@@ -297,6 +300,30 @@ def test_a_server_that_goes_away_is_told_and_found_again(open_page, server):
     page.locator("#prompt").press("Enter")
     page.locator(".output .pass").first.wait_for(state="attached")
     until_idle(page)
+
+
+def test_tools_are_called_and_their_results_sent(open_page, server):
+    page, watch = open_page(server)
+    ready(page)
+    page.select_option("#model", "tools")
+    page.get_by_text("Run marsray calibrate on its checkpoint").wait_for()  # no frontier
+    parameters = {"type": "object", "properties": {"a": {"const": "<b>"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    page.locator("summary", has_text="Tools").click()
+    page.fill("#tools", json.dumps([tool]))
+    page.check("#tools-required")
+    ask(page, "7?", 90)
+    assert json.loads(page.locator(".output .call").inner_text()) == {"a": "<b>"}
+    assert page.locator(".output").get_by_text("Calls add").is_visible()
+    page.locator(".results textarea").fill("8")
+    with page.expect_request("**/chat/completions") as sent:
+        page.locator(".results button").click()
+    messages = sent.value.post_data_json["messages"]
+    assert [each["role"] for each in messages] == ["user", "assistant", "tool"]
+    assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
+    until_idle(page)
+    assert page.locator("#messages .output").count() == 2
+    assert (watch.problems, watch.foreign) == ([], [])
 
 
 def test_a_plain_model_says_what_it_lacks(open_page, server):

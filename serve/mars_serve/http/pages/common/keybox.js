@@ -30,6 +30,8 @@ function make() {
     autocomplete: "off",
     spellcheck: "false",
     maxlength: "512",
+    pattern: "\\s*[!-~]+\\s*", // a header takes no other characters
+    title: "A key has no spaces, and no letters beyond ASCII",
     required: true,
   });
   const form = h(

@@ -126,7 +126,7 @@ export class Frontier {
       ["Expected speed", `${shortNumber(found.speed, 0)} tokens/s, ${shortNumber(found.gain)}× ${this.base.mode}`],
       ["Tokens a pass", shortNumber(found.perPass)],
     ];
-    if (isLossy || mode === "exact") rows.push(["Break-even", found.breakEven ? `up to ${found.breakEven} requests at once` : `never faster than ${isLossy ? "without loss" : "ar"}`]);
+    if (isLossy || mode === "exact") rows.push(["Break-even", found.breakEven ? `up to ${found.breakEven} requests at once` : `never faster than ${isLossy ? this.base.mode : "ar"}`]);
     const content = [h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", { class: "number" }, value)]))];
     if (isLossy && this.isDead(found.gain)) {
       content.push(h("p", { class: "dead-note" }, `Dead zone: here it costs quality and gains less than ${shortNumber((report.min_gain - 1) * 100, 0)} %. Mode ${this.base.mode} is the better choice.`));

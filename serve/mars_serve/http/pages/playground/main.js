@@ -14,6 +14,7 @@ const COUNTED = 2000; // characters from which on the length of the prompt is sh
 let about = null;
 let running = null;
 let isLoading = false;
+let wasAway = false; // whether the server may have come back as another one
 
 const view = () => $("input[name=view]:checked").value;
 const prompt = $("#prompt");
@@ -228,10 +229,11 @@ onKey(() => {
   loadModels();
 });
 onConnection((state) => {
+  wasAway ||= state !== "ready";
   if (state === "away") tell("The server does not answer. This page reconnects by itself, and what you have typed stays.");
   else if (state === "starting") tell("The server's models are starting. This page goes on by itself.");
   else if (about) tell(null);
-  if (state === "ready") loadModels();
+  if (state === "ready" && wasAway) loadModels();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();

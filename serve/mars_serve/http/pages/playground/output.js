@@ -176,7 +176,7 @@ function bar(proposal, threshold, kind) {
   return h("div", { class: `proposal ${kind}` }, h("code", {}, visible(JSON.stringify(proposal.token).slice(1, -1)).replaceAll(" ", "␣")), track, h("span", { class: "number" }, percent(proposal.confidence)), h("span", { class: "hint" }, notes[kind] ?? ""));
 }
 
-export function hideInspector() {
+function hideInspector() {
   $("#inspector").hidden = true;
 }
 

@@ -42,11 +42,10 @@ export function decoding() {
 /** Returns a short name of a mode and τ. */
 export const nameOf = ({ mode, tau }) => (mode === "threshold" ? `τ ${shortNumber(tau)}` : mode);
 
-/** Returns the fields of a request that decode it in a certain way. */
-export function fieldsOf({ mode, tau }, { details = $("#details").checked } = {}) {
+function fieldsOf({ mode, tau }) {
   const fields = about.modes.length > 1 ? { mode } : {};
   if (mode === "threshold") fields.confidence_threshold = tau;
-  if (details) fields.return_passes = true;
+  if ($("#details").checked) fields.return_passes = true;
   return fields;
 }
 
@@ -71,6 +70,7 @@ export function requestOf(messages, way) {
   if (schema === undefined || tools === undefined) return null;
   if (schema) own.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools) own.tools = tools;
+  if (tools && $("#tools-required").checked) own.tool_choice = "required";
   const prompt = about.chat ? { messages: withSystem(messages) } : { prompt: messages.map((each) => each.content).join("\n") };
   if (!about.chat) own.max_tokens ??= 128;
   return { model: about.model, ...prompt, ...own, ...fieldsOf(way), stream: true };
