@@ -88,7 +88,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(content):
     tops = {name.partition("/")[0] for name in content}
     assert tops == {*PACKAGES, f"marsray-{PROJECT['version']}.dist-info"}
     others = {Path(name).suffix for name in content if ".dist-info/" not in name}
-    assert others == {".py", ".typed", ".yaml", ".json"}
+    assert others == {".py", ".typed", ".yaml", ".json", ".html", ".css", ".js", ".svg"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= content.keys()
 
 
