@@ -50,7 +50,7 @@ class Reporter:
         while True:
             try:
                 self._send()
-            except RayError as error:
+            except (RayError, RuntimeError, ValueError) as error:  # the latter while Ray ends
                 _log.warning("the governor does not take figures for the dashboard: %s", error)
                 self._governor, self._unanswered = None, []
             time.sleep(PERIOD_S)
