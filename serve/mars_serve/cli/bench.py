@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mars_platform.cli.main import show_help_without_command
-from mars_serve.cli.options import AsJson
+from mars_serve.cli.options import AsJson, KeyEnv
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
@@ -201,9 +201,7 @@ def load(
             "so use another seed for a second test."
         ),
     ] = 0,
-    key_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the server's key.")
-    ] = None,
+    key_env: KeyEnv = None,
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Allow a server on another machine.")
     ] = False,
