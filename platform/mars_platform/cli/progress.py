@@ -79,6 +79,7 @@ class ProgressDisplay:
         self._tasks: dict[str, TaskID] = {}
         self._paces: dict[str, Pace] = {}
         self._last_line: dict[str, tuple[float, int]] = {}
+        self._began_s = time.monotonic()
 
     def update(self, title: str, done: int, total: int, detail: str = "") -> None:
         """Show that ``done`` of ``total`` parts of a task are done; the first call starts it.
@@ -98,10 +99,13 @@ class ProgressDisplay:
         self._bar.update(self._tasks[title], completed=done, total=total, pace=pace, detail=detail)
 
     def _print_line(self, title: str, done: int, total: int, detail: str) -> None:
-        last_time, last_done = self._last_line.get(title, (0.0, -1))
-        due = time.monotonic() - last_time >= _LINE_INTERVAL_S or done == total
+        now_s = time.monotonic()
+        first_line_s = self._began_s + _PATIENCE_S - _LINE_INTERVAL_S
+        last_s, last_done = self._last_line.get(title, (first_line_s, -1))
+        is_short = now_s - self._began_s < _PATIENCE_S
+        due = now_s - last_s >= _LINE_INTERVAL_S or (done == total and not is_short)
         if due and done != last_done:
-            self._last_line[title] = (time.monotonic(), done)
+            self._last_line[title] = (now_s, done)
             self._console.print(
                 f"{title}: {done:,}/{total:,} {detail}".rstrip(),
                 highlight=False,
@@ -112,7 +116,10 @@ class ProgressDisplay:
 
 @contextmanager
 def progress_display(console: Console | None = None) -> Iterator[ProgressDisplay]:
-    """Show live bars for the length of the block, or a line every ten seconds off a terminal.
+    """Show live bars for the length of the block.
+
+    Off a terminal, a line is printed for each task after two seconds, every ten seconds, and at its
+    end.
 
     Args:
         console: console to show them on; by default standard error.

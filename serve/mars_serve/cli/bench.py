@@ -206,7 +206,8 @@ def load(
         bool, typer.Option("--allow-remote", help="Allow a server on another machine.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write the figures to.")
+        Path | None,
+        typer.Option("--json", help="File to write the figures to; - prints them instead."),
     ] = None,
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="File to write a row for each request to.")
@@ -224,10 +225,8 @@ def load(
     """
     from functools import partial
 
-    from rich.console import Console
-
     from mars_platform.cli.progress import progress_display
-    from mars_platform.cli.report import output_console
+    from mars_platform.cli.report import STANDARD_OUTPUT, output_console
     from mars_platform.config import build_settings
     from mars_serve.bench.load.report import print_load, write_files
     from mars_serve.bench.load.run import LoadOptions, run_load
@@ -253,10 +252,10 @@ def load(
         "plot_file": plot,
     }
     options = build_settings(given, LoadOptions, source="options")
-    with progress_display(Console(stderr=True)) as display:
+    with progress_display() as display:
         test = run_load(options, partial(display.update, "bench load"))
-    output = output_console(_LOAD_WIDTH)
-    print_load(test, output)
+    if json_file != STANDARD_OUTPUT:
+        print_load(test, output_console(_LOAD_WIDTH))
     write_files(test)
     if test.replayed.was_interrupted:
         raise typer.Exit(_INTERRUPTED)

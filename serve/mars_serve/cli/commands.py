@@ -54,23 +54,25 @@ def generate(
     """Complete one prompt, with tokens shaded by forward pass."""
     from rich.console import Console
 
+    from mars_platform.cli.progress import working
     from mars_serve.api.incoming.options import draw_seed
     from mars_serve.cli.completion import generate_once, print_completion, read_json_schema
     from mars_serve.engine.decoding_options import Sampling
 
     if seed is None:
         seed = draw_seed() if temperature else 0
-    result = generate_once(
-        model,
-        prompt,
-        mode=mode,
-        threshold=threshold,
-        max_tokens=max_tokens,
-        chat=not raw,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        stop=stop or (),
-        grammar=read_json_schema(json_schema) if json_schema else None,
-    )
+    with working(f"loading {model} and completing the prompt"):
+        result = generate_once(
+            model,
+            prompt,
+            mode=mode,
+            threshold=threshold,
+            max_tokens=max_tokens,
+            chat=not raw,
+            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+            stop=stop or (),
+            grammar=read_json_schema(json_schema) if json_schema else None,
+        )
     print_completion(result, Console(), as_json=as_json)
 
 

@@ -32,6 +32,7 @@ from mars_platform import __version__
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
+from mars_platform.cli.progress import working
 from mars_platform.cluster.ray_private import signal_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError
@@ -245,7 +246,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         console.print(f"data: {text}", highlight=False)
         return
     recipe, started = directory.recipe, time.monotonic()
-    with console.status("tokenising the training data"):
+    with working("tokenising the training data", console):
         counts = prepare(recipe.data, checkpoint.path, directory.data)
     console.print(
         f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "

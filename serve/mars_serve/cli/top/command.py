@@ -35,9 +35,9 @@ def top(
     key_env: KeyEnv = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a server's load: replicas, requests, τ, speed, latencies and decisions.
+    """Watch a server's load.
 
-    Redraws on a terminal; elsewhere prints a line for each model and interval, or with --json an
+    Shows replicas, requests, τ, speed, latencies and the autoscaler's decisions. Redraws on a terminal; elsewhere prints a line for each model and interval, or with --json an
     object. An administrator's key also shows who controls τ and what the autoscaler has decided.
     Goes on when the server restarts. With several ingress replicas, requests ended and refused are
     those of the one that answers.
