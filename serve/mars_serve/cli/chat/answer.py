@@ -87,7 +87,9 @@ class Figures:
     def words(self) -> str:
         """The figures as one line."""
         a_pass = self.num_tokens / max(self.num_passes, 1)
-        line = f"{self.num_tokens} tokens in {self.num_passes} forward passes ({a_pass:.2f} a pass)"
+        tokens = _counted(self.num_tokens, "token", "tokens")
+        passes = _counted(self.num_passes, "forward pass", "forward passes")
+        line = f"{tokens} in {passes} ({a_pass:.2f} a pass)"
         if self.first_s is not None and self.seconds:
             line += f", {self.num_tokens / self.seconds:.0f} tokens/s, first after "
             line += f"{self.first_s:.2f} s"
@@ -99,3 +101,7 @@ class Figures:
         if self.decoded.get("finish_reason") == "length":
             line += ", cut off at the largest number of tokens"
         return line
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"

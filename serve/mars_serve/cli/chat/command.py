@@ -88,8 +88,10 @@ def _model(target: str, model: str | None, key_env: str | None) -> Model:
         return RemoteModel(server_url(target), key_in(key_env), model)
     if model is not None:
         raise UserError("--model: only a server has several; leave it out")
+    from mars_platform.checkpoint.metadata import locate_model
     from mars_platform.cli.progress import working
 
+    locate_model(target)  # a download shows its own progress
     with working(f"loading {target}"):
         from mars_serve.cli.chat.local import LocalModel
 

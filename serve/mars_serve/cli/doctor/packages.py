@@ -41,10 +41,9 @@ def check_packages() -> Iterator[Finding]:
     needed = [Requirement(text) for text in listed]
     needed = [each for each in needed if not each.marker or each.marker.evaluate({"extra": ""})]
     wrong = [finding for each in needed if (finding := _finding_of(each)) is not None]
-    right = len(needed) - len(wrong)
-    if right:
-        names = ", ".join(f"{name} {found}" for name in _NAMED if (found := _version(name)))
-        yield ok("packages", f"marsray {_version('marsray')}; {right} are in range ({names})")
+    right = [each.name for each in needed if _finding_of(each) is None]
+    names = ", ".join(f"{name} {_version(name)}" for name in _NAMED if name in right)
+    yield ok("packages", f"marsray {_version('marsray')}; {len(right)} are in range ({names})")
     yield from wrong
 
 

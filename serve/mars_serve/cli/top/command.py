@@ -37,10 +37,11 @@ def top(
 ) -> None:
     """Watch a server's load.
 
-    Shows replicas, requests, τ, speed, latencies and the autoscaler's decisions. Redraws on a terminal; elsewhere prints a line for each model and interval, or with --json an
-    object. An administrator's key also shows who controls τ and what the autoscaler has decided.
-    Goes on when the server restarts. With several ingress replicas, requests ended and refused are
-    those of the one that answers.
+    Shows replicas, requests, τ, speed, latencies and the autoscaler's decisions. Redraws on a
+    terminal; elsewhere prints a line for each model and interval, or with --json an object. An
+    administrator's key also shows who controls τ and what the autoscaler has decided. Goes on when
+    the server restarts. With several ingress replicas, requests ended and refused are those of the
+    one that answers.
     """
     from contextlib import suppress
 
