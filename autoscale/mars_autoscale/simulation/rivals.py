@@ -311,4 +311,4 @@ class ModelReplicas(Joint):
 def lossless_loop(capacity: Capacity, settings: InnerSettings) -> InnerLoop:
     """Return an inner loop that takes the fastest mode that loses nothing, by its load."""
     lossless = tuple(rung for rung in capacity.rungs if rung.threshold == 1.0)
-    return InnerLoop(replace(capacity, rungs=lossless), settings)
+    return InnerLoop(replace(capacity, rungs=lossless, target_threshold=1.0), settings)

@@ -129,8 +129,8 @@ async def answer_on(port: int, path: str = "/") -> httpx.Response:
     async with httpx.AsyncClient(timeout=HANG_S) as client:
         try:
             return await client.get(f"http://127.0.0.1:{port}{path}")
-        except httpx.TransportError:
-            return httpx.Response(503)
+        except httpx.TransportError as error:
+            return httpx.Response(503, text=repr(error))
 
 
 async def until_answered(port: int, status: int) -> None:
@@ -201,8 +201,8 @@ async def test_5000_unfinished_requests_of_one_address_keep_nobody_out(start):
         return opened
 
     opened = await asyncio.to_thread(open_all)
-    async with asyncio.timeout(HANG_S):
-        assert (await answer_on(port)).status_code == 200
+    answer = await answer_on(port)
+    assert answer.status_code == 200, answer.text
     for each in opened:
         each.close()
 
