@@ -101,6 +101,9 @@ def decode(
     plot: Annotated[
         Path | None, typer.Option(help="Plot tokens per second over batch size into this file.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the speed of decoders on the same prompts.
@@ -116,15 +119,16 @@ def decode(
     import torch
     from rich.console import Console
 
+    from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions, default_dtype
-    from mars_serve.bench.decode.report import plot_comparison, print_comparison
+    from mars_serve.bench.decode.report import picture_of, print_comparison
     from mars_serve.bench.decode.run import compare
     from mars_serve.bench.decode.workload import RaggedShape
 
     if threads is not None:
         torch.set_num_threads(threads)
-    check_output_files({"--plot": plot})
+    check_output_files({"--plot": plot, "--html": page})
     options = DecodeOptions(
         model=model,
         untrained=untrained,
@@ -146,8 +150,13 @@ def decode(
     comparison = compare(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_comparison(comparison, output, as_json=as_json)
-    if plot is not None:
-        plot_comparison(comparison, plot)
+    write_pictures(
+        lambda: picture_of(comparison),
+        title=f"marsray bench decode {model or untrained}",
+        show=lambda console: print_comparison(comparison, console, as_json=False),
+        plot=plot,
+        page=page,
+    )
 
 
 @bench.command()
@@ -215,6 +224,9 @@ def load(
     plot: Annotated[
         Path | None, typer.Option(help="Image file to plot to; its suffix sets the format.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
+    ] = None,
 ) -> None:
     """Replay a request trace against a running server.
 
@@ -250,6 +262,7 @@ def load(
         "json_file": json_file,
         "csv_file": csv_file,
         "plot_file": plot,
+        "page_file": page,
     }
     options = build_settings(given, LoadOptions, source="options")
     with progress_display() as display:

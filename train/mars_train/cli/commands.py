@@ -90,17 +90,22 @@ def data_demo(
 def train(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
     set_: Overrides = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with losses and scores.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a training recipe on Ray Train.
 
     Progress and messages go to standard error.
     """
+    from mars_platform.cli.report import check_output_files
     from mars_platform.config import load_settings
     from mars_train.recipe import Recipe
     from mars_train.run.recipe_run import run_recipe
 
-    model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True))
+    check_output_files({"--html": page})
+    model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True), page)
     if as_json:
         typer.echo(json.dumps({"model": str(model)}))
     else:

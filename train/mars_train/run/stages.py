@@ -47,7 +47,6 @@ from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.worker import StageResult, run_worker
 from mars_train.stage.held_out import HeldOutSet
-from mars_train.stage.history import HISTORY_FILE, read_history
 from mars_train.stage.job import StageJob
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage, copy_into, share
@@ -206,11 +205,7 @@ class _Run:
 
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
-        files = {
-            stage.name: self.directory.trained(stage) / HISTORY_FILE for stage in self.recipe.stages
-        }
-        histories = {name: read_history(file) for name, file in files.items() if file.exists()}
-        plot_curves(histories, self.directory.curves)
+        plot_curves(self.directory.histories(), self.directory.curves)
 
 
 def _start_name(stage: Stage) -> str:
