@@ -21,8 +21,8 @@ from rich.console import Console
 from mars_platform import __version__
 from mars_platform.cli.report import write_picture, writing
 
-_COLOURS = ("#0b3c5d", "#d1495b", "#2a9d8f", "#8d6cab", "#b07d2b", "#6ba3d6", "#000000", "#9aa0a6")
-"""Neighbours differ in brightness by at least a tenth of the whole range."""
+COLOURS = ("#0b3c5d", "#d9822b", "#7a1f3d", "#3f9e8c", "#5b4b8a", "#8fb8de", "#000000", "#9aa0a6")
+"""Colours of lines in order; neighbours differ by a tenth of the range of brightness or more."""
 _DASHES: tuple[Any, ...] = (
     "-",
     "--",
@@ -34,7 +34,7 @@ _DASHES: tuple[Any, ...] = (
     (0, (8, 3)),
 )
 STYLE: dict[str, Any] = {
-    "axes.prop_cycle": cycler(color=_COLOURS) + cycler(linestyle=_DASHES),
+    "axes.prop_cycle": cycler(color=COLOURS) + cycler(linestyle=_DASHES),
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
