@@ -25,7 +25,7 @@ from rich.progress import (
 
 _LINE_INTERVAL_S = 10.0
 _PATIENCE_S = 2.0
-"""Seconds after which work without parts is told of off a terminal."""
+"""Seconds after which the first line is printed off a terminal."""
 _RATE_WINDOW_S = 30.0
 """Seconds over which a rate is averaged."""
 
@@ -92,7 +92,7 @@ class ProgressDisplay:
         """
         pace = self._paces.setdefault(title, Pace()).words(done, total)
         if self._bar is None:
-            self._print_line(title, done, total, ", ".join(filter(None, [pace, detail])))
+            self._print_line(title, done, total, ", ".join(filter(None, [detail, pace])))
             return
         if title not in self._tasks:
             self._tasks[title] = self._bar.add_task(title, total=total, pace=pace, detail=detail)
@@ -102,8 +102,7 @@ class ProgressDisplay:
         now_s = time.monotonic()
         first_line_s = self._began_s + _PATIENCE_S - _LINE_INTERVAL_S
         last_s, last_done = self._last_line.get(title, (first_line_s, -1))
-        is_short = now_s - self._began_s < _PATIENCE_S
-        due = now_s - last_s >= _LINE_INTERVAL_S or (done == total and not is_short)
+        due = now_s - last_s >= _LINE_INTERVAL_S or done == total
         if due and done != last_done:
             self._last_line[title] = (now_s, done)
             self._console.print(

@@ -44,12 +44,12 @@ def test_times_are_short() -> None:
     assert [duration(each) for each in (4.6, 759, 12_000)] == ["0:05", "12:39", "3 h 20"]
 
 
-def test_short_work_prints_nothing_off_a_terminal() -> None:
+def test_short_work_prints_one_line_for_each_task_off_a_terminal() -> None:
     console = Console(file=StringIO())
     with progress_display(console) as display, working("loading", console):
         display.update("eval", 1, 2)
-        display.update("eval", 2, 2)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+        display.update("eval", 2, 2, "50.0% right")
+    assert console.file.getvalue().startswith("eval: 2/2 50.0% right")  # type: ignore[attr-defined]
 
 
 def test_longer_work_prints_plain_lines() -> None:
@@ -62,10 +62,9 @@ def test_longer_work_prints_plain_lines() -> None:
         display.update("eval", 4, 4, "75.0% right")
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "loading [x] ..."
-    assert lines[1].startswith("eval: 2/4 ")
-    assert lines[1].endswith("left, 50.0% right")
-    assert lines[2].startswith("eval: 4/4 ")
-    assert lines[2].endswith("75.0% right")
+    assert lines[1].startswith("eval: 2/4 50.0% right, ")
+    assert lines[1].endswith(" left")
+    assert lines[2].startswith("eval: 4/4 75.0% right, ")
     assert len(lines) == 3
 
 

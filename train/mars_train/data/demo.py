@@ -61,7 +61,7 @@ def write_demo_data(
         task = draw(rng)
         if task.question not in held_out:
             train.append(task)
-            if len(train) % _TOLD_EVERY == 0 or len(train) == num_train:
+            if len(train) % _TOLD_EVERY == 0:
                 on_progress(num_eval + len(train), num_eval + num_train)
     _write(out / "train.jsonl", train)
 
