@@ -131,13 +131,15 @@ def _rates(after: ModelMetrics, before: ModelMetrics | None, seconds: float) -> 
 
 
 def _tokens_per_forward(after: ModelMetrics, before: ModelMetrics | None) -> float | None:
-    grown = difference(after.counters, before.counters if before else {})
+    if before is None:  # the counts since the server's start are no news
+        return None
+    grown = difference(after.counters, before.counters)
     passes = grown.get("row_passes_total", 0.0)
     return grown["generation_tokens_total"] / passes if passes else None
 
 
 def _percentiles(after: ModelMetrics, before: ModelMetrics | None) -> dict[str, float | None]:
-    buckets = difference(after.first_tokens, before.first_tokens if before else {})
+    buckets = difference(after.first_tokens, before.first_tokens) if before is not None else {}
     return {f"p{share}": quantile(buckets, share / 100) for share in (50, 90, 99)}
 
 
