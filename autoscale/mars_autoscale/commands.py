@@ -30,33 +30,43 @@ def simulate(
         list[str] | None, typer.Option("--set", help="Set a key=value of the config; repeatable.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write the figures to.")
+        Path | None,
+        typer.Option("--json", help="File to write the figures to; - prints them instead."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
     ] = None,
 ) -> None:
     """Replay a request trace against autoscaling policies."""
     from functools import partial
 
-    from rich.console import Console
-
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
-    from mars_autoscale.simulation.report import comparison_table, write_files
+    from mars_autoscale.simulation.report import comparison_table, picture_of, write_files
+    from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.progress import progress_display
-    from mars_platform.cli.report import check_output_files, output_console
+    from mars_platform.cli.report import STANDARD_OUTPUT, check_output_files, output_console
     from mars_platform.config import load_settings
 
-    check_output_files({"--json": json_file, "--plot": plot})
+    check_output_files({"--json": json_file, "--plot": plot, "--html": page})
     settings = load_settings(config, SimulationConfig, set_ or [])
     requests = _requests(settings, trace, trace_format)
-    console = Console(stderr=True)
-    with progress_display(console) as display:
+    with progress_display() as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))
     table = comparison_table(comparison, settings.objective_ttft_s)
-    output_console(_FILE_WIDTH).print(table)
-    write_files(comparison, json_file, plot)
+    if json_file != STANDARD_OUTPUT:
+        output_console(_FILE_WIDTH).print(table)
+    write_files(comparison, json_file)
+    write_pictures(
+        lambda: picture_of(comparison),
+        title=f"marsray simulate {config.name}",
+        show=lambda console: console.print(table),
+        plot=plot,
+        page=page,
+    )
 
 
 def _requests(

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 
 from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
 from mars_autoscale.simulation.figures import policy_columns, tier_columns
-from mars_platform.cli.report import Column, table_of, write_json, write_picture
+from mars_platform.cli.report import Column, table_of, write_json
 
 _TIMELINES = ("joint", "ray", "knative")
 """Policies that are drawn over time: more lines cannot be told apart."""
@@ -61,13 +61,13 @@ def _bound_of(comparison: PolicyComparison) -> dict[str, float]:
     }
 
 
-def write_files(comparison: PolicyComparison, json_file: Path | None, plot: Path | None) -> None:
-    """Write the figures and draw the picture, each if its file is given.
+def write_files(comparison: PolicyComparison, json_file: Path | None) -> None:
+    """Write the figures if their file is given.
 
     A time that is infinite because too many requests were rejected is null in the JSON.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: the file cannot be written.
     """
     if json_file is not None:
         policies = [
@@ -75,8 +75,6 @@ def write_files(comparison: PolicyComparison, json_file: Path | None, plot: Path
             for each in comparison.policies
         ]
         write_json(json_file, {"policies": policies, "clairvoyant": _bound_of(comparison)})
-    if plot is not None:
-        write_picture(plot, picture_of(comparison))
 
 
 def picture_of(comparison: PolicyComparison) -> Figure:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
 from mars_platform.checkpoint.metadata import (
@@ -130,6 +131,7 @@ def load_model(
     Raises:
         UserError: the weights are missing, incomplete, damaged, or not safetensors.
     """
+    disable_progress_bar()  # a display of the whole command stands there
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             path,

@@ -49,9 +49,9 @@ def inspect_model(model: str) -> Inspection:
     config = read_json(path / "config.json", _REMEDY)
     _refuse_quantized(path, config)
     if "transformers_weights" not in config:  # the rare key names other files
-        _check_weights(path)
-    _check_chat_template(path)
-    mask_token_id = _mask_token_id(path)
+        check_weights(path)
+    check_chat_template(path)
+    mask_token_id = read_mask_token_id(path)
     if metadata is not None and mask_token_id is not None:
         check_mask_token(path, metadata, mask_token_id)
     return Inspection(
@@ -75,25 +75,37 @@ def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_weights(path: Path) -> None:
-    """Refuse weights that are missing, cut short, or not safetensors; only headers are read."""
-    names = [_WEIGHTS]
+def check_weights(path: Path) -> dict[str, frozenset[str]]:
+    """Refuse weights that are missing, cut short, or not safetensors; only headers are read.
+
+    Returns:
+        The names of the tensors in each file.
+
+    Raises:
+        UserError: a file of the weights cannot be read.
+    """
+    names, found = [_WEIGHTS], dict[str, frozenset[str]]()
     if not (path / _WEIGHTS).is_file() and (path / _INDEX).is_file():
         named = read_json(path / _INDEX, _REMEDY)["weight_map"]
         names = sorted(set(named.values() if isinstance(named, dict) else named))
     for name in names:
         try:
-            with safe_open(path / name, framework="numpy"):
-                continue
+            with safe_open(path / name, framework="numpy") as tensors:
+                found[name] = frozenset(tensors.keys())
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"model: weights of {path} cannot be loaded ({name}: {one_line(error)}); copy all "
                 "of its safetensors files"
             ) from error
+    return found
 
 
-def _check_chat_template(path: Path) -> None:
-    """Refuse a model without a chat template in any of the places that transformers reads."""
+def check_chat_template(path: Path) -> None:
+    """Refuse a model without a chat template in any of the places that transformers reads.
+
+    Raises:
+        UserError: there is no chat template.
+    """
     if (path / "chat_template.jinja").is_file() or any(
         path.glob("additional_chat_templates/*.jinja")
     ):
@@ -105,7 +117,12 @@ def _check_chat_template(path: Path) -> None:
         )
 
 
-def _mask_token_id(path: Path) -> int | None:
+def read_mask_token_id(path: Path) -> int | None:
+    """Return the id of the mask token in ``tokenizer.json``; None if there is none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     file = path / "tokenizer.json"
     if not file.is_file():
         return None  # transformers makes one of the model's other files

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Annotated
 
@@ -14,8 +15,9 @@ import typer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.errors import Stopped, UserError
+from mars_platform.errors import Stopped, UserError, one_line
 
+_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 _INTERRUPTED, _TERMINATED = 130, 143  # the shell's statuses for SIGINT and SIGTERM
 
 
@@ -45,16 +47,37 @@ def show_help_without_command(context: typer.Context) -> None:
 
 
 def build_cli() -> typer.Typer:
-    """Build the command line with every installed command."""
-    cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+    """Build the command line with every installed command.
+
+    A command whose module cannot be imported says so when it is called: the others, above all
+    ``marsray doctor``, must work where a package is broken.
+    """
+    cli = typer.Typer(rich_markup_mode=None)
     cli.callback(invoke_without_command=True)(_root)
     for entry in sorted(entry_points(group="marsray.commands"), key=lambda item: item.name):
-        command = entry.load()
+        try:
+            command = entry.load()
+        except Exception as error:
+            cli.command(entry.name, context_settings=_ANY_ARGUMENTS)(_broken(entry.name, error))
+            continue
         if isinstance(command, typer.Typer):
             cli.add_typer(command, name=entry.name)
         else:
             cli.command(entry.name)(command)
     return cli
+
+
+def _broken(name: str, error: Exception) -> Callable[[], None]:
+    """Return the command that stands in for one that cannot be loaded."""
+
+    def command() -> None:
+        raise UserError(
+            f"marsray {name} cannot be loaded ({one_line(error)}); run marsray doctor, which says "
+            "what is missing"
+        )
+
+    command.__doc__ = "Cannot be loaded here; marsray doctor says why."
+    return command
 
 
 def main() -> None:

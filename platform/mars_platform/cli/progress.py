@@ -1,9 +1,15 @@
-"""Shows progress as live bars on a terminal and as plain lines elsewhere."""
+"""Shows progress on standard error: live bars on a terminal, plain lines elsewhere.
+
+Every command that takes more than two seconds shows it here, so that all look alike and standard
+output stays free for results. ``NO_COLOR`` is respected.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,13 +17,57 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 _LINE_INTERVAL_S = 10.0
+_PATIENCE_S = 2.0
+"""Seconds after which the first line is printed off a terminal."""
+_RATE_WINDOW_S = 30.0
+"""Seconds over which a rate is averaged."""
+
+
+class Pace:
+    """The rate of a task over the last half minute, and the time that it leaves.
+
+    Args:
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen = deque[tuple[float, int]]()
+
+    def words(self, done: int, total: int) -> str:
+        """Note how many parts are done, and return rate and time left in words; empty at first."""
+        now_s = self._clock()
+        self._seen.append((now_s, done))
+        while len(self._seen) > 2 and self._seen[0][0] < now_s - _RATE_WINDOW_S:
+            self._seen.popleft()
+        first_s, first_done = self._seen[0]
+        if done <= first_done or now_s <= first_s:
+            return ""
+        rate = (done - first_done) / (now_s - first_s)
+        left = f", {duration((total - done) / rate)} left" if done < total else ""
+        return f"{rate_words(rate)}{left}"
+
+
+def rate_words(rate: float) -> str:
+    """Return a rate with about three digits, by the minute if it is slow."""
+    if rate >= 0.5:
+        return f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"
+    return f"{rate * 60:.3g}/min"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as minutes and seconds, or hours and minutes: ``0:05``, ``3 h 20``."""
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d}"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d}"
 
 
 class ProgressDisplay:
@@ -27,38 +77,93 @@ class ProgressDisplay:
         self._console = console
         self._bar = bar
         self._tasks: dict[str, TaskID] = {}
+        self._paces: dict[str, Pace] = {}
         self._last_line: dict[str, tuple[float, int]] = {}
+        self._began_s = time.monotonic()
 
     def update(self, title: str, done: int, total: int, detail: str = "") -> None:
-        """Show that ``done`` of ``total`` parts of a task are done; the first call starts it."""
+        """Show that ``done`` of ``total`` parts of a task are done; the first call starts it.
+
+        Args:
+            title: name of the task.
+            done: parts that are done.
+            total: all parts.
+            detail: what else is known, above all the quality so far.
+        """
+        pace = self._paces.setdefault(title, Pace()).words(done, total)
         if self._bar is None:
-            self._print_line(title, done, total, detail)
+            self._print_line(title, done, total, ", ".join(filter(None, [detail, pace])))
             return
         if title not in self._tasks:
-            self._tasks[title] = self._bar.add_task(title, total=total, detail=detail)
-        self._bar.update(self._tasks[title], completed=done, total=total, detail=detail)
+            self._tasks[title] = self._bar.add_task(title, total=total, pace=pace, detail=detail)
+        self._bar.update(self._tasks[title], completed=done, total=total, pace=pace, detail=detail)
 
     def _print_line(self, title: str, done: int, total: int, detail: str) -> None:
-        last_time, last_done = self._last_line.get(title, (0.0, -1))
-        due = time.monotonic() - last_time >= _LINE_INTERVAL_S or done == total
+        now_s = time.monotonic()
+        first_line_s = self._began_s + _PATIENCE_S - _LINE_INTERVAL_S
+        last_s, last_done = self._last_line.get(title, (first_line_s, -1))
+        due = now_s - last_s >= _LINE_INTERVAL_S or done == total
         if due and done != last_done:
-            self._last_line[title] = (time.monotonic(), done)
-            self._console.print(f"{title}: {done}/{total} {detail}".rstrip(), highlight=False)
+            self._last_line[title] = (now_s, done)
+            self._console.print(
+                f"{title}: {done:,}/{total:,} {detail}".rstrip(),
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 @contextmanager
-def progress_display(console: Console) -> Iterator[ProgressDisplay]:
-    """Show live bars for the length of the block, or a line every ten seconds off a terminal."""
+def progress_display(console: Console | None = None) -> Iterator[ProgressDisplay]:
+    """Show live bars for the length of the block.
+
+    Off a terminal, a line is printed for each task after two seconds, every ten seconds, and at its
+    end.
+
+    Args:
+        console: console to show them on; by default standard error.
+    """
+    console = console or Console(stderr=True)
     if not console.is_terminal:
         yield ProgressDisplay(console, None)
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[pace]}"),
         TextColumn("{task.fields[detail]}", style="dim"),
     )
     with Progress(*columns, console=console) as bar:
         yield ProgressDisplay(console, bar)
+
+
+@contextmanager
+def working(title: str, console: Console | None = None) -> Iterator[None]:
+    """Show for the length of the block what is being done, if it has no parts to count.
+
+    On a terminal, the time so far is shown; elsewhere, a line is printed after two seconds.
+
+    Args:
+        title: what is being done, such as ``loading the model``.
+        console: console to show it on; by default standard error.
+    """
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            bar.add_task(title, total=None)
+            yield
+        return
+    timer = threading.Timer(_PATIENCE_S, _tell, [console, title])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell(console: Console, title: str) -> None:
+    console.print(f"{title} ...", highlight=False, markup=False, soft_wrap=True)

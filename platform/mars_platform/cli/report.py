@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # loading matplotlib takes long, and most reports draw nothin
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+STANDARD_OUTPUT = Path("-")
+"""Path that stands for standard output where a file of figures is named."""
 _DOTS_PER_INCH = 110
 
 
@@ -155,13 +158,16 @@ def print_json(console: Console, content: Any) -> None:
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
-    """Write a value to a JSON file; see `jsonable`.
+    """Write a value to a JSON file, or to `STANDARD_OUTPUT`; see `jsonable`.
 
     Raises:
         UserError: the file cannot be written.
     """
+    text = json.dumps(jsonable(content), indent=indent, allow_nan=False)
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text + "\n")
+        return
     with writing(path):
-        text = json.dumps(jsonable(content), indent=indent, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -227,7 +233,7 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             format.
     """
     for option, path in files.items():
-        if path is None:
+        if path is None or (option == "--json" and path == STANDARD_OUTPUT):
             continue
         if option == "--plot":
             from matplotlib.backend_bases import FigureCanvasBase  # slow to load

@@ -141,7 +141,7 @@ def _serve(demo: _Demo) -> None:
 def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:
     """Measure the server, and print one answer, the table and two sentences."""
     console = demo.console
-    with demo.timed("measure"), progress_display(console) as display:
+    with demo.timed("measure"), progress_display() as display:
         results = asyncio.run(measure(server.base_url, SETTINGS, items, display))
     console.rule("4  result")
     passes = stream_passes(server.base_url, SHOWN, items[0])

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mars_platform.cli.main import show_help_without_command
-from mars_serve.cli.options import AsJson
+from mars_serve.cli.options import AsJson, KeyEnv
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
@@ -101,6 +101,9 @@ def decode(
     plot: Annotated[
         Path | None, typer.Option(help="Plot tokens per second over batch size into this file.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the speed of decoders on the same prompts.
@@ -116,15 +119,16 @@ def decode(
     import torch
     from rich.console import Console
 
+    from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions, default_dtype
-    from mars_serve.bench.decode.report import plot_comparison, print_comparison
+    from mars_serve.bench.decode.report import picture_of, print_comparison
     from mars_serve.bench.decode.run import compare
     from mars_serve.bench.decode.workload import RaggedShape
 
     if threads is not None:
         torch.set_num_threads(threads)
-    check_output_files({"--plot": plot})
+    check_output_files({"--plot": plot, "--html": page})
     options = DecodeOptions(
         model=model,
         untrained=untrained,
@@ -146,8 +150,13 @@ def decode(
     comparison = compare(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_comparison(comparison, output, as_json=as_json)
-    if plot is not None:
-        plot_comparison(comparison, plot)
+    write_pictures(
+        lambda: picture_of(comparison),
+        title=f"marsray bench decode {model or untrained}",
+        show=lambda console: print_comparison(comparison, console, as_json=False),
+        plot=plot,
+        page=page,
+    )
 
 
 @bench.command()
@@ -201,20 +210,22 @@ def load(
             "so use another seed for a second test."
         ),
     ] = 0,
-    key_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the server's key.")
-    ] = None,
+    key_env: KeyEnv = None,
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Allow a server on another machine.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write the figures to.")
+        Path | None,
+        typer.Option("--json", help="File to write the figures to; - prints them instead."),
     ] = None,
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="File to write a row for each request to.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Image file to plot to; its suffix sets the format.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
     ] = None,
 ) -> None:
     """Replay a request trace against a running server.
@@ -226,10 +237,8 @@ def load(
     """
     from functools import partial
 
-    from rich.console import Console
-
     from mars_platform.cli.progress import progress_display
-    from mars_platform.cli.report import output_console
+    from mars_platform.cli.report import STANDARD_OUTPUT, output_console
     from mars_platform.config import build_settings
     from mars_serve.bench.load.report import print_load, write_files
     from mars_serve.bench.load.run import LoadOptions, run_load
@@ -253,12 +262,13 @@ def load(
         "json_file": json_file,
         "csv_file": csv_file,
         "plot_file": plot,
+        "page_file": page,
     }
     options = build_settings(given, LoadOptions, source="options")
-    with progress_display(Console(stderr=True)) as display:
+    with progress_display() as display:
         test = run_load(options, partial(display.update, "bench load"))
-    output = output_console(_LOAD_WIDTH)
-    print_load(test, output)
+    if json_file != STANDARD_OUTPUT:
+        print_load(test, output_console(_LOAD_WIDTH))
     write_files(test)
     if test.replayed.was_interrupted:
         raise typer.Exit(_INTERRUPTED)

@@ -50,6 +50,9 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option(help="Plot reliability and frontier into this .png or .svg file.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a checkpoint's confidence, quality and speed.
@@ -67,10 +70,13 @@ def calibrate(
 
     from rich.console import Console
 
-    from mars_platform.cli.report import output_console
+    from mars_platform.cli.pictures import write_pictures
+    from mars_platform.cli.report import check_output_files, output_console
+    from mars_serve.measure.calibration.plot import picture_of
     from mars_serve.measure.calibration.report import print_calibration
     from mars_serve.measure.calibration.run import CalibrateOptions, calibrate_model
 
+    check_output_files({"--html": page})
     options = CalibrateOptions(
         model,
         data,
@@ -87,3 +93,10 @@ def calibrate(
     run = calibrate_model(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_calibration(run, output, as_json=as_json)
+    write_pictures(
+        lambda: picture_of(model, run.measured, run.frontier),
+        title=f"marsray calibrate {model}",
+        show=lambda console: print_calibration(run, console, as_json=False),
+        plot=None,
+        page=page,
+    )

@@ -54,23 +54,25 @@ def generate(
     """Complete one prompt, with tokens shaded by forward pass."""
     from rich.console import Console
 
+    from mars_platform.cli.progress import working
     from mars_serve.api.incoming.options import draw_seed
     from mars_serve.cli.completion import generate_once, print_completion, read_json_schema
     from mars_serve.engine.decoding_options import Sampling
 
     if seed is None:
         seed = draw_seed() if temperature else 0
-    result = generate_once(
-        model,
-        prompt,
-        mode=mode,
-        threshold=threshold,
-        max_tokens=max_tokens,
-        chat=not raw,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        stop=stop or (),
-        grammar=read_json_schema(json_schema) if json_schema else None,
-    )
+    with working(f"loading {model} and completing the prompt"):
+        result = generate_once(
+            model,
+            prompt,
+            mode=mode,
+            threshold=threshold,
+            max_tokens=max_tokens,
+            chat=not raw,
+            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+            stop=stop or (),
+            grammar=read_json_schema(json_schema) if json_schema else None,
+        )
     print_completion(result, Console(), as_json=as_json)
 
 
@@ -107,6 +109,12 @@ def eval_(
     batch: Annotated[int, typer.Option(min=1, help="Conversations that run at once.")] = 32,
     device: Device = "auto",
     dtype: Dtype = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot quality over speed into this .png or .svg file.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a checkpoint on held-out conversations.
@@ -120,11 +128,13 @@ def eval_(
 
     from rich.console import Console
 
-    from mars_platform.cli.report import output_console
+    from mars_platform.cli.pictures import write_pictures
+    from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.engine.decoding_options import Sampling
     from mars_serve.measure.evaluation.evaluate import EvalOptions, evaluate
-    from mars_serve.measure.evaluation.report import print_evaluation
+    from mars_serve.measure.evaluation.report import picture_of, print_evaluation
 
+    check_output_files({"--plot": plot, "--html": page})
     options = EvalOptions(
         model,
         data,
@@ -142,6 +152,13 @@ def eval_(
     evaluation = evaluate(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_evaluation(evaluation, output, as_json=as_json)
+    write_pictures(
+        lambda: picture_of(evaluation),
+        title=f"marsray eval {model}",
+        show=lambda console: print_evaluation(evaluation, console, as_json=False),
+        plot=plot,
+        page=page,
+    )
 
 
 def serve(

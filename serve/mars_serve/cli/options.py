@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from glob import escape as glob_escaped
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,7 +12,17 @@ import typer
 
 MAX_SEED = 2**63 - 1
 
-Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
+
+def complete_directories(incomplete: str) -> list[str]:
+    """Return the directories that a word in the shell may become."""
+    found = glob(f"{glob_escaped(os.path.expanduser(incomplete))}*/")  # noqa: PTH111, PTH207
+    return sorted(each.rstrip("/") for each in found)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="Checkpoint directory or hub id.", autocompletion=complete_directories),
+]
 Data = Annotated[
     list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
 ]
@@ -32,6 +44,9 @@ Device = Annotated[
 Dtype = Annotated[
     Literal["float32", "bf16", "float16"] | None,
     typer.Option(help="Type of the weights; by default the one that the model is stored in."),
+]
+KeyEnv = Annotated[
+    str | None, typer.Option(help="Environment variable that holds the server's key.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mars_serve.cli.options import AsJson
+
 
 def promote(
     candidate: Annotated[Path, typer.Argument(help="Checkpoint directory with frontier.json.")],
@@ -29,6 +31,7 @@ def promote(
             "--force", help="Do not compare the checkpoints, for going back to an older one."
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put a checkpoint in service unless it is worse.
 
@@ -37,16 +40,37 @@ def promote(
     its manifest, which is written if it is missing. The link changes atomically; deploy servers
     again to serve the new checkpoint.
     """
+    import json
+
     from rich.console import Console
 
-    from mars_platform.cli.report import Column, table_of
+    from mars_platform.cli.progress import working
+    from mars_platform.cli.report import Column, jsonable, table_of
     from mars_platform.config import build_settings
     from mars_serve.measure.promote import Gate
     from mars_serve.measure.promote import promote as put_in_service
 
     gate = build_settings({"max_loss": max_loss, "max_slower": max_slower}, Gate, source="options")
     before = service.resolve() if service.is_symlink() else None
-    compared = put_in_service(candidate, service, None if force else gate)
+    with working(f"comparing and checking {candidate}"):
+        compared = put_in_service(candidate, service, None if force else gate)
+    if as_json:
+        found = [
+            {
+                "setting": pair.name,
+                "quality": pair.candidate.quality,
+                "quality_in_service": pair.current.quality,
+                "points_lost": pair.loss,
+                "points_allowed": pair.allowed_loss,
+                "points_found": pair.found_loss,
+                "tokens_per_forward": pair.candidate.tokens_per_forward,
+                "tokens_per_forward_in_service": pair.current.tokens_per_forward,
+            }
+            for pair in compared
+        ]
+        names = {"service": service, "checkpoint": service.resolve(), "before": before}
+        typer.echo(json.dumps(jsonable({**names, "compared": found})))
+        return
     console = Console()
     if compared:
         columns = [

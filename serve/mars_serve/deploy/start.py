@@ -10,6 +10,7 @@ from ray import serve
 from ray.exceptions import RayError
 from rich.console import Console
 
+from mars_platform.cli.progress import working
 from mars_platform.cluster.attempts import attempt
 from mars_platform.cluster.ray_private import poll_serve_often
 from mars_platform.cluster.session import quieten_ray
@@ -37,7 +38,7 @@ def deploy(settings: ServeSettings, console: Console, stages: Stages) -> None:
     proxies = _start_aside(settings, console)
     _await_controller(proxies)
     stages.end("Serve")
-    with console.status("starting the models"):
+    with working("starting the models", console):
         try:
             serve.run(build_application(settings), name=_APPLICATION, route_prefix="/")
         except TimeoutError:  # the models run, and the proxies do not know of them yet

@@ -198,7 +198,7 @@ def test_the_measured_calibration_equals_a_slow_direct_computation(
         found = measured.calibration.translation(Confidence(confidence_), calibrated=calibrated)
         assert found is not None
         assert found.of(1.0) == 1.0
-    assert ("decode", 12, 12) in seen
+    assert ("decode", 12, 12, "1.00 tokens a pass") in seen
     assert seen[-1] == ("calibrate", 12, 12)
 
 

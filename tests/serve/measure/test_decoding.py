@@ -108,8 +108,12 @@ def test_outputs_equal_the_reference(
 def test_outputs_do_not_depend_on_the_batch(
     items: list[EvalItem], run: Run, setting: DecodingSetting
 ) -> None:
-    seen: list[int] = []
-    together = run(items, setting, on_progress=seen.append)
+    shown: list[tuple[int, str]] = []
+    together = run(items, setting, on_progress=lambda *each: shown.append(each))
+    seen = [num_done for num_done, _ in shown]
+    num_tokens = sum(each.num_tokens for each in together)
+    num_passes = sum(each.num_passes for each in together)
+    assert shown[-1][1].endswith(f"{num_tokens / num_passes:.2f} tokens a pass")
     assert seen == sorted(set(seen))
     assert 3 < len(seen) <= seen[-1] == len(items)
     assert run([], setting) == []

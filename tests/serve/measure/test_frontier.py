@@ -87,7 +87,7 @@ class Seen:
         self.titles: list[str] = []
         self._stop_at = stop_at
 
-    def __call__(self, title: str, done: int, total: int) -> None:
+    def __call__(self, title: str, done: int, total: int, quality: str = "") -> None:
         assert 0 < done <= total
         if title == self._stop_at:
             raise KeyboardInterrupt

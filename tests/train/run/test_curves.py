@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from histories import held_out, record
-from mars_train.run.curves import plot_curves
+from mars_train.run.curves import plot_curves, write_curves_page
 from mars_train.stage.history import HeldOutScore, History, ThresholdScore
 
 
@@ -80,3 +80,10 @@ def test_training_loss_is_smoothed_over_finite_values(tmp_path, drawn):
     assert shown[1:50] == [3.0] * 49
     assert shown[50:54] == [4.5, 6.0, 3.0, 3.0]
     assert len(shown) == 100
+
+
+def test_a_page_has_the_curves_and_the_last_scores(tmp_path):
+    write_curves_page("marsray train", {"mars": HISTORIES["one step"]}, tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "<svg" in text
+    assert "tokens a pass" in text

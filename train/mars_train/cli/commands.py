@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,10 @@ from mars_platform.errors import UserError
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
+]
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON; other messages go to stderr.")
 ]
 
 _DIFFICULTY = 2
@@ -51,11 +56,13 @@ def data_demo(
     examples: Annotated[int, typer.Option(min=1, help="Training conversations.")] = 60_000,
     eval_examples: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 1_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Write the demo's chat data as JSONL.
 
     The train and eval splits share no question.
     """
+    from mars_platform.cli.progress import progress_display
     from mars_train.data.demo import write_demo_data
     from mars_train.data.demo_tasks import draw_ledger, draw_short
 
@@ -63,19 +70,43 @@ def data_demo(
         raise UserError("--difficulty: short tasks have none; leave it out, or give --task ledger")
     ledger = partial(draw_ledger, difficulty=difficulty or _DIFFICULTY)
     draw = ledger if task is DemoTask.LEDGER else draw_short
-    write_demo_data(out, draw, num_train=examples, num_eval=eval_examples, seed=seed)
-    Console().print(f"{out}: {examples:,} training and {eval_examples:,} held-out conversations")
+    with progress_display() as display:
+        write_demo_data(
+            out,
+            draw,
+            num_train=examples,
+            num_eval=eval_examples,
+            seed=seed,
+            on_progress=partial(display.update, "data"),
+        )
+    if as_json:
+        found = {"directory": str(out), "examples": examples, "eval_examples": eval_examples}
+        typer.echo(json.dumps(found))
+        return
+    text = f"{out}: {examples:,} training and {eval_examples:,} held-out conversations"
+    Console().print(text, soft_wrap=True)
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
     set_: Overrides = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="HTML page to write, with losses and scores.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Run the stages of a training recipe on Ray Train."""
+    """Run the stages of a training recipe on Ray Train.
+
+    Progress and messages go to standard error.
+    """
+    from mars_platform.cli.report import check_output_files
     from mars_platform.config import load_settings
     from mars_train.recipe import Recipe
     from mars_train.run.recipe_run import run_recipe
 
-    console = Console()
-    model = run_recipe(load_settings(config, Recipe, set_ or []), console)
-    console.print(f"trained model: {model}", highlight=False)
+    check_output_files({"--html": page})
+    model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True), page)
+    if as_json:
+        typer.echo(json.dumps({"model": str(model)}))
+    else:
+        Console().print(f"trained model: {model}", highlight=False, soft_wrap=True)

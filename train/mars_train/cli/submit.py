@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mars_platform.cli.main import show_help_without_command
-from mars_train.cli.commands import Overrides
+from mars_train.cli.commands import AsJson, Overrides
 
 if TYPE_CHECKING:
     from mars_platform.cluster.jobs import Job, Jobs
@@ -54,9 +54,6 @@ _Address = Annotated[
         "RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
     ),
 ]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON; other messages go to stderr.")
-]
 _Follow = Annotated[
     bool,
     typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
@@ -93,7 +90,7 @@ def _submit(
             "--ship-code", help="Upload marsray too; without it the cluster must have marsray."
         ),
     ] = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the stages of a training recipe as a job of a Ray cluster."""
     from mars_train.submit.submission import plan
@@ -118,7 +115,7 @@ def _submit(
 
 
 @submit.command()
-def status(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
+def status(job_id: _Id, address: _Address = None, as_json: AsJson = False) -> None:
     """Show the status of a job."""
     job = _connect(address).find(job_id)
     if as_json:
@@ -144,7 +141,7 @@ def logs(
 
 
 @submit.command()
-def stop(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
+def stop(job_id: _Id, address: _Address = None, as_json: AsJson = False) -> None:
     """Stop a job; its run saves a checkpoint and can be resumed."""
     jobs = _connect(address)
     job = jobs.find(job_id)
@@ -157,7 +154,7 @@ def stop(job_id: _Id, address: _Address = None, as_json: _Json = False) -> None:
 
 
 @submit.command("list")
-def list_jobs(address: _Address = None, as_json: _Json = False) -> None:
+def list_jobs(address: _Address = None, as_json: AsJson = False) -> None:
     """List the cluster's training jobs, newest first."""
     from rich.console import Console
     from rich.table import Table

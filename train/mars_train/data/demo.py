@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from mars_platform.errors import UserError
 from mars_train.data.demo_tasks import Task, TaskMaker
 
 _MAX_MISSES = 1_000
+_TOLD_EVERY = 500
+"""Number of tasks between two reports of progress."""
 
 
 def write_demo_data(
-    out: Path, draw: TaskMaker, *, num_train: int, num_eval: int, seed: int
+    out: Path,
+    draw: TaskMaker,
+    *,
+    num_train: int,
+    num_eval: int,
+    seed: int,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
     """Write ``train.jsonl`` and ``eval.jsonl``, which share no question.
 
@@ -26,6 +35,7 @@ def write_demo_data(
         num_train: rows of ``train.jsonl``.
         num_eval: rows of ``eval.jsonl``.
         seed: seed of all choices.
+        on_progress: called now and then with the number of tasks drawn and the number of all.
 
     Raises:
         UserError: the directory has data already, or there are fewer distinct questions.
@@ -42,6 +52,8 @@ def write_demo_data(
         if misses > _MAX_MISSES:
             raise UserError(f"--eval-examples: there are not {num_eval} distinct questions")
         held_out[task.question] = task
+        if len(held_out) % _TOLD_EVERY == 0:
+            on_progress(len(held_out), num_eval + num_train)
     out.mkdir(parents=True, exist_ok=True)
     _write(out / "eval.jsonl", list(held_out.values()))
     train: list[Task] = []
@@ -49,6 +61,8 @@ def write_demo_data(
         task = draw(rng)
         if task.question not in held_out:
             train.append(task)
+            if len(train) % _TOLD_EVERY == 0:
+                on_progress(num_eval + len(train), num_eval + num_train)
     _write(out / "train.jsonl", train)
 
 

@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from mars_platform.cli.report import finish_axes, write_picture
+from mars_platform.cli.pictures import house_style, write_pictures
+from mars_platform.cli.report import Column, finish_axes, table_of, write_picture
 from mars_train.stage.history import History
 
 _SMOOTHED_SHARE = 50
 
 
 def plot_curves(histories: Mapping[str, History], path: Path) -> None:
-    """Plot one row per stage: loss, loss by depth, accuracy, tokens per forward pass.
+    """Plot the curves of stages into a file, whose suffix gives the format; see `picture_of`."""
+    with house_style():
+        write_picture(path, picture_of(histories))
+
+
+def write_curves_page(title: str, histories: Mapping[str, History], path: Path) -> None:
+    """Write an HTML page with the curves of stages, and the last scores of each."""
+
+    def show(console: Console) -> None:
+        columns = [
+            Column("stage", "stage"),
+            Column("step", "step"),
+            Column("τ", "threshold", "g"),
+            Column("accuracy", "accuracy", ".1%"),
+            Column("tokens a pass", "tokens_per_forward", ".2f"),
+        ]
+        rows = [
+            {"stage": name, "step": history.scores[-1].step, **vars(found)}
+            for name, history in histories.items()
+            if history.scores
+            for found in history.scores[-1].thresholds
+        ]
+        console.print(table_of(columns, rows))
+
+    draw = partial(picture_of, histories)
+    write_pictures(draw, title=title, show=show, plot=None, page=path)
+
+
+def picture_of(histories: Mapping[str, History]) -> Figure:
+    """Draw one row per stage: loss, loss by depth, accuracy, tokens per forward pass.
 
     Args:
         histories: histories by name of the stage, in order.
-        path: file of the picture; its suffix gives the format.
     """
     figure = Figure(figsize=(16, 3.6 * len(histories)), layout="constrained")
     grid = figure.subplots(len(histories), 4, squeeze=False)
@@ -31,7 +62,7 @@ def plot_curves(histories: Mapping[str, History], path: Path) -> None:
         _draw_thresholds(axes[3], history, "tokens_per_forward", "tokens / forward pass")
         for axis in axes:
             finish_axes(axis, x="step", legend="best" if axis.has_data() else None)
-    write_picture(path, figure)
+    return figure
 
 
 def _draw_losses(axis: Any, stage: str, history: History) -> None:

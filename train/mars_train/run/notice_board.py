@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from mars_platform.cli.progress import ProgressDisplay, progress_display
+from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_train.stage.progress import Progress, TerminalMessage
 
 _POLL_S = 0.5
@@ -83,7 +83,7 @@ class _BoardReader:
     _stopping: bool = False
 
     def run(self) -> None:
-        with self.console.status("starting the workers"):
+        with working("starting the workers", self.console):
             while self._update(None) is None and not self.ended.wait(_POLL_S):
                 pass
         with progress_display(self.console) as display:

@@ -11,12 +11,17 @@ from mars_train.run.checks import check_before_start
 from mars_train.run.run_directory import RunDirectory
 
 
-def run_recipe(recipe: Recipe, console: Console) -> Path:
+def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Path:
     """Run all stages that are not trained yet; the last one's model is ``output/model``.
 
     The recipe is kept in ``output/recipe.yaml``, earlier stages' checkpoints in
     ``output/stages/NAME``, the tokenised data and its report in ``output/data`` and
     ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
+
+    Args:
+        recipe: the recipe.
+        console: console for progress and messages.
+        page: HTML page to write in the end, with losses and scores; None for none.
 
     Returns:
         The directory of the final checkpoint.
@@ -38,4 +43,8 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
         from mars_train.run.stages import train_stages
 
         train_stages(directory, start, console)
+    if page is not None:
+        from mars_train.run.curves import write_curves_page  # loads matplotlib
+
+        write_curves_page(f"marsray train: {directory.path.name}", directory.histories(), page)
     return directory.model

@@ -19,6 +19,7 @@ from mars_platform.config import load_settings
 from mars_platform.errors import UserError
 from mars_train.data.row_report import REPORT_FILE
 from mars_train.recipe import Recipe, Stage
+from mars_train.stage.history import HISTORY_FILE, History, read_history
 
 _RECIPE, _LOCK = "recipe.yaml", ".lock"
 _LEFT_BY_REFUSALS = {REPORT_FILE, _LOCK}
@@ -65,6 +66,11 @@ class RunDirectory:
     def kept_recipe(self) -> Path:
         """Copy of the recipe."""
         return self.path / _RECIPE
+
+    def histories(self) -> dict[str, History]:
+        """Return the history of each stage that is trained, by the stage's name and in order."""
+        files = {stage.name: self.trained(stage) / HISTORY_FILE for stage in self.recipe.stages}
+        return {name: read_history(file) for name, file in files.items() if file.exists()}
 
     def trained(self, stage: Stage) -> Path:
         """Return the checkpoint of a stage; it exists once the stage is trained."""

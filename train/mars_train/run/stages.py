@@ -32,6 +32,7 @@ from mars_platform import __version__
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
+from mars_platform.cli.progress import working
 from mars_platform.cluster.ray_private import signal_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError
@@ -46,7 +47,6 @@ from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.worker import StageResult, run_worker
 from mars_train.stage.held_out import HeldOutSet
-from mars_train.stage.history import HISTORY_FILE, read_history
 from mars_train.stage.job import StageJob
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage, copy_into, share
@@ -205,11 +205,7 @@ class _Run:
 
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
-        files = {
-            stage.name: self.directory.trained(stage) / HISTORY_FILE for stage in self.recipe.stages
-        }
-        histories = {name: read_history(file) for name, file in files.items() if file.exists()}
-        plot_curves(histories, self.directory.curves)
+        plot_curves(self.directory.histories(), self.directory.curves)
 
 
 def _start_name(stage: Stage) -> str:
@@ -245,7 +241,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         console.print(f"data: {text}", highlight=False)
         return
     recipe, started = directory.recipe, time.monotonic()
-    with console.status("tokenising the training data"):
+    with working("tokenising the training data", console):
         counts = prepare(recipe.data, checkpoint.path, directory.data)
     console.print(
         f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "

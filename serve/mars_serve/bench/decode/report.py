@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from mars_platform.cli.report import (
     print_json,
     print_notes,
     table_of,
-    write_picture,
 )
 from mars_serve.bench.decode.options import DecodeOptions
 from mars_serve.bench.decode.run import BatchResult, ContenderResult, DecodeComparison
@@ -85,13 +83,8 @@ def print_comparison(comparison: DecodeComparison, console: Console, *, as_json:
     print_notes(console, _notes(comparison))
 
 
-def plot_comparison(comparison: DecodeComparison, path: Path) -> None:
-    """Draw tokens/s over batch size, with the range of the rounds, a line for each contender.
-
-    Args:
-        comparison: the result.
-        path: the picture; its suffix names the format.
-    """
+def picture_of(comparison: DecodeComparison) -> Figure:
+    """Draw tokens/s over batch size, with the range of the rounds, a line for each contender."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name in comparison.options.contenders:
@@ -111,7 +104,6 @@ def plot_comparison(comparison: DecodeComparison, path: Path) -> None:
                 marker=".",
                 capsize=3,
                 label=name,
-                linestyle="--" if "hf" in name else "-",
             )
     batches = [result.batch for result in comparison.batches]
     axes.set_xscale("log", base=2)
@@ -121,7 +113,7 @@ def plot_comparison(comparison: DecodeComparison, path: Path) -> None:
     axes.set_xticks(batches, [str(batch) for batch in batches])
     title = _label(comparison)
     finish_axes(axes, title=title, x="batch size", y="output tokens / s", legend="best")
-    write_picture(path, figure)
+    return figure
 
 
 def figures_json(comparison: DecodeComparison) -> dict[str, Any]:

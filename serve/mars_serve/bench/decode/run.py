@@ -273,15 +273,17 @@ def _measure(
         results[name] = _prepare(contender, requests, batch, options.device)
     available = [name for name in contenders if results[name].unavailable is None]
     done = len(contenders) * (options.rounds + 1) - len(available) * options.rounds
+    latest = ""
     for index in range(options.rounds):
         first = index % max(len(available), 1)
         for name in available[first:] + available[:first]:
-            display.update(title, done, total, f"{name}: round {index + 1}")
+            display.update(title, done, total, f"{name}: round {index + 1}{latest}")
             contender, result = contenders[name], results[name]
             contender.configure(result.settings)
             timing, _ = _time(contender, requests, options.device)
             contender.close()  # the threads of an open one slow the others down (measured)
             result.timings.append(timing)
+            latest = f"; before it, {timing.tokens_per_s:,.0f} tokens/s"
             done += 1
     display.update(title, total, total)
     return results

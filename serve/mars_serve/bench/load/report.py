@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from mars_platform import __version__
+from mars_platform.cli.pictures import write_pictures
 from mars_platform.cli.report import (
     Column,
     finish_axes,
@@ -20,7 +21,6 @@ from mars_platform.cli.report import (
     print_notes,
     table_of,
     write_json,
-    write_picture,
     writing,
 )
 from mars_serve.bench.load.compared import compared_json, compared_notes, compared_table
@@ -30,6 +30,8 @@ from mars_serve.bench.load.send import SentRequest
 
 MAX_LATENESS_S = 0.05
 """Most seconds by which the sender may be late at the 99th percentile and still send the trace."""
+_FILES = {"json_file", "csv_file", "plot_file", "page_file"}
+"""Options that say nothing of the test."""
 _MAX_MESSAGE = 200  # characters of an error's text
 
 
@@ -68,8 +70,13 @@ def write_files(test: LoadTest) -> None:
         write_json(options.json_file, figures_json(test))
     if options.csv_file is not None:
         _write_csv(options.csv_file, test.replayed.sent)
-    if options.plot_file is not None:
-        write_picture(options.plot_file, _picture(test))
+    write_pictures(
+        lambda: _picture(test),
+        title=f"marsray bench load {options.trace.name}",
+        show=lambda console: print_load(test, console),
+        plot=options.plot_file,
+        page=options.page_file,
+    )
 
 
 def figures_json(test: LoadTest) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def figures_json(test: LoadTest) -> dict[str, Any]:
     return {
         "benchmark": "load",
         "marsray": __version__,
-        "options": options.model_dump(mode="json", exclude={"json_file", "csv_file", "plot_file"}),
+        "options": options.model_dump(mode="json", exclude=_FILES),
         "live_refusal": test.replayed.live_refusal,
         "loss_refusal": test.losses.refusal,
         "policies": [compared_json(test)],
@@ -185,7 +192,8 @@ def _picture(test: LoadTest) -> Figure:
     _draw_line(threshold, times, [each.live_threshold for each in samples], "live")
     _draw_line(replicas, times, [each.num_replicas for each in samples], "replicas")
     replicas.set_xlabel("time, s")
-    for axes, label in ((load, "requests"), (first, "s"), (threshold, "τ"), (replicas, "")):
+    labels = {load: "requests", first: "first token, s", threshold: "τ", replicas: "replicas"}
+    for axes, label in labels.items():
         finish_axes(axes, y=label, legend="upper right")
     load.set_title(f"{options.model}: {options.trace.name}, {options.speedup:g}x", fontsize="small")
     return figure

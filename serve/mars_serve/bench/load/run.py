@@ -79,6 +79,8 @@ class LoadOptions(Settings):
     """File for one row for each request."""
     plot_file: Path | None = None
     """Picture to draw; its suffix names the format."""
+    page_file: Path | None = None
+    """HTML page to write."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     """
     url = checked_url(options.url, allow_remote=options.allow_remote)
     check_output_files(
-        {"--json": options.json_file, "--csv": options.csv_file, "--plot": options.plot_file}
+        {
+            "--json": options.json_file,
+            "--csv": options.csv_file,
+            "--plot": options.plot_file,
+            "--html": options.page_file,
+        }
     )
     trace = _trace(options)
     if options.data is None and options.max_tokens is not None:

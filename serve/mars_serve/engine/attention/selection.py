@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
@@ -36,14 +37,10 @@ def choose_attention(
     Raises:
         UserError: the model's attention cannot be replaced; the message names the model's family.
     """
-    _refuse_unserved(model)
+    refuse_unserved(model)
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype
-    if settings.batch_invariant:
-        # The chunks of a prompt depend on the other requests, and so would the parts to merge.
-        reason: str | None = "engine.batch_invariant is set"
-    else:
-        reason = varlen_available(device, dtype, page_size=page_size, head_dim=shape.head_dim)
+    reason = why_gathered(settings, device, dtype, page_size=page_size, head_dim=shape.head_dim)
     if reason is None:
         kernel = load_kernel(device)
         _log.info("attention reads pages in place with %s", kernel.name)
@@ -70,8 +67,27 @@ def choose_attention(
     )
 
 
-def _refuse_unserved(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention does not go through transformers' attention interface."""
+def why_gathered(
+    settings: EngineSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    page_size: int,
+    head_dim: int,
+) -> str | None:
+    """Return why pages have to be gathered, or None if a kernel can read them in place."""
+    if settings.batch_invariant:
+        # The chunks of a prompt depend on the other requests, and so would the parts to merge.
+        return "engine.batch_invariant is set"
+    return varlen_available(device, dtype, page_size=page_size, head_dim=head_dim)
+
+
+def refuse_unserved(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention does not go through transformers' attention interface.
+
+    Raises:
+        UserError: the message names the model's family.
+    """
     reason = None
     if not getattr(model, "_supports_attention_backend", False):
         reason = "whose attention cannot be replaced"

@@ -6,8 +6,9 @@ tokens along that output; see `observe`. The fit is `mars_platform.checkpoint.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -37,7 +38,14 @@ from mars_serve.measure.evaluation.items import EvalItem
 
 _TITLE_DECODE, _TITLE_OBSERVE = "decode", "calibrate"
 
-OnProgress = Callable[[str, int, int], None]
+
+class OnProgress(Protocol):
+    """Function that is told of the progress of a phase."""
+
+    def __call__(self, title: str, done: int, total: int, quality: str = "", /) -> None:
+        """Take a phase's title, its finished units, all units, and the quality so far in words."""
+
+
 """Function called with the name of a phase, and its finished and total numbers of units."""
 
 
@@ -103,7 +111,7 @@ def measure_calibration(
         items,
         ONE_TOKEN,
         max_tokens=max_tokens,
-        on_progress=lambda num_done: on_progress(_TITLE_DECODE, num_done, len(items)),
+        on_progress=lambda done, quality: on_progress(_TITLE_DECODE, done, len(items), quality),
     )
     del engine  # frees its model before the next one is loaded
     texts = [

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mars_platform.checkpoint.calibration import Bin
-from mars_platform.cli.report import finish_axes, write_picture
+from mars_platform.cli.report import finish_axes
 from mars_serve.measure.calibration.collect import MeasuredCalibration
 from mars_serve.measure.frontier.measure import MeasuredFrontier
 from mars_serve.measure.frontier.plot import draw_gains, draw_quality
 
 
-def plot_calibration(
-    title: str, measured: MeasuredCalibration, frontier: MeasuredFrontier, path: Path
-) -> None:
+def picture_of(title: str, measured: MeasuredCalibration, frontier: MeasuredFrontier) -> Figure:
     """Draw reliability before and after, quality over speed, and speed over batch size.
 
     Args:
         title: title of the picture.
         measured: reliability, drawn as a line for each depth from 1.
         frontier: quality and speed.
-        path: the picture; its suffix names the format.
-
-    Raises:
-        UserError: the picture cannot be written.
     """
     figure = Figure(figsize=(11, 9), layout="constrained")
     (before, after), (quality, gains) = figure.subplots(2, 2)
@@ -42,7 +35,7 @@ def plot_calibration(
     draw_quality(quality, frontier)
     draw_gains(gains, frontier)
     figure.suptitle(title, fontsize="medium")
-    write_picture(path, figure)
+    return figure
 
 
 def _draw(axes: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> None:

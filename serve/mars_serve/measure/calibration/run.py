@@ -19,8 +19,9 @@ from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.cli.pictures import house_style
 from mars_platform.cli.progress import progress_display
-from mars_platform.cli.report import check_output_files
+from mars_platform.cli.report import check_output_files, write_picture
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
 from mars_serve.engine.execution.warm_up import REPEATS
@@ -30,7 +31,7 @@ from mars_serve.measure.calibration.collect import (
     check_halves,
     measure_calibration,
 )
-from mars_serve.measure.calibration.plot import plot_calibration
+from mars_serve.measure.calibration.plot import picture_of
 from mars_serve.measure.evaluation.decoding import DTYPES, check_threshold, device_and_dtype
 from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
 from mars_serve.measure.evaluation.items import EvalItem, read_items
@@ -152,7 +153,8 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     frontier_file = write_frontier(checkpoint.path, frontier.frontier)
     write_examples(checkpoint.path, (item.messages for item in items))
     if options.plot is not None:
-        plot_calibration(options.model, measured, frontier, options.plot)
+        with house_style():
+            write_picture(options.plot, picture_of(options.model, measured, frontier))
     working.remove()
     return CalibrationRun(
         options=options,

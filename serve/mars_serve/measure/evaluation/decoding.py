@@ -6,7 +6,7 @@ together in any order. Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
@@ -209,7 +209,7 @@ def run_setting(
     setting: DecodingSetting,
     *,
     max_tokens: int,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, str], None] | None = None,
 ) -> list[DecodedItem]:
     """Decode every item, batched.
 
@@ -218,7 +218,8 @@ def run_setting(
         items: the items; may be empty.
         setting: the way of decoding.
         max_tokens: limit of an item's output tokens; the context may leave fewer.
-        on_progress: called with the number of finished items whenever it has grown.
+        on_progress: called with the number of finished items whenever it has grown, and with their
+            quality and speed so far in words.
 
     Returns:
         The decoded items in the order of the items.
@@ -245,9 +246,17 @@ def run_setting(
                 request = running.pop(output.request_id)
                 decoded[index] = _decoded_item(engine, items[index], request, passes[index])
         if on_progress is not None and len(decoded) > num_before:
-            on_progress(len(decoded))
+            on_progress(len(decoded), _words(decoded.values()))
     engine.check_integrity()
     return [decoded[index] for index in range(len(items))]
+
+
+def _words(decoded: Collection[DecodedItem]) -> str:
+    """Return the quality and speed of the items so far in words."""
+    checked = [each.correct for each in decoded if each.correct is not None]
+    num_passes = sum(each.num_passes for each in decoded)
+    speed = f"{sum(each.num_tokens for each in decoded) / num_passes:.2f} tokens a pass"
+    return f"{sum(checked) / len(checked):.1%} right, {speed}" if checked else speed
 
 
 def decoding_positions(passes: Sequence[StepOutput]) -> int:

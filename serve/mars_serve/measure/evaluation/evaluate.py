@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
-from mars_platform.cli.progress import ProgressDisplay, progress_display
+from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
@@ -110,16 +110,17 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
         max_length=checkpoint.max_length,
         max_items=options.max_items,
     )
-    engine = evaluation_engine(
-        checkpoint,
-        items,
-        max_tokens=options.max_tokens,
-        max_num_seqs=options.batch,
-        exact=any(setting.mode is Mode.EXACT for setting in settings),
-        dtype=DTYPES[dtype],
-        device=device,
-    )
-    run_setting(engine, items[: options.batch], settings[-1], max_tokens=_WARM_UP_TOKENS)
+    with working("loading the model", console):
+        engine = evaluation_engine(
+            checkpoint,
+            items,
+            max_tokens=options.max_tokens,
+            max_num_seqs=options.batch,
+            exact=any(setting.mode is Mode.EXACT for setting in settings),
+            dtype=DTYPES[dtype],
+            device=device,
+        )
+        run_setting(engine, items[: options.batch], settings[-1], max_tokens=_WARM_UP_TOKENS)
     with progress_display(console) as display:
         rows = _measure(engine, items, settings, options.max_tokens, display)
     num_unstated = sum(item.answer is not None and not item.states_answer for item in items)
@@ -187,6 +188,10 @@ def _check_modes(options: EvalOptions, modes: Sequence[Mode], below_one: Sequenc
         raise UserError("--outcomes: only mode exact has outcomes; add --mode exact")
 
 
+def _show(display: ProgressDisplay, title: str, total: int, done: int, quality: str) -> None:
+    display.update(title, done, total, quality)
+
+
 def _measure(
     engine: Engine,
     items: list[EvalItem],
@@ -204,7 +209,7 @@ def _measure(
             items,
             setting,
             max_tokens=max_tokens,
-            on_progress=partial(display.update, title, total=len(items)),
+            on_progress=partial(_show, display, title, len(items)),
         )
         seconds = time.monotonic() - started
         num_tokens = sum(each.num_tokens for each in decoded)

@@ -44,6 +44,8 @@ from mars_serve.measure.frontier.working_file import (
 
 NUM_NARROW_ITEMS = 64
 """Most items that are decoded with fewer masks than the model knows, for their speed alone."""
+_OnCount = Callable[..., None]
+"""Function called with the number of finished units and, maybe, their quality so far in words."""
 _CACHED_TOKENS = 512
 """Most cached tokens of a row in the timed steps."""
 _STEPS, _SCORES = "step times", "log-likelihoods"
@@ -271,5 +273,8 @@ def _score_outputs(
     return {name: tuple(score_of[each] for each in line) for name, line in texts.items()}
 
 
-def _counting(on_progress: OnProgress, title: str, total: int) -> Callable[[int], None]:
-    return lambda done: on_progress(title, done, total)
+def _counting(on_progress: OnProgress, title: str, total: int) -> _OnCount:
+    def count(done: int, quality: str = "") -> None:
+        on_progress(title, done, total, quality)
+
+    return count

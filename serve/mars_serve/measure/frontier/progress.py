@@ -9,7 +9,8 @@ _LEAST_SHARE = 0.02
 """Share of the work that must be done before the time left is estimated."""
 
 Show = Callable[[str, int, int, str], None]
-"""Function called with a phase's title, finished units, total units, and time left in words."""
+"""Function called with a phase's title, finished units, total units, and quality and time left in
+words."""
 
 
 class WholeProgress:
@@ -30,15 +31,22 @@ class WholeProgress:
         self._clock = clock
         self._begin_s = clock()
 
-    def update(self, title: str, done: int, total: int) -> None:
-        """Record that ``done`` of ``total`` units of a phase are done, and all phases before it."""
+    def update(self, title: str, done: int, total: int, quality: str = "", /) -> None:
+        """Record that ``done`` of ``total`` units of a phase are done, and all phases before it.
+
+        Args:
+            title: title of the phase.
+            done: finished units.
+            total: all units of the phase.
+            quality: quality so far in words.
+        """
         titles = list(self._phases)
         before = sum(self._phases[name] for name in titles[: titles.index(title)])
         share = (before + done / total * self._phases[title]) / sum(self._phases.values())
         left = ""
         if _LEAST_SHARE <= share < 1:
             left = in_words((self._clock() - self._begin_s) * (1 - share) / share)
-        self._show(title, done, total, left)
+        self._show(title, done, total, ", ".join(filter(None, [quality, left])))
 
 
 def in_words(seconds: float) -> str:

@@ -1,0 +1,112 @@
+"""The command ``marsray chat``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mars_platform.method.mode import Mode
+from mars_serve.cli.options import AsJson, KeyEnv, complete_directories
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mars_serve.cli.chat.answer import Model
+
+_PROMPT = "> "
+
+
+def chat(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|MODEL",
+            help="Address of a server, such as http://127.0.0.1:8000, or a checkpoint directory or "
+            "hub id to run here.",
+            autocompletion=complete_directories,
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Model of the server; by default its only one.")
+    ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="Decoding mode; by default the model's own.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Confidence threshold in (0, 1]; by default the model's.")
+    ] = None,
+    system: Annotated[str, typer.Option(help="Instruction at the beginning.")] = "",
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of tokens of an answer.")
+    ] = None,
+    key_env: KeyEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to a model, with tokens shaded by forward pass.
+
+    Each answer comes with its figures. Lines that begin with a slash are commands; /help lists
+    them. Questions may also come from a file or pipe, one a line.
+    """
+    from rich.console import Console
+
+    from mars_platform.errors import UserError
+    from mars_serve.cli.chat.answer import Choice
+    from mars_serve.cli.chat.conversation import Conversation
+
+    if threshold is not None and not 0.0 < threshold <= 1.0:
+        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+    found = _model(target, model, key_env)
+    console, errors = Console(), Console(stderr=True)
+    choice = Choice(mode, threshold, max_tokens, temperature)
+    conversation = Conversation(found, console, choice=choice, system=system, as_json=as_json)
+    if sys.stdin.isatty():
+        hint = f"{found.name}; /help shows the commands, Ctrl-D ends the chat"
+        errors.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
+        conversation.run(_typed(errors))
+    elif conversation.run(line.rstrip("\n") for line in sys.stdin):
+        raise typer.Exit(1)
+
+
+def _model(target: str, model: str | None, key_env: str | None) -> Model:
+    """Return the model of a server, or load one.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    from mars_platform.errors import UserError
+    from mars_serve.cli.server import is_url, key_in, server_url
+
+    if is_url(target):
+        from mars_serve.cli.chat.remote import RemoteModel
+
+        return RemoteModel(server_url(target), key_in(key_env), model)
+    if model is not None:
+        raise UserError("--model: only a server has several; leave it out")
+    from mars_platform.checkpoint.metadata import locate_model
+    from mars_platform.cli.progress import working
+
+    locate_model(target)  # a download shows its own progress
+    with working(f"loading {target}"):
+        from mars_serve.cli.chat.local import LocalModel
+
+        return LocalModel(target)
+
+
+def _typed(errors: Console) -> Iterator[str]:
+    """Yield lines from the keyboard, until Ctrl-D."""
+    import readline  # noqa: F401 - gives input() a line editor and a history
+
+    while True:
+        try:
+            yield input(_PROMPT if sys.stdout.isatty() else "")
+        except EOFError:
+            errors.print()
+            return
+        except KeyboardInterrupt:
+            errors.print("\nCtrl-D ends the chat", style="dim")

@@ -1,0 +1,112 @@
+"""Asks a server for answers, over its OpenAI-compatible endpoints. Imports no Ray or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+from openai import OpenAI
+
+from mars_platform.cli.shading import printable
+from mars_platform.errors import UserError, one_line
+from mars_serve.cli.chat.answer import Choice, Message, Part
+
+_TIMEOUT_S = 600.0
+_CONNECT_S = 10.0
+
+
+class RemoteModel:
+    """A model of a server."""
+
+    def __init__(self, url: str, key: str | None, model: str | None) -> None:
+        """Ask the server for its models.
+
+        Args:
+            url: address of the server, without the ``/v1`` of OpenAI clients.
+            key: API key; None sends none.
+            model: name of the model; None takes the only one.
+
+        Raises:
+            UserError: the server cannot be used, or it has no such model or several.
+        """
+        self._url = url
+        timeout = openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
+        self._client = OpenAI(
+            base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=timeout
+        )
+        with self._told():
+            names = [each.id for each in self._client.models.list().data]
+        if model is None and len(names) != 1:
+            raise UserError(f"--model: {url} has {', '.join(names) or 'no model'}; name one")
+        if model is not None and model not in names:
+            raise UserError(f"--model: {url} has no {model}; it has {', '.join(names)}")
+        self.name = model or names[0]
+
+    def answer(self, messages: Sequence[Message], choice: Choice) -> Iterator[Part]:
+        """Yield the parts of the next answer; see `mars_serve.cli.chat.answer.Model`."""
+        extra = {
+            "mode": choice.mode,
+            "confidence_threshold": choice.threshold,
+            "max_tokens": choice.max_tokens,
+        }
+        with self._told():
+            create: Any = self._client.chat.completions.create  # its overloads want exact types
+            stream = create(
+                model=self.name,
+                messages=list(messages),
+                temperature=choice.temperature,
+                stream=True,
+                extra_body={key: value for key, value in extra.items() if value is not None},
+            )
+            try:
+                for event in stream:
+                    if event.choices:
+                        yield _part(event)
+            finally:
+                stream.close()  # the server then ends the request
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn a failure to ask the server into one clear error.
+
+        Raises:
+            UserError: the server is away, or refuses the request.
+        """
+        try:
+            yield
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise UserError(
+                f"--key-env: {self._url} refuses the key ({_message(error)}); put a valid one into "
+                "an environment variable and name the variable"
+            ) from error
+        except openai.APIStatusError as error:
+            raise UserError(f"{self._url}: {_message(error)}") from error
+        except openai.APIConnectionError as error:
+            reason = one_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
+            raise UserError(
+                f"{self._url} cannot be reached ({reason or one_line(error)}); is the server "
+                "running, and is that its address?"
+            ) from error
+        except openai.OpenAIError as error:
+            raise UserError(f"{self._url}: {printable(one_line(error))}") from error
+
+
+def _part(event: Any) -> Part:
+    choice, mars = event.choices[0], (event.model_extra or {}).get("mars") or {}
+    decoded = {}
+    if choice.finish_reason is not None:
+        decoded = {key: mars.get(key) for key in ("mode", "confidence_threshold")}
+        decoded["finish_reason"] = choice.finish_reason
+    text = choice.delta.content or ""
+    thinking = (choice.delta.model_extra or {}).get("reasoning_content") or ""
+    num_tokens = mars.get("tokens", int(bool(text or thinking)))  # other servers do not say
+    return Part(text, num_tokens, thinking, decoded)
+
+
+def _message(error: openai.APIStatusError) -> str:
+    """Return the server's own message, which names the field and the remedy."""
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    return printable(str(message or f"status {error.status_code}"))[:500]

@@ -1,0 +1,1 @@
+"""The view of a server's load that ``marsray top`` shows."""
