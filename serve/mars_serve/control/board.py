@@ -84,6 +84,8 @@ class Board:
             loop: the model's outer loop, if it is autoscaled.
             published: its live τ.
         """
+        if self._next_s is None and not self.members.replicas:
+            return  # a new governor hears of the replicas that run within a second
         now = int(now_s)
         if self._next_s is None or not -_MAX_GAP_S <= now - self._next_s <= _MAX_GAP_S:
             self._next_s = now  # also after the clock was put back, or nobody reported for long

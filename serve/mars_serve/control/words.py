@@ -107,5 +107,7 @@ def _state_words(change: Change) -> str:
     figures = change.after or change.before
     assert figures is not None, "a change has one of them"
     what = "has gone" if change.after is None else _STATES[figures.state]
+    if change.before is None and figures.state is ReplicaState.READY:
+        what = "ran before this governor started"  # others are starting when they first report
     name = figures.replica.rsplit("#", 1)[-1]  # Ray Serve puts application and deployment before it
     return f"Replica {name} on {figures.node} {what}."

@@ -42,6 +42,8 @@ def told(board: Board, since_s: int | None = None, **governed: Any) -> dict[str,
 def watched(*reports: list[ReplicaFigures], **governed: Any) -> dict[str, Any]:
     """Return what a dashboard gets after some seconds, in each of which replicas report."""
     board = Board()
+    for each in reports[0]:
+        board.hear(each, START_S)
     for second, figures in enumerate([*reports, []]):
         loop, published = governed.get("loop"), governed.get("published")
         board.advance(START_S + second, loop, published)
@@ -145,6 +147,7 @@ def test_a_change_by_hand_is_called_so():
 
 def test_ingress_replicas_are_summed_up():
     board = Board()
+    board.hear(READY, START_S)
     board.advance(START_S, None, None)
     for name in ("i1", "i2"):
         board.hear_ingress(IngressFigures(name), START_S)
@@ -193,12 +196,27 @@ def test_a_model_without_autoscaling_has_rows_and_no_budget():
     ] * 4
 
 
+def test_nothing_is_shown_before_a_new_governor_knows_the_replicas():
+    board = Board()
+    board.advance(START_S, None, None)
+    board.advance(START_S + 1, None, None)
+    assert told(board)["rows"] == []
+    board.hear(READY, START_S + 1)
+    board.advance(START_S + 2, None, None)
+    board.advance(START_S + 3, None, None)
+    found = told(board)
+    assert [row["num_ready"] for row in found["rows"]] == [1]
+    text = "Replica r1 on 10.0.0.1 ran before this governor started."
+    assert [event["text"] for event in found["events"]] == [text]
+
+
 def test_only_what_is_new_is_told_to_whom_knows_the_rest():
     board = Board()
+    board.hear(READY, START_S)
     for second in range(6):
         board.advance(START_S + second, None, None)
         if second == 4:
-            board.hear(READY, START_S + second)
+            board.hear(replace(READY, replica="r2"), START_S + second)
     everything = told(board)
     assert len(everything["rows"]) == 5
     news = told(board, since_s=START_S + 2)
@@ -211,6 +229,7 @@ def test_only_what_is_new_is_told_to_whom_knows_the_rest():
 
 def test_a_clock_that_jumps_makes_up_no_hours():
     board = Board()
+    board.hear(READY, START_S)
     for now_s in (START_S, START_S + 1, START_S + 86_400, START_S + 86_401):
         board.advance(now_s, None, None)
     assert [row["time_s"] for row in told(board)["rows"]] == [START_S, START_S + 86_400]
