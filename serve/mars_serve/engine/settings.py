@@ -26,7 +26,8 @@ class EngineSettings(Settings):
     """Pages in the pool, which all requests share; by default as many as ``memory_fraction`` of a
     GPU's memory holds, and 2048 on a CPU."""
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
-    """Share that the pool takes of the GPU memory that is free once the weights are loaded."""
+    """Share that the pool takes of what the weights leave of the replica's part of a GPU's memory;
+    with ``num_gpus: 0.5`` that part is a half."""
     max_num_seqs: int = Field(default=32, ge=1)
     """Most requests that run at once."""
     max_num_batched_tokens: int = Field(default=1024, ge=65)

@@ -28,10 +28,30 @@ _log = logging.getLogger(__name__)
 def load_engine(settings: ModelSettings) -> Engine:
     """Load a model, and the model that drafts for it.
 
+    A replica with a part of a GPU allocates no more than that part of its memory.
+
     Raises:
-        UserError: a checkpoint cannot be read or served, the two do not fit together, or a
-            rehearsal has no frontier.
+        UserError: a checkpoint cannot be read or served, the two do not fit together, the device's
+            memory does not hold them, or a rehearsal has no frontier.
     """
+    if settings.num_gpus:
+        torch.cuda.set_per_process_memory_fraction(settings.num_gpus)
+    try:
+        return _load(settings)
+    except torch.OutOfMemoryError as error:
+        raise _memory_error(settings) from error
+
+
+def _memory_error(settings: ModelSettings) -> UserError:
+    free, total = torch.cuda.mem_get_info()
+    return UserError(
+        f"models: {settings.name} does not fit into {settings.num_gpus:g} of a GPU with "
+        f"{total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free; give it a larger GPU "
+        "or part of one (num_gpus), a smaller dtype, or lower engine.memory_fraction"
+    )
+
+
+def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
     checkpoint, drafter = read_checkpoint(settings.path), None
     dtype = getattr(torch, settings.dtype)

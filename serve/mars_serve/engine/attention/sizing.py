@@ -11,7 +11,10 @@ from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 
 
 def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
-    """Return the number of pages that the settings give or the device's free memory allows.
+    """Return the number of pages that the settings give or the device's memory allows.
+
+    On a GPU it is that of the memory that is free and within this process's share of the device,
+    as `torch.cuda.set_per_process_memory_fraction` has set it.
 
     Args:
         settings: of the engine.
@@ -25,13 +28,21 @@ def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedM
         return settings.num_pages
     if model.device.type != "cuda":
         return CPU_PAGES
-    free, _ = torch.cuda.mem_get_info(model.device)
+    free = _bytes_left(model.device)
     page_size = settings.page_size_on(model.device.type)
     page_bytes = shape.elements_per_token * page_size * model.dtype.itemsize
     fitting: int = int(free * settings.memory_fraction) // page_bytes
     if fitting < 1:
         raise UserError(
-            f"engine.memory_fraction: {free / 2**20:.0f} MiB are free beside the weights, less "
-            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or a smaller model"
+            f"engine.memory_fraction: {free / 2**20:.0f} MiB are left beside the weights, less "
+            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or share of one, or "
+            "a smaller model"
         )
     return fitting
+
+
+def _bytes_left(device: torch.device) -> int:
+    """Return the bytes that this process may still allocate on a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
