@@ -145,7 +145,8 @@ def _chat_template(path: Path) -> Iterator[Finding]:
     try:
         check_chat_template(path)
     except UserError as error:
-        yield warning("chat template", str(error).removeprefix("model: "), _NO_TEMPLATE)
+        found = str(error).removeprefix("model: ").rpartition("; ")[0]
+        yield warning("chat template", found, _NO_TEMPLATE)
     else:
         yield ok("chat template", "there is one")
 
