@@ -161,7 +161,7 @@ def _model(path: Path) -> Iterator[Finding]:
         checkpoint = read_checkpoint(path)
         refuse_unsupported(checkpoint.config, path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(checkpoint.config)
+            model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
         refuse_unserved(model)
         present = set().union(*check_weights(path).values())
     except UserError as error:

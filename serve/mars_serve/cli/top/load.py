@@ -28,6 +28,10 @@ class ModelLoad:
     max_replicas: int | None
     num_running: int
     num_waiting: int
+    queued: dict[str, int]
+    """Requests that no engine has begun, by tier, as the ingress replicas count them."""
+    exact_share: float | None
+    """Share of the replicas whose mode without loss is exact now, and not ar."""
     threshold: float | None
     """Mean live τ of tier default over the replicas."""
     flex_threshold: float | None
@@ -62,7 +66,11 @@ class ModelLoad:
         """How requests that name no mode are decoded now, in words."""
         if self.threshold is None:
             return "unknown"
-        return "threshold" if self.threshold < 1 else "without loss"
+        if self.threshold < 1:
+            return "threshold"
+        if self.exact_share is None:
+            return "without loss"
+        return {0.0: "ar", 1.0: "exact"}.get(self.exact_share, "exact and ar")
 
 
 class LoadWindow:
@@ -98,6 +106,8 @@ class LoadWindow:
             max_replicas=scaler.plan.max_replicas if scaler and scaler.plan else None,
             num_running=int(sum(gauges["num_requests_running"].values())),
             num_waiting=int(sum(gauges["num_requests_waiting"].values())),
+            queued={tier: int(num) for tier, num in sorted(metrics.queued.items())},
+            exact_share=_mean(gauges["exact_decoding"]),
             threshold=_mean(gauges["confidence_threshold"]),
             flex_threshold=_mean(gauges["flex_confidence_threshold"]),
             is_automatic=None if live is None else live.is_automatic,

@@ -72,6 +72,8 @@ class ModelMetrics:
     cumulative."""
     outcomes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Requests by how they ended."""
+    queued: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Requests that no engine has begun, by tier."""
     rejections: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Refused requests by status and error code."""
 
@@ -118,6 +120,8 @@ def _add(
         model.outcomes[labels["outcome"]] += value
     elif short == "rejections_total":
         model.rejections[f"{labels['status']} {labels['code']}".strip()] += value
+    elif short == "num_requests_queued":
+        model.queued[labels["tier"]] += value
     elif kind == "gauge":
         model.gauges[short][labels.get("replica", "")] = value
     elif kind == "counter":

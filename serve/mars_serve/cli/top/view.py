@@ -64,6 +64,7 @@ def _rows_of(load: ModelLoad) -> list[tuple[str, str]]:
         ("replicas", _replicas(load)),
         ("requests running", str(load.num_running)),
         ("requests waiting", str(load.num_waiting)),
+        ("not begun, by tier", _queued(load)),
         ("KV cache, fullest replica", number(load.kv_share, ".0%")),
         ("τ of tier default", _threshold(load)),
         ("τ of tier flex", number(load.flex_threshold, ".3f")),
@@ -88,6 +89,10 @@ def _replicas(load: ModelLoad) -> str:
     if load.num_overdue:
         text += f", {load.num_overdue} overdue"
     return text
+
+
+def _queued(load: ModelLoad) -> str:
+    return ", ".join(f"{num} {printable(tier)}" for tier, num in load.queued.items()) or _NOTHING
 
 
 def _threshold(load: ModelLoad) -> str:
@@ -118,6 +123,7 @@ def line(load: ModelLoad) -> str:
         f"{time.strftime('%H:%M:%S')} {printable(load.model)}: replicas {_replicas(load)}",
         f"running {load.num_running}",
         f"waiting {load.num_waiting}",
+        f"not begun {_queued(load)}",
         f"KV {number(load.kv_share, '.0%')}",
         f"τ {_threshold(load)}",
         f"{number(load.tokens_per_s, ',.0f')} tokens/s",

@@ -31,6 +31,11 @@ def exposition(tokens: int, passes: int, within: dict[str, int], refused: int) -
             f"marsray_num_requests_running{{{labels}}} 3",
             f"marsray_kv_cache_usage_ratio{{{labels}}} {0.25 if replica == 'a' else 0.5}",
             f"marsray_confidence_threshold{{{labels}}} {0.9 if replica == 'a' else 1}",
+            f"marsray_exact_decoding{{{labels}}} 1",
+            *(
+                f'marsray_num_requests_queued{{{labels},tier="{tier}"}} {num}'
+                for tier, num in {"default": 2, "flex": 0}.items()
+            ),
             f"marsray_generation_tokens_total{{{labels}}} {tokens}",
             f"marsray_row_passes_total{{{labels}}} {passes}",
         ]
@@ -45,6 +50,8 @@ def exposition(tokens: int, passes: int, within: dict[str, int], refused: int) -
         "# TYPE marsray_num_requests_running gauge",
         "# TYPE marsray_kv_cache_usage_ratio gauge",
         "# TYPE marsray_confidence_threshold gauge",
+        "# TYPE marsray_exact_decoding gauge",
+        "# TYPE marsray_num_requests_queued gauge",
         "# TYPE marsray_generation_tokens_total counter",
         "# TYPE marsray_row_passes_total counter",
         "# TYPE marsray_time_to_first_token_seconds histogram",
@@ -83,6 +90,7 @@ def test_rates_and_percentiles_are_those_between_two_samples() -> None:
     }
     assert (load.kv_share, load.threshold, load.way) == (0.5, pytest.approx(0.95), "threshold")
     assert (load.refused_per_s, load.refused) == (2.0, {"503 full": 11})
+    assert (load.queued, load.exact_share) == ({"default": 4, "flex": 0}, 1.0)
 
 
 def test_counts_that_begin_anew_are_no_negative_rate() -> None:
@@ -106,7 +114,14 @@ def test_a_view_has_everything_in_words() -> None:
     console = Console(width=120)
     with console.capture() as shown:
         console.print(picture("http://x", loads, is_admin=False, problem="no answer"))
-    for words in ("no answer; trying again", "2 of 3 ordered", "load", "11 × 503 full", "2 → 3"):
+    for words in (
+        "no answer; trying again",
+        "2 of 3 ordered",
+        "load",
+        "11 × 503 full",
+        "2 → 3",
+        "4 default",
+    ):
         assert words in shown.get()
     assert "τ 0.950, threshold, autoscaler; 300 tokens/s; 3.00 a pass" in line(loads[0])
 
