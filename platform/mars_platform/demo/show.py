@@ -129,6 +129,8 @@ def _serve(demo: _Demo) -> None:
     items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
     for path in models.values():  # for the playground
         write_examples(path, ([{"role": "user", "content": item.question}] for item in items))
+    if demo.options.serve:
+        _calibrate(demo)
     started = time.monotonic()
     with running_server(models, free_port(), demo.environment) as server:
         demo.seconds["serve_start"] = round(time.monotonic() - started, 1)
@@ -136,6 +138,13 @@ def _serve(demo: _Demo) -> None:
         if demo.options.serve:
             with suppress(KeyboardInterrupt):
                 server.wait()
+
+
+def _calibrate(demo: _Demo) -> None:
+    """Measure what each τ costs, which the playground and the dashboard then show."""
+    model, data = demo.work / "model", demo.work / "data" / "eval.jsonl"
+    with demo.timed("calibrate"):
+        run_command(["calibrate", str(model), "--data", str(data), "--quick"], demo.environment)
 
 
 def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:

@@ -45,6 +45,13 @@ def calibrate(
             "--quick", help="Measure less precisely: 100 conversations, thresholds down to .7."
         ),
     ] = False,
+    examples: Annotated[
+        bool,
+        typer.Option(
+            help="Write the first prompts into the checkpoint, for the playground of whoever may "
+            "use the model."
+        ),
+    ] = True,
     device: Device = "auto",
     dtype: Dtype = None,
     plot: Annotated[
@@ -88,6 +95,7 @@ def calibrate(
         dtype=dtype,
         plot=plot,
         thresholds=threshold or (),
+        examples=examples,
         quick=quick,
     )
     run = calibrate_model(options, Console(stderr=True))

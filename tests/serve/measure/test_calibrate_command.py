@@ -12,7 +12,7 @@ import pytest
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_platform.checkpoint.examples import read_examples
+from mars_platform.checkpoint.examples import EXAMPLES_FILE, read_examples
 from mars_platform.cli import main as cli
 from mars_serve.measure.calibration.run import CalibrateOptions
 from mars_serve.measure.frontier.working_file import WORKING_FILE
@@ -91,7 +91,9 @@ def test_the_tables_are_printed_and_the_calibration_does_not_depend_on_the_batch
     file = model_dir / CALIBRATION_FILE
     options = ["--data", sums, "--max-tokens", 12, "--max-items", 9, "--max-cursors", 60]
     options += ["--threshold", 0.1, "--quick"]
-    assert run(model_dir, *options) == 0
+    (model_dir / EXAMPLES_FILE).unlink(missing_ok=True)
+    assert run(model_dir, *options, "--no-examples") == 0
+    assert not (model_dir / EXAMPLES_FILE).exists()
     printed = " ".join(capsys.readouterr().out.split())
     for title in ("depth", "fitted on", "checked on", "right", "temperature", "ECE", "Brier"):
         assert title in printed

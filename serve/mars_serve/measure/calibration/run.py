@@ -73,6 +73,9 @@ class CalibrateOptions:
     thresholds: Sequence[float] = ()
     """τ of the frontier's points; empty for the default ones. Modes ar and exact are always
     measured."""
+    examples: bool = True
+    """Whether the checkpoint gets the first prompts as examples, which a server shows to whoever
+    may use the model."""
     quick: bool = False
     """Whether to time each step less often, and to measure fewer conversations and thresholds
     unless they are given."""
@@ -151,7 +154,8 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         file = write_calibration(checkpoint.path, measured.calibration)
         frontier = measure_frontier(checkpoint, items, how, working, on_progress)
     frontier_file = write_frontier(checkpoint.path, frontier.frontier)
-    write_examples(checkpoint.path, (item.messages for item in items))
+    if options.examples:
+        write_examples(checkpoint.path, (item.messages for item in items))
     if options.plot is not None:
         with house_style():
             write_picture(options.plot, picture_of(options.model, measured, frontier))
