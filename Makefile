@@ -9,11 +9,11 @@ CLIENTS := .venv-clients
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev lint
+test: $(VENV)/.installed-dev $(VENV)/.browser lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # With the coverage of lines and branches, of which build/coverage/html has the pages.
-test-full: $(VENV)/.installed-dev lint
+test-full: $(VENV)/.installed-dev $(VENV)/.browser lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --full --cov --cov-report=html --cov-report=term
 
 # The documentation site, in build/site; a broken link or anchor is an error.
@@ -67,6 +67,17 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.installed
+
+# The browser that tests of the web pages run, from Debian. Where that is not possible they are
+# skipped, with the reason.
+$(VENV)/.browser: $(VENV)/.torch
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null \
+		&& [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		DEBIAN_FRONTEND=noninteractive timeout 180 sh -c 'apt-get -qq update && \
+			apt-get -qq install --yes --no-install-recommends chromium' > /dev/null 2>&1 \
+			|| echo "chromium cannot be installed; tests of the web pages will be skipped"; \
+	fi
+	touch $@
 
 # The clients pin versions that the project does not share, so that they live apart, without torch.
 $(CLIENTS)/.installed: tests/clients/requirements.txt
