@@ -125,7 +125,8 @@ def _make_model(demo: _Demo) -> None:
 def _serve(demo: _Demo) -> None:
     """Serve both models, measure them and show what was found."""
     demo.console.rule("3  serving on Ray Serve, asked over REST with the openai client")
-    models = {AR_MODEL: demo.work / "train" / "stages" / "ar", MARS_MODEL: demo.work / "model"}
+    # the pages show the first one first
+    models = {MARS_MODEL: demo.work / "model", AR_MODEL: demo.work / "train" / "stages" / "ar"}
     items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
     for path in models.values():  # for the playground
         write_examples(path, ([{"role": "user", "content": item.question}] for item in items))
@@ -143,6 +144,7 @@ def _serve(demo: _Demo) -> None:
 def _calibrate(demo: _Demo) -> None:
     """Measure what each τ costs, which the playground and the dashboard then show."""
     model, data = demo.work / "model", demo.work / "data" / "eval.jsonl"
+    demo.console.rule("calibration, for the pages")
     with demo.timed("calibrate"):
         run_command(["calibrate", str(model), "--data", str(data), "--quick"], demo.environment)
 

@@ -103,6 +103,7 @@ def test_what_a_model_lacks_is_explained(page, server):
     page.get_by_text("There is no loss budget, audit or frontier to show.").wait_for()
     page.get_by_text("has no mars.json").first.wait_for()
     page.get_by_text("only paced models take one").wait_for()
+    assert not page.locator("#charts .card", has_text="mean over ready replicas").is_visible()
     assert not page.get_by_role("button", name="Send a burst").is_visible()
 
 

@@ -337,6 +337,8 @@ def test_a_plain_model_says_what_it_lacks(open_page, server):
     assert "marsray calibrate" in page.locator("#examples").inner_text()
     ask(page, "What?", 6)
     assert {tokens for _, tokens, _ in shown(page)} <= {0, 1}
+    page.select_option("#model", "tools")
+    page.locator("input[name=mode][value=threshold]:checked").wait_for(state="attached")
     assert watch.problems == []
 
 

@@ -208,6 +208,7 @@ function show() {
   const bands = sent && sent.ends_s > to - spanS ? [[sent.began_s, Math.min(sent.ends_s, to)]] : [];
   const reason = whyNotGoverned(chosen);
   for (const chart of charts) chart.update(chosen, to - spanS, to, bands);
+  charts[0].element.hidden = !chosen.about.has_threshold; // a plain AR model has no τ
   for (const each of [budget, frontier]) each.element.hidden = Boolean(reason);
   if (!reason) {
     budget.update(chosen, to - spanS, to, bands);

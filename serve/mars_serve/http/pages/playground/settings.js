@@ -16,10 +16,9 @@ let about = null;
 /** Shows what a model can do. */
 export function showModel(told) {
   about = told;
-  const isPlain = !told.modes.includes("threshold");
   for (const input of $$("input[name=mode]")) {
     input.disabled = !told.modes.includes(input.value);
-    if (isPlain) input.checked = input.value === "ar";
+    input.checked = input.value === told.mode;
   }
   const { frontier } = told;
   const lowest = frontier?.rungs.at(-1).confidence_threshold ?? 1;
