@@ -11,10 +11,18 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.autoscaling.figures import Window, draw_replicas, draw_threshold, quantile, save, stacked
-from bench.autoscaling.live import OBJECTIVE_TTFT_S, Bench, Contender, Request, Run
+from bench.autoscaling.live import (
+    OBJECTIVE_TTFT_S,
+    WARM_UP_REQUESTS,
+    Bench,
+    Contender,
+    Request,
+    Run,
+)
 
 from mars_autoscale.model.frontier import Frontier
 from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
+from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.simulation.policies import Joint
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation, SimulationResult
@@ -97,12 +105,15 @@ def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -
     )
     capacity = frontier.capacity(bench.cluster.max_num_seqs)
     policy = _RecordingJoint(capacity, outer, outer.inner)
+    trace = _as_sent(run.requests)
+    usual = round(fmean(each.output_tokens for each in trace))
     result = Simulation(
-        _as_sent(run.requests),
+        trace,
         capacity,
         replicas,
         policy,
         objective_ttft_s=outer.objective_ttft_s,
+        lengths=counts_of([usual] * WARM_UP_REQUESTS, num_begun=WARM_UP_REQUESTS),
     ).run()
     return Simulated(result, policy.in_flight)
 

@@ -39,7 +39,7 @@ OBJECTIVE_TTFT_S = 1.0
 _GRID = (1.0, 1024.0)
 """Positions at which a paced step table is given; it is extrapolated as a line."""
 _ANY_STORED = (0.0, 1e6)
-_WARM_UP_REQUESTS = 8
+WARM_UP_REQUESTS = 8
 _NUM_SIZED = 200
 """Number of conversations from which the mean output length is estimated."""
 _TARGET_SHARE = 0.8
@@ -222,7 +222,7 @@ def _conversations(data: Path, most: int) -> list[Conversation]:
 
 def _warm_up(url: str, bench: Bench) -> None:
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-        for talk in _conversations(bench.data, _WARM_UP_REQUESTS):
+        for talk in _conversations(bench.data, WARM_UP_REQUESTS):
             messages = [message.model_dump() for message in talk.messages[:-1]]
             body = {"model": NAME, "messages": messages, "max_tokens": bench.max_tokens}
             client.post("/v1/chat/completions", json=body).raise_for_status()

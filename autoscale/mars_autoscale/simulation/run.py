@@ -19,6 +19,8 @@ from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
 
+_NO_LENGTHS = LengthCounts()
+
 
 @dataclass
 class ClusterSample:
@@ -58,6 +60,7 @@ class Simulation:
         *,
         objective_ttft_s: float = 1.0,
         seed: int = 0,
+        lengths: LengthCounts = _NO_LENGTHS,
     ) -> None:
         """Prepare a run.
 
@@ -69,6 +72,7 @@ class Simulation:
             objective_ttft_s: promised seconds to the first token; requests that would wait longer
                 are refused while the policy says that nothing is left to give.
             seed: determines how requests are divided among replicas, where that is random.
+            lengths: outputs before the trace.
         """
         self._trace = trace
         self._capacity = capacity
@@ -95,7 +99,7 @@ class Simulation:
         """Output tokens of the requests that have ended since the last decision."""
         self._running = LengthCounts()
         """Outputs of the requests that ran at the last decision."""
-        self._lengths = LengthCounts()
+        self._lengths = lengths
         """Outputs at the last decision, the latest with the highest weight."""
         self._target = Target(self._num_initial)
         self._next = 0

@@ -8,6 +8,7 @@ from ladders import exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import ServerQueue
 from mars_autoscale.simulation.figures import figures_of
@@ -222,6 +223,22 @@ def test_replicas_are_ordered_for_long_outputs_while_the_first_still_run():
     ordered = {each.time_s: each.num_ready + each.num_starting for each in samples}
     assert ordered[10.0] >= 4
     assert ordered[30.0] >= 9
+
+
+def test_what_is_known_of_outputs_at_the_start_orders_no_replicas_for_longer_ones():
+    """Without it, each is taken to be of the usual length until some have ended."""
+    trace = [TraceRequest(2.0 * index, 0, 8) for index in range(20)]
+    outer = OuterSettings(max_replicas=4, period_s=1.0)
+
+    def most(**options):
+        policy = Joint(ONE_ROW, outer, InnerSettings())
+        limits = ReplicaSettings(max=4, initial=1)
+        samples = Simulation(trace, ONE_ROW, limits, policy, **options).run().samples
+        return max(each.num_ready + each.num_starting for each in samples[:4])
+
+    known = counts_of([8] * 8, num_begun=8)
+    assert most() == 4
+    assert most(lengths=known) <= 2
 
 
 def test_refused_requests_miss_the_objective_and_cost_no_quality():
