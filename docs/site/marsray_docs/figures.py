@@ -54,7 +54,7 @@ def main(folder: Path = FIGURES) -> None:
 
 
 def _visibility() -> Figure:
-    """Which slots of a packed row each slot sees, by the rule that training uses."""
+    """Draw which slots of a packed row each slot sees, by the rule that training uses."""
     prompt, length, block = 3, 9, 3
     positions = torch.arange(length)
     slots = torch.cat([positions, positions[prompt:]])[None]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself to people: example prompts, and the model's card.
+"""Reads and writes what a checkpoint tells people about itself: example prompts, and its card.
 
 ``marsray calibrate`` writes the examples, the first prompts that it measured with. They may be
 edited or removed by hand. Imports no Ray, torch or HTTP library.

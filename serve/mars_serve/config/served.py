@@ -65,7 +65,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Picture:
-    """What has been added to a model's picture for dashboards."""
+    """Additions to a model's picture, which dashboards show."""
 
     last_s: int
     """Time of its latest second in seconds since 1970, from which to ask on; 0 before the first."""

@@ -56,7 +56,7 @@ class Heard:
 
 @dataclass
 class Sums:
-    """What replicas and ingress replicas have counted within one second."""
+    """Counts of all replicas and ingress replicas within one second."""
 
     replicas: Counter[str] = field(default_factory=Counter)
     """Increments by the name of the field of `ReplicaCounts`."""

@@ -15,7 +15,7 @@ from mars_platform.tier import Tier
 
 
 class ReplicaState(StrEnum):
-    """What a replica does, as far as it knows itself."""
+    """A replica's own figures, which it reports once a second."""
 
     STARTING = "starting"
     """It loads the model and warms up."""
@@ -71,7 +71,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True)
 class IngressFigures:
-    """What one ingress replica knows of a model's requests; it reports this once a second."""
+    """An ingress replica's figures of a model's requests, which it reports once a second."""
 
     ingress: str
     """Name of the ingress replica, unique among all that ever ran."""

@@ -1,4 +1,4 @@
-"""What the server tells about a model: its frontier, its card and example prompts."""
+"""Tests the description of a model: its frontier, its card and example prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What streams report of each forward pass, if `return_passes` asks for it."""
+"""Tests the report of each forward pass in streams, which `return_passes` asks for."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Watch:
-    """What a page does that it should not: errors, and requests to other origins."""
+    """Records errors of a page, and its requests to other origins."""
 
     def __init__(self, page: Page, origin: str) -> None:
         self.problems: list[str] = []

@@ -47,7 +47,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class PassDetails:
-    """What a forward pass proposed, with the confidence of each token by the request's measure."""
+    """Proposals of a forward pass, each with its confidence by the request's measure."""
 
     threshold: float
     """τ that the confidences were compared with; 1.0 where they were not."""
@@ -74,7 +74,7 @@ class Delta:
     reasoning: str = ""
     """Text of the model's thinking that is final and to be returned."""
     details: PassDetails | None = None
-    """What the pass proposed, if the request asks for it."""
+    """Proposals of the pass, if the request asks for them."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What a model answers, as it comes, and the figures of how it was decoded.
+"""Holds a model's answer as it grows, and the figures of how it was decoded.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -26,7 +26,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Part:
-    """What one forward pass has added to an answer."""
+    """A part of an answer, added by one forward pass."""
 
     text: str
     num_tokens: int

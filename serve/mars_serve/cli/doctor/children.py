@@ -23,7 +23,7 @@ class Child:
     """A running process that prints findings.
 
     Args:
-        group: the process's checks, as in `mars_serve.cli.doctor.library_checks.GROUPS`.
+        group: the process's checks, as in `mars_serve.cli.doctor.import_checks.GROUPS`.
         model: a checkpoint directory; None for none.
     """
 
@@ -31,7 +31,7 @@ class Child:
         self.group = group
         self._began_s = time.monotonic()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        command = [sys.executable, "-m", "mars_serve.cli.doctor.library_checks", group]
+        command = [sys.executable, "-m", "mars_serve.cli.doctor.import_checks", group]
         self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
             [*command, str(model or "")], stdout=subprocess.PIPE, stderr=self._errors
         )

@@ -1,4 +1,4 @@
-"""What a check of ``marsray doctor`` has found.
+"""Describes the findings of ``marsray doctor``.
 
 Only the standard library is imported here, so that checks also run where packages are broken.
 """
@@ -32,9 +32,9 @@ class Finding:
     state: State
     """How serious it is."""
     found: str
-    """What was found, in one line."""
+    """Observation in one line."""
     remedy: str = ""
-    """What to do about it; empty if nothing needs to be done."""
+    """Remedy; empty if nothing needs to be done."""
 
 
 Check = Callable[[], Iterable[Finding]]

@@ -1,4 +1,4 @@
-"""What a server says of itself at one moment, read from its endpoints. Imports no Ray or torch."""
+"""Reads from a server's endpoints how it is at one moment. Imports no Ray or torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ModelMetrics:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server says at one moment."""
+    """A server's own figures at one moment."""
 
     time_s: float
     """Seconds by a clock that never goes back."""

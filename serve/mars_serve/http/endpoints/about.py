@@ -89,7 +89,7 @@ class ExamplePrompt(Shape):
 
 
 class KeyAbilities(Shape):
-    """What the request's key may do."""
+    """Permissions of the request's key."""
 
     tiers: list[str]
     min_confidence_threshold: float

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mars_platform.cli.main import run
-from mars_serve.cli.doctor import library_checks, machine, packages
+from mars_serve.cli.doctor import import_checks, machine, packages
 from mars_serve.cli.doctor.checkpoint_checks import check_checkpoint
 from mars_serve.cli.doctor.children import Child
 from mars_serve.cli.doctor.finding import Finding, State, guarded
@@ -39,7 +39,7 @@ def test_a_whole_checkpoint_has_no_failure(mars_dir: Path) -> None:
     files = by_check(check_checkpoint(mars_dir))
     assert {each.state for each in files.values()} == {State.OK}
     assert "block size 4" in files["mars.json"].found
-    engine = by_check(library_checks.torch_findings(mars_dir))
+    engine = by_check(import_checks.torch_findings(mars_dir))
     assert failures(engine.values()) == {}
     assert engine["attention"].found == "pages are gathered: the device is cpu, not a GPU"
     assert "can be served" in engine["model"].found
@@ -76,7 +76,7 @@ def test_a_missing_config_and_directory_are_failures(copied: Path) -> None:
 
 def test_a_frontier_of_before_is_refused(copied: Path) -> None:
     (copied / "frontier.json").write_text('{"format_version": 1}')
-    wrong = failures(library_checks.torch_findings(copied))
+    wrong = failures(import_checks.torch_findings(copied))
     assert set(wrong) == {"frontier"}
     assert "format_version" in wrong["frontier"]
     assert "marsray calibrate" in wrong["frontier"]
@@ -187,6 +187,6 @@ def test_an_unreachable_cluster_that_is_named_fails(
 ) -> None:
     assert "ray" in sys.modules or __import__("ray")
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_tcp_port}")
-    wrong = failures(library_checks.ray_findings(None))
+    wrong = failures(import_checks.ray_findings(None))
     assert set(wrong) == {"Ray cluster"}
     assert "RAY_ADDRESS" in wrong["Ray cluster"]

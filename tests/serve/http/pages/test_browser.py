@@ -1,4 +1,4 @@
-"""What every page keeps to in a browser: its files only, its policy, and no request elsewhere."""
+"""Tests that every page loads its own files only, keeps to its policy and asks no other origin."""
 
 from __future__ import annotations
 

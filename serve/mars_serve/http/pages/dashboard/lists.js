@@ -64,7 +64,7 @@ function auditWords(audit, about) {
   return `${found} The evidence against frontier.json is ${percent(audit.evidence)} of what raises the alarm.`;
 }
 
-/** What has changed and why, the latest first. */
+/** A card that lists changes with their reasons, the latest first. */
 export class EventsCard extends Card {
   constructor() {
     super("What has changed, and why", { class: "events", tabindex: "0", role: "region", "aria-label": "What has changed, and why" });
