@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-import httpx
-
+from mars_platform.cli.addresses import parsed_address, without_version
 from mars_platform.errors import UserError
 
 
@@ -20,18 +19,12 @@ def server_url(text: str) -> str:
     Raises:
         UserError: it is no HTTP address, or holds a password.
     """
-    try:
-        parsed = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise UserError(f"URL: {text} is no address ({error}); give http://HOST:PORT") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"URL: {text} is not http or https; give http://HOST:PORT")
-    if parsed.userinfo:
+    if parsed_address(text, "URL").userinfo:
         raise UserError(
             "URL: it holds a name or password, which other users of this machine could read; put a "
             "key into an environment variable and name it with --key-env"
         )
-    return text.rstrip("/").removesuffix("/v1")
+    return without_version(text)
 
 
 def key_in(variable: str | None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from mars_platform.cli.addresses import parsed_address, without_version
 from mars_platform.errors import UserError
 from mars_serve.bench.load.answers import AutoscalerAnswer
 from mars_serve.bench.load.costs import Losses
@@ -34,18 +35,13 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
     Raises:
         UserError: it is not an HTTP address, or it is another machine's without ``allow_remote``.
     """
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UserError(f"--url: {url} is no address ({error}); give http://HOST:PORT") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"--url: {url} is not http or https; give http://HOST:PORT")
+    parsed = parsed_address(url, "--url")
     if not (allow_remote or is_loopback(parsed.host)):
         raise UserError(
             f"--url: {parsed.host} is not this machine, and a load test may take a server down; "
             "add --allow-remote if it is yours to test"
         )
-    return url.rstrip("/").removesuffix("/v1")
+    return without_version(url)
 
 
 def allow_connections() -> None:
