@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from mars_platform.errors import UserError
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import attending
+from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.decoder.decoder import MergedDecoder, why_unmerged
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ _COMPILED_FOR = (16, 1)
 Decode = Callable[[Tensor, Tensor], Tensor]
 """Function from token ids and position ids, int64 [positions] each, to hidden states
 [positions, hidden_size]."""
+DecodeStep = Callable[[Tensor, Tensor, Any], Tensor]
+"""`Decode` with the step's attention metadata as a third argument."""
 
 
 class StepFunction:
@@ -35,19 +39,17 @@ class StepFunction:
         """Take a model, and compile its decoder for all numbers of positions if that is wanted.
 
         Args:
-            model: attends by the operator ``marsray::attend``; its layers do not change any more.
+            model: attends by the operator ``marsray::attend``; its layers do not change any more,
+                but those of the four families are merged here if attention reads pages in place.
             attention: owns the KV cache.
-            compiled: whether to use ``torch.compile``, which takes some seconds for each layer, and
-                less if torch finds the result in its cache.
+            compiled: whether to keep the layers and use ``torch.compile``, which takes some seconds
+                for each layer, and less if torch finds the result in its cache.
 
         Raises:
             UserError: the model cannot be compiled on this machine.
         """
-        self._attention = attention
         self._output = model.get_output_embeddings()
-        self._decode = _decoder(model)
-        if compiled:
-            self._decode = _compile(self._decode, model.device)
+        self._decode = _decoder(model, attention, compiled=compiled)
 
     def __call__(self, ids: Tensor, position_ids: Tensor, reads: Tensor, metadata: Any) -> Tensor:
         """Return the logits of the positions that are read.
@@ -65,8 +67,7 @@ class StepFunction:
 
     def hidden(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size]."""
-        with attending(partial(self._attention.attend, metadata=metadata)):
-            return self._decode(ids, position_ids)
+        return self._decode(ids, position_ids, metadata)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
@@ -74,7 +75,25 @@ class StepFunction:
         return logits
 
 
-def _decoder(model: PreTrainedModel) -> Decode:
+def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) -> DecodeStep:
+    """Return the decoder with the fewest launches that the model and the attention allow."""
+    if not compiled and isinstance(attention, VarlenAttention):
+        reason = why_unmerged(model)
+        if reason is None:
+            return MergedDecoder(model, attention)
+        _log.info("the model keeps its own layers: %s", reason)
+    decode = _own_decoder(model)
+    if compiled:
+        decode = _compile(decode, model.device)
+
+    def decode_step(ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
+        with attending(partial(attention.attend, metadata=metadata)):
+            return decode(ids, position_ids)
+
+    return decode_step
+
+
+def _own_decoder(model: PreTrainedModel) -> Decode:
     decoder: Any = model.base_model  # the whole model's forward would wrap its output twice
 
     def decode(ids: Tensor, position_ids: Tensor) -> Tensor:
