@@ -38,21 +38,31 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
     return any("dynamic" in str(each.get("rope_type")) for each in kinds)
 
 
+def merge_layers(model: PreTrainedModel, attention: VarlenAttention) -> None:
+    """Replace a model's layers one by one, so that one layer is held twice at most.
+
+    Args:
+        model: a model for which `why_unmerged` returns None.
+        attention: owns the KV cache.
+    """
+    layers = model.base_model.layers
+    for index in range(len(layers)):
+        layers[index] = MergedLayer(layers[index], attention)
+
+
+def is_merged(model: PreTrainedModel) -> bool:
+    """Return whether `merge_layers` has replaced a model's layers."""
+    return any(isinstance(module, MergedLayer) for module in model.modules())
+
+
 class MergedDecoder:
-    """The decoder of a model from token ids to normalised hidden states."""
+    """The decoder of a merged model from token ids to normalised hidden states."""
 
-    def __init__(self, model: PreTrainedModel, attention: VarlenAttention) -> None:
-        """Replace a model's layers one by one, so that one layer is held twice at most.
-
-        Args:
-            model: a model for which `why_unmerged` returns None.
-            attention: owns the KV cache.
-        """
-        base: Any = model.base_model
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take a model whose layers are merged."""
         if model.device.type == "cuda":
             from mars_serve.engine.kernels import layer_triton  # noqa: F401 -- adds GPU operators
-        for index in range(len(base.layers)):
-            base.layers[index] = MergedLayer(base.layers[index], attention)
+        base: Any = model.base_model
         self._layers: nn.ModuleList = base.layers
         self._embeddings, self._norm = base.embed_tokens, base.norm
         self._rotary = base.rotary_emb

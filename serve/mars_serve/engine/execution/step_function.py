@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from mars_platform.errors import UserError
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import attending
-from mars_serve.engine.attention.varlen import VarlenAttention
-from mars_serve.engine.decoder.decoder import MergedDecoder, why_unmerged
+from mars_serve.engine.decoder.decoder import MergedDecoder, is_merged
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +38,10 @@ class StepFunction:
         """Take a model, and compile its decoder for all numbers of positions if that is wanted.
 
         Args:
-            model: attends by the operator ``marsray::attend``; its layers do not change any more,
-                but those of the four families are merged here if attention reads pages in place.
+            model: attends by the operator ``marsray::attend``; its layers do not change any more.
             attention: owns the KV cache.
-            compiled: whether to keep the layers and use ``torch.compile``, which takes some seconds
-                for each layer, and less if torch finds the result in its cache.
+            compiled: whether to use ``torch.compile``, which takes some seconds for each layer, and
+                less if torch finds the result in its cache; not for merged layers.
 
         Raises:
             UserError: the model cannot be compiled on this machine.
@@ -76,12 +74,8 @@ class StepFunction:
 
 
 def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) -> DecodeStep:
-    """Return the decoder with the fewest launches that the model and the attention allow."""
-    if not compiled and isinstance(attention, VarlenAttention):
-        reason = why_unmerged(model)
-        if reason is None:
-            return MergedDecoder(model, attention)
-        _log.info("the model keeps its own layers: %s", reason)
+    if is_merged(model):
+        return MergedDecoder(model)
     decode = _own_decoder(model)
     if compiled:
         decode = _compile(decode, model.device)

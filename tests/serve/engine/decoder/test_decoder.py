@@ -16,7 +16,12 @@ from decoding.engine_requests import make_request, make_row
 from decoding.engines import paged_attention
 from decoding.tiny_models import build_model
 from mars_serve.engine.batch import build_batch
-from mars_serve.engine.decoder.decoder import MergedDecoder, rotates_by_length, why_unmerged
+from mars_serve.engine.decoder.decoder import (
+    MergedDecoder,
+    merge_layers,
+    rotates_by_length,
+    why_unmerged,
+)
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 ROPES: dict[str, dict[str, Any]] = {
@@ -60,7 +65,8 @@ def hidden_states(model: PreTrainedModel, num_tokens: int) -> tuple[Tensor, Tens
     expected = model.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
     merged = copy.deepcopy(model)
     attention = paged_attention(merged, num_pages=40, page_size=4)
-    decoder = MergedDecoder(merged, attention)
+    merge_layers(merged, attention)
+    decoder = MergedDecoder(merged)
     request = make_request("one", tokens, pages=list(range(40)))
     found = []
     for count in (num_tokens // 3, num_tokens - num_tokens // 3):
@@ -108,13 +114,11 @@ def test_replaced_weights_are_freed() -> None:
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     ]
     count = sum(weight.numel() for weight in model.parameters())
-    attention = paged_attention(model, num_pages=4, page_size=4)
-    decoder = MergedDecoder(model, attention)
+    merge_layers(model, paged_attention(model, num_pages=4, page_size=4))
     gc.collect()
     assert len(replaced) == 16
     assert all(each() is None for each in replaced)
     assert sum(weight.numel() for weight in model.parameters()) == count
-    assert decoder is not None
 
 
 @pytest.mark.parametrize(
