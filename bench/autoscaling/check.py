@@ -28,7 +28,6 @@ from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation, SimulationResult
 from mars_autoscale.traces.files import TraceRequest
 
-
 _BEGIN_S = -10.0
 """Time at which a simulation begins: the server was idle while the load test started."""
 
