@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.execution.acceptance import (
     Accepted,
@@ -144,7 +144,7 @@ class ModelRunner:
         self.model = model
         self._forward: Forward = (
             GraphedForward(model, attention, compiled=compiled)
-            if isinstance(attention, VarlenAttention)
+            if isinstance(attention, PagedAttention)
             else EagerForward(model, attention, compiled=compiled)
         )
         self.mask_token_id = mask_token_id
