@@ -204,6 +204,21 @@ class VarlenAttention:
         metadata: VarlenMetadata,
     ) -> Tensor:
         """See `Attention.attend`."""
+        output = self.attend_written(layer, query, key, value, scaling, metadata)
+        for pages, fresh in ((self.keys[layer], key), (self.values[layer], value)):
+            pages.flatten(0, 1).index_copy_(0, metadata.slots, fresh)
+        return output
+
+    def attend_written(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        metadata: VarlenMetadata,
+    ) -> Tensor:
+        """Attend like `attend` where the keys and values have been written to their pages."""
         keys, values = self.keys[layer], self.values[layer]
         output, lse = self._attend_own(query, key, value, scaling, metadata)
         if metadata.shape.num_pages:
@@ -212,8 +227,6 @@ class VarlenAttention:
             share = torch.sigmoid(cached_lse - lse).masked_fill(~metadata.has_cached, 0.0)
             cached = cached.float().masked_fill(~metadata.has_cached[..., None], 0.0)
             output = torch.lerp(output, cached, share[..., None])
-        for pages, fresh in ((keys, key), (values, value)):
-            pages.flatten(0, 1).index_copy_(0, metadata.slots, fresh)
         return output.to(query.dtype)
 
     def recover(self) -> None:
