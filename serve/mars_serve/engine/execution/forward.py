@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
+from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
@@ -43,6 +45,8 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
+
+_log = logging.getLogger(__name__)
 
 _TILE = 16
 """Rows of every matrix product in batch-invariant mode."""
@@ -138,6 +142,12 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        if isinstance(attention, PagedAttention) and not compiled:
+            reason = why_unmerged(model)
+            if reason is None:
+                merge_layers(model, attention)
+            else:
+                _log.info("the model keeps its own layers: %s", reason)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)

@@ -76,15 +76,16 @@ def graphed_engine(make_engine: Engines, model: PreTrainedModel, capture: Any) -
 
 
 class Pair:
-    """One model that runs both eagerly and from fixed addresses, each over pages of its own."""
+    """Two copies of a model, one run eagerly and one from fixed addresses."""
 
     def __init__(self, model: PreTrainedModel, capture: Any, **options: Any) -> None:
-        self.model = copy.deepcopy(model)
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        models = [copy.deepcopy(model) for _ in range(2)]  # each forward takes over its own
+        for each in models:
+            each.set_attn_implementation(ATTENTION_NAME)
         sizes = {"page_size": PAGE, "num_pages": NUM_PAGES, **options}
-        self.attentions = [paged_attention(self.model, **sizes) for _ in range(2)]
-        self.eager = EagerForward(self.model, self.attentions[0])
-        self.graphed = GraphedForward(self.model, self.attentions[1])
+        self.attentions = [paged_attention(each, **sizes) for each in models]
+        self.eager = EagerForward(models[0], self.attentions[0])
+        self.graphed = GraphedForward(models[1], self.attentions[1])
         self.graphed.capture(SIZES, capture)
 
     @torch.inference_mode()
