@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.decoder.layer import MergedLayer, Rotation
 from mars_serve.engine.kernels.layer import add_rms_norm
 
@@ -38,7 +38,7 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
     return any("dynamic" in str(each.get("rope_type")) for each in kinds)
 
 
-def merge_layers(model: PreTrainedModel, attention: VarlenAttention) -> None:
+def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:
     """Replace a model's layers one by one, so that one layer is held twice at most.
 
     Args:

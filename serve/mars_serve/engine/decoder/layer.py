@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.kernels.layer import add_rms_norm, rotate_and_write, silu_mul
 
 
@@ -25,7 +25,7 @@ class Rotation(NamedTuple):
 class MergedLayer(nn.Module):
     """A decoder layer over the positions of a step, which writes its keys and values to pages."""
 
-    def __init__(self, layer: Any, attention: VarlenAttention) -> None:
+    def __init__(self, layer: Any, attention: PagedAttention) -> None:
         """Take over the weights of a layer, which loses each of them as its merged copy is made.
 
         Args:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.execution.acceptance import (
@@ -142,7 +142,7 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
-        if isinstance(attention, VarlenAttention) and not compiled:
+        if isinstance(attention, PagedAttention) and not compiled:
             reason = why_unmerged(model)
             if reason is None:
                 merge_layers(model, attention)
@@ -154,7 +154,7 @@ class ModelRunner:
         self.model = model
         self._forward: Forward = (
             GraphedForward(model, attention, compiled=compiled)
-            if isinstance(attention, VarlenAttention)
+            if isinstance(attention, PagedAttention)
             else EagerForward(model, attention, compiled=compiled)
         )
         self.mask_token_id = mask_token_id
