@@ -28,6 +28,9 @@ from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation, SimulationResult
 from mars_autoscale.traces.files import TraceRequest
 
+_BEGIN_S = -10.0
+"""Time at which a simulation begins: the server was idle while the load test started."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -114,6 +117,7 @@ def simulate(run: Run, bench: Bench, contender: Contender, frontier: Frontier) -
         policy,
         objective_ttft_s=outer.objective_ttft_s,
         lengths=counts_of([usual] * WARM_UP_REQUESTS, num_begun=WARM_UP_REQUESTS),
+        begin_s=_BEGIN_S,
     ).run()
     return Simulated(result, policy.in_flight)
 

@@ -9,8 +9,8 @@ def sizing(script):
 def test_a_row_equals_the_values_computed_by_hand(sizing):
     model = sizing.Model("7B", 7.6e9, 28, 4, 128)
     gpu = sizing.Gpu("80 GB", 80e9, 2000e9, 300e12)
-    # 57,344 bytes a token; 0.85 x (80 - 1.5 - 15.2) GB / (256 x 57,344)
-    assert sizing.num_pages(model, gpu) == 3665
+    # 57,344 bytes a token; 0.85 x (80 - 1.5 - 15.2) GB / (64 x 57,344)
+    assert sizing.num_pages(model, gpu) == 14660
     assert sizing.batch(model, gpu) == 64
     # 15.2 GB of weights and 64 x 2048 x 57,344 bytes at 1.3 TB/s
     assert sizing.step_s(model, gpu, 64) == pytest.approx(0.002 + 22.716e9 / 1.3e12, rel=1e-4)

@@ -287,8 +287,8 @@ class Replica:
 class Events:
     """The simulation's clock and its future actions."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self.now_s = begin_s
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 

@@ -42,6 +42,7 @@ class SimulationResult:
     served: list[Served] = field(default_factory=list)
     """Every request, by arrival."""
     replica_seconds: float = 0.0
+    """Replica-seconds from time 0 to the last arrival."""
     num_threshold_changes: int = 0
     num_replica_changes: int = 0
     samples: list[ClusterSample] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Simulation:
         objective_ttft_s: float = 1.0,
         seed: int = 0,
         lengths: LengthCounts = _NO_LENGTHS,
+        begin_s: float = 0.0,
     ) -> None:
         """Prepare a run.
 
@@ -73,14 +75,18 @@ class Simulation:
                 are refused while the policy says that nothing is left to give.
             seed: determines how requests are divided among replicas, where that is random.
             lengths: outputs before the trace.
+            begin_s: time at which the first replicas are ready, at most 0; from then on the policy
+                has seen that nothing arrives.
         """
+        assert begin_s <= 0.0, "the cluster is ready when the trace begins"
         self._trace = trace
         self._capacity = capacity
         self._settings = settings
         self._policy = policy
         self._objective_ttft_s = objective_ttft_s
         self._num_initial = settings.num_initial(trace, capacity)
-        self._events = Events()
+        self._begin_s = begin_s
+        self._events = Events(begin_s)
         self._end_s = trace[-1].arrival_s
         self._dispatch = policy.dispatch(seed)
         self._replicas: list[Replica] = []
@@ -107,11 +113,11 @@ class Simulation:
         self._result = SimulationResult()
 
     def run(self) -> SimulationResult:
-        """Simulate from the first arrival until the last request has ended."""
+        """Simulate from the beginning until the last request has ended."""
         for _ in range(self._num_initial):
             self._start(cold_start_s=0.0)
-        self._events.at(0.0, self._decide)
-        self._events.at(0.0, self._look)
+        self._events.at(self._begin_s, self._decide)
+        self._events.at(self._begin_s, self._look)
         self._events.at(self._trace[0].arrival_s, self._arrive)
         self._events.run()
         for replica in [*self._replicas]:
@@ -194,7 +200,8 @@ class Simulation:
     def _end(self, replica: Replica) -> None:
         self._replicas.remove(replica)
         del self._inner_loops[id(replica)]
-        self._result.replica_seconds += min(self._events.now_s, self._end_s) - replica.started_s
+        begin_s = max(replica.started_s, 0.0)
+        self._result.replica_seconds += max(0.0, min(self._events.now_s, self._end_s) - begin_s)
 
     def _alive(self) -> list[Replica]:
         return [each for each in self._replicas if not each.is_draining]
@@ -267,7 +274,7 @@ class Simulation:
             served.request.prompt_tokens - served.cached_tokens for served in self._window
         )
         self._mean_prompt = prompt_tokens / max(len(self._window), 1)
-        span = max(min(now, RATE_WINDOW_S), 1.0)
+        span = max(min(now - self._begin_s, RATE_WINDOW_S), 1.0)
         loads = [
             ReplicaLoad(
                 now,

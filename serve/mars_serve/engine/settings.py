@@ -6,7 +6,9 @@ from pydantic import Field, model_validator
 
 from mars_platform.config import Settings
 
-_CPU_PAGE_SIZE, _GPU_PAGE_SIZE = 16, 256
+_CPU_PAGE_SIZE = 16
+_GPU_PAGE_SIZE = 64
+"""A block of keys in the attention kernel, which then lies in one page."""
 CPU_PAGES = 2048
 """Default number of pages of a pool in main memory."""
 
@@ -21,7 +23,8 @@ class EngineSettings(Settings):
     }
 
     page_size: int | None = Field(default=None, ge=1, le=1024)
-    """Tokens in a page; by default 16 on a CPU and 256 on a GPU, whose kernels need a multiple."""
+    """Tokens in a page; by default 16 on a CPU and 64 on a GPU, where any size is possible and a
+    multiple of 64 is the fastest."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages in the pool, which all requests share; by default as many as ``memory_fraction`` of a
     GPU's memory holds, and 2048 on a CPU."""

@@ -241,6 +241,26 @@ def test_what_is_known_of_outputs_at_the_start_orders_no_replicas_for_longer_one
     assert most(lengths=known) <= 2
 
 
+def test_a_cluster_that_was_idle_before_the_trace_knows_that_its_rate_was_low():
+    """Without it, three requests of the first second are taken for a rate of 3/s."""
+    trace = [TraceRequest(time_s, 0, 8) for time_s in (0.2, 0.4, 0.6, *range(4, 40, 4))]
+    outer = OuterSettings(max_replicas=4, period_s=1.0)
+
+    def run(begin_s):
+        policy = Joint(ONE_ROW, outer, InnerSettings())
+        limits = ReplicaSettings(max=4, initial=1)
+        known = counts_of([8] * 8, num_begun=8)
+        return Simulation(trace, ONE_ROW, limits, policy, lengths=known, begin_s=begin_s).run()
+
+    def first(result):
+        return next(each for each in result.samples if each.time_s > 0)
+
+    cold, idle = run(0.0), run(-10.0)
+    assert first(idle).requests_per_s < first(cold).requests_per_s / 5
+    assert idle.replica_seconds <= cold.replica_seconds
+    assert idle.samples[0].time_s == -10.0
+
+
 def test_refused_requests_miss_the_objective_and_cost_no_quality():
     late = [TraceRequest(1 + 0.001 * i, 0, 3, FLEX) for i in range(12)]
     policy = Script((0.8,), is_saturated=True)

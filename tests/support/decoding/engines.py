@@ -11,9 +11,8 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.interface import KeyValueShape
-from mars_serve.engine.attention.paged_kernel import PagedKernel
-from mars_serve.engine.attention.plain_kernel import plain_kernel
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.attention.plan import Tiling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -92,15 +91,15 @@ def paged_attention(
     num_pages: int,
     page_size: int,
     max_masks: int = 0,
-    kernel: PagedKernel | None = None,
-) -> VarlenAttention:
-    """Return attention that reads pages in place, by the plain kernel if none is given."""
-    return VarlenAttention(
+    tiling: Tiling | None = None,
+) -> PagedAttention:
+    """Return attention that reads pages in place, on a CPU by the kernel's twin."""
+    return PagedAttention(
         KeyValueShape.of(model.config),
         num_query_heads=model.config.num_attention_heads,
         num_pages=num_pages,
         page_size=page_size,
         dtype=model.dtype,
         device=model.device,
-        kernel=kernel or plain_kernel(needs_key_starts=True),
+        tiling=tiling,
     )

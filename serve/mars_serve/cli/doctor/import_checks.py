@@ -136,14 +136,13 @@ def _attention(model: Path | None) -> Iterator[Finding]:
         dtype = getattr(torch, stored_dtype(model))
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         head_dim = KeyValueShape.of(config).head_dim
-    page_size = settings.page_size_on(device.type)
-    reason = why_gathered(settings, device, dtype, page_size=page_size, head_dim=head_dim)
+    reason = why_gathered(settings, device, dtype, head_dim=head_dim)
     if reason is None:
         yield ok("attention", "a paged kernel reads the KV cache in place")
     elif device.type == "cpu":
         yield ok("attention", f"pages are gathered: {reason}")
     else:
-        remedy = "serve in bfloat16 (dtype: bfloat16) on a GPU that FlashAttention supports"
+        remedy = "serve in bfloat16 (dtype: bfloat16) on a GPU of compute capability 8.0 or more"
         yield warning("attention", f"pages are gathered, which is slower: {reason}", remedy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import torch
@@ -10,11 +11,16 @@ from transformers import PreTrainedModel
 from mars_platform.errors import UserError
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
-from mars_serve.engine.attention.paged_kernel import load_kernel, varlen_available
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_HEAD_DIM = 256
+_LEAST_CAPABILITY = 8
+"""Major compute capability from which Triton multiplies matrices of bfloat16 and copies blocks
+asynchronously."""
 
 
 def choose_attention(
@@ -40,18 +46,16 @@ def choose_attention(
     refuse_unserved(model)
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype
-    reason = why_gathered(settings, device, dtype, page_size=page_size, head_dim=shape.head_dim)
+    reason = why_gathered(settings, device, dtype, head_dim=shape.head_dim)
     if reason is None:
-        kernel = load_kernel(device)
-        _log.info("attention reads pages in place with %s", kernel.name)
-        return VarlenAttention(
+        _log.info("attention reads pages in place")
+        return PagedAttention(
             shape,
             num_query_heads=model.config.num_attention_heads,
             num_pages=num_pages,
             page_size=page_size,
             dtype=dtype,
             device=device,
-            kernel=kernel,
         )
     _log.info("attention gathers pages: %s", reason)
     return GatheredAttention(
@@ -68,18 +72,32 @@ def choose_attention(
 
 
 def why_gathered(
-    settings: EngineSettings,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    page_size: int,
-    head_dim: int,
+    settings: EngineSettings, device: torch.device, dtype: torch.dtype, *, head_dim: int
 ) -> str | None:
     """Return why pages have to be gathered, or None if a kernel can read them in place."""
     if settings.batch_invariant:
-        # The chunks of a prompt depend on the other requests, and so would the parts to merge.
+        # The chunks of a prompt depend on the other requests, and so do the pieces to combine.
         return "engine.batch_invariant is set"
-    return varlen_available(device, dtype, page_size=page_size, head_dim=head_dim)
+    if device.type != "cuda":
+        return f"the device is {device.type}, not a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which CUDA builds of torch bring along, is not installed"
+    capability, _ = torch.cuda.get_device_capability(device)
+    return refusal(capability, dtype, head_dim)
+
+
+def refusal(capability: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the kernel cannot run on a GPU of a major compute capability."""
+    if dtype not in _DTYPES:
+        return f"the weights are {dtype}, and the kernel takes bfloat16, float16 and float32"
+    if capability < _LEAST_CAPABILITY:
+        return (
+            f"the GPU's compute capability is {capability}, and the kernel needs "
+            f"{_LEAST_CAPABILITY} or more"
+        )
+    if head_dim > _MAX_HEAD_DIM:
+        return f"the head size is {head_dim}, and the kernel takes up to {_MAX_HEAD_DIM}"
+    return None
 
 
 def refuse_unserved(model: PreTrainedModel) -> None:

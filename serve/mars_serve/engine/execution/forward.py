@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,9 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
+from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
@@ -44,6 +46,8 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
+
+_log = logging.getLogger(__name__)
 
 _TILE = 16
 """Rows of every matrix product in batch-invariant mode."""
@@ -139,13 +143,19 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        if isinstance(attention, PagedAttention) and not compiled:
+            reason = why_unmerged(model)
+            if reason is None:
+                merge_layers(model, attention)
+            else:
+                _log.info("the model keeps its own layers: %s", reason)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)
         self.model = model
         self._forward: Forward = (
             GraphedForward(model, attention, compiled=compiled)
-            if isinstance(attention, VarlenAttention)
+            if isinstance(attention, PagedAttention)
             else EagerForward(model, attention, compiled=compiled)
         )
         self.mask_token_id = mask_token_id

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.attention.varlen import MAX_NARROW, StepShape, VarlenAttention, cached_pages
+from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.batch import StepBatch, bucket
 from mars_serve.engine.execution.staging import stage
 from mars_serve.engine.execution.step_function import StepFunction
@@ -106,11 +108,6 @@ class ForwardShape:
     num_reads: int
     step: StepShape
 
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of integers of token ids, position ids, reads and attention metadata."""
-        return [self.step.num_positions] * 2 + [self.num_reads, sum(self.step.sizes)]
-
 
 @dataclass(frozen=True)
 class GraphSizes:
@@ -147,16 +144,9 @@ class GraphSizes:
 
     def _shape(self, num_positions: int, num_pages: int) -> ForwardShape:
         # A decoding row feeds the tokens accepted last, at most one more than masks, and new masks.
-        num_rows = min(num_positions, self.max_rows)
         return ForwardShape(
             num_reads=min(num_positions, self.max_rows * (self.max_masks + 1)),
-            step=StepShape(
-                num_positions=num_positions,
-                num_rows=num_rows,
-                num_pages=num_pages,
-                num_narrow=num_rows,
-                width=min(num_positions, (self.max_masks + 1) ** 2, MAX_NARROW),
-            ),
+            step=StepShape(num_positions, min(num_positions, self.max_rows), num_pages),
         )
 
 
@@ -171,7 +161,7 @@ class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
     def __init__(
-        self, model: PreTrainedModel, attention: VarlenAttention, *, compiled: bool = False
+        self, model: PreTrainedModel, attention: PagedAttention, *, compiled: bool = False
     ) -> None:
         """See `StepFunction`."""
         self._model, self._attention = model, attention
@@ -198,13 +188,13 @@ class GraphedForward:
         shapes = sizes.shapes()
         most = max(shape.num_reads for shape in shapes)
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        self._numbers = self._numbers.new_zeros(max(sum(shape.sizes) for shape in shapes))
+        self._numbers = self._numbers.new_zeros(max(sum(self._sizes_of(shape)) for shape in shapes))
         self._logits = self._logits.new_zeros(most, vocabulary)
         self._sizes = sizes
         for done, shape in enumerate(shapes, start=1):
             zeros = [0] * shape.step.num_positions
             empty = StepBatch(ids=zeros, position_ids=zeros, rows=[], num_positions=0)
-            self._numbers[: sum(shape.sizes)].copy_(self._pack(empty, shape))
+            self._numbers[: sum(self._sizes_of(shape))].copy_(self._pack(empty, shape))
             self._replays[shape] = capture(self._on_fixed_addresses(shape))
             if on_progress is not None:
                 on_progress(done, len(shapes))
@@ -235,21 +225,26 @@ class GraphedForward:
         if self._sizes is None:
             return None
         shape = self._sizes.shape_for(batch, self._attention.page_size)
-        width = max((row.length for row in batch.rows), default=0)
-        fits = width <= shape.step.width and len(batch.reads) <= shape.num_reads
+        fits = len(batch.reads) <= shape.num_reads
         return shape if shape in self._replays and fits else None
+
+    def _sizes_of(self, shape: ForwardShape) -> list[int]:
+        """Return the integers of token ids, position ids, reads and attention metadata."""
+        step = shape.step
+        return [step.num_positions] * 2 + [shape.num_reads, sum(self._attention.sizes(step))]
 
     def _pack(self, batch: StepBatch, shape: ForwardShape) -> Tensor:
         """Return a step's integers; padded reads read position 0."""
-        reads = batch.reads
-        reads += [0] * (shape.num_reads - len(reads))
-        metadata = self._attention.pack(batch, shape.step)
-        numbers = torch.tensor([*batch.ids, *batch.position_ids, *reads, *metadata])
-        assert len(numbers) == sum(shape.sizes), "the step fits its shape"
-        return numbers
+        reads, sizes = batch.reads, self._sizes_of(shape)
+        assert len(reads) <= shape.num_reads, "the step fits its shape"
+        numbers = np.zeros(sum(sizes), dtype=np.int64)
+        ids, position_ids, padded, packed = np.split(numbers, np.cumsum(sizes)[:-1])
+        ids[:], position_ids[:], padded[: len(reads)] = batch.ids, batch.position_ids, reads
+        self._attention.pack(batch, shape.step, packed)
+        return torch.from_numpy(numbers)
 
     def _on_fixed_addresses(self, shape: ForwardShape) -> Callable[[], None]:
-        numbers = self._numbers[: sum(shape.sizes)]
+        numbers = self._numbers[: sum(self._sizes_of(shape))]
         logits = self._logits[: shape.num_reads]
 
         def run() -> None:
@@ -261,7 +256,7 @@ class GraphedForward:
 
     def _run(self, numbers: Tensor, shape: ForwardShape) -> tuple[Tensor, Tensor]:
         """Run the decoder; return all hidden states and the positions that are read."""
-        ids, position_ids, reads, packed = torch.split(numbers, shape.sizes)
+        ids, position_ids, reads, packed = torch.split(numbers, self._sizes_of(shape))
         metadata = self._attention.unpack(packed, shape.step)
         return self._function.hidden(ids, position_ids, metadata), reads
 

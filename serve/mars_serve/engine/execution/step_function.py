@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from mars_platform.errors import UserError
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import attending
+from mars_serve.engine.decoder.decoder import MergedDecoder, is_merged
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ _COMPILED_FOR = (16, 1)
 Decode = Callable[[Tensor, Tensor], Tensor]
 """Function from token ids and position ids, int64 [positions] each, to hidden states
 [positions, hidden_size]."""
+DecodeStep = Callable[[Tensor, Tensor, Any], Tensor]
+"""`Decode` with the step's attention metadata as a third argument."""
 
 
 class StepFunction:
@@ -38,16 +41,13 @@ class StepFunction:
             model: attends by the operator ``marsray::attend``; its layers do not change any more.
             attention: owns the KV cache.
             compiled: whether to use ``torch.compile``, which takes some seconds for each layer, and
-                less if torch finds the result in its cache.
+                less if torch finds the result in its cache; not for merged layers.
 
         Raises:
             UserError: the model cannot be compiled on this machine.
         """
-        self._attention = attention
         self._output = model.get_output_embeddings()
-        self._decode = _decoder(model)
-        if compiled:
-            self._decode = _compile(self._decode, model.device)
+        self._decode = _decoder(model, attention, compiled=compiled)
 
     def __call__(self, ids: Tensor, position_ids: Tensor, reads: Tensor, metadata: Any) -> Tensor:
         """Return the logits of the positions that are read.
@@ -65,8 +65,7 @@ class StepFunction:
 
     def hidden(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size]."""
-        with attending(partial(self._attention.attend, metadata=metadata)):
-            return self._decode(ids, position_ids)
+        return self._decode(ids, position_ids, metadata)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
@@ -74,7 +73,21 @@ class StepFunction:
         return logits
 
 
-def _decoder(model: PreTrainedModel) -> Decode:
+def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) -> DecodeStep:
+    if is_merged(model):
+        return MergedDecoder(model)
+    decode = _own_decoder(model)
+    if compiled:
+        decode = _compile(decode, model.device)
+
+    def decode_step(ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
+        with attending(partial(attention.attend, metadata=metadata)):
+            return decode(ids, position_ids)
+
+    return decode_step
+
+
+def _own_decoder(model: PreTrainedModel) -> Decode:
     decoder: Any = model.base_model  # the whole model's forward would wrap its output twice
 
     def decode(ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
-from mars_serve.engine.attention.plain_kernel import plain_kernel
-from mars_serve.engine.attention.varlen import VarlenAttention
+from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -29,7 +29,7 @@ from mars_serve.engine.request import Request
 MASK, POISONED = 3, 61
 SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK, POISONED}))
 MODES = [(Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
-BACKENDS = ["gathered", "batch-invariant", "paged", "paged with key starts"]
+BACKENDS = ["gathered", "batch-invariant", "paged", "paged in pieces"]
 
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 
@@ -37,8 +37,8 @@ Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 def attention_of(backend: str, model: PreTrainedModel, _: Any, **sizes: int) -> Attention:
     """A backend for an engine's model."""
     if backend.startswith("paged"):
-        kernel = plain_kernel(needs_key_starts=backend != "paged")
-        return paged_attention(model, kernel=kernel, **sizes)
+        attention = paged_attention(model, **sizes)
+        return cut(attention) if backend == "paged in pieces" else attention
     return GatheredAttention(
         KeyValueShape.of(model.config),
         num_query_heads=model.config.num_attention_heads,
@@ -50,9 +50,15 @@ def attention_of(backend: str, model: PreTrainedModel, _: Any, **sizes: int) -> 
     )
 
 
+def cut(attention: PagedAttention) -> PagedAttention:
+    """Attention over small blocks, so that short rows are cut into several pieces, too."""
+    attention.tiling = replace(attention.tiling, block_n=3, num_pieces=11, fewest_blocks=1)
+    return attention
+
+
 def cached_of(attention: Any) -> list[Tensor]:
     """Cached keys and values, [layers, pages, page_size, kv_heads, head_dim] each."""
-    if isinstance(attention, VarlenAttention):
+    if isinstance(attention, PagedAttention):
         return [attention.keys, attention.values]
     return [attention.keys.transpose(2, 3), attention.values.transpose(2, 3)]
 
@@ -151,8 +157,8 @@ def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
     shape = KeyValueShape(num_layers=1, num_heads=2, head_dim=64)
     attention: Any
     if backend.startswith("paged"):
-        kernel = plain_kernel(needs_key_starts=backend != "paged")
-        attention = VarlenAttention(shape, kernel=kernel, **sizes)
+        attention = PagedAttention(shape, **sizes)
+        attention = cut(attention) if backend == "paged in pieces" else attention
     else:
         is_invariant = backend == "batch-invariant"
         attention = GatheredAttention(

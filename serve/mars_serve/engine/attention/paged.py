@@ -1,0 +1,235 @@
+"""Attention over pages in place, by one kernel in shapes that can be fixed beforehand.
+
+A step's metadata is one array of integers, padded to a `StepShape`, which a captured graph reads
+from a fixed address. Keys and values of masks are never read by a later step and are not kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.plan import (
+    Numbers,
+    Rows,
+    StepShape,
+    Tiling,
+    plan,
+)
+from mars_serve.engine.batch import BatchRow, StepBatch
+from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
+
+_CPU_PIECES = 4
+"""Pieces that keep a device without streaming multiprocessors busy."""
+
+
+@dataclass(frozen=True)
+class PagedMetadata:
+    """Attention metadata of one step, which all layers share; see `kernels.attention`."""
+
+    shape: StepShape
+    slots: Tensor
+    """int64 [positions], where in the flattened pages keys and values are written."""
+    positions: Tensor
+    leading: Tensor
+    own: Tensor
+    combine: Tensor
+    page_table: Tensor
+    pieces: Tensor
+
+
+class PagedAttention:
+    """Attends over pages in place; see `Attention`."""
+
+    def __init__(
+        self,
+        shape: KeyValueShape,
+        *,
+        num_query_heads: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tiling: Tiling | None = None,
+    ) -> None:
+        """Reserve pages.
+
+        Args:
+            shape: size of the model's keys and values.
+            num_query_heads: a multiple of the key/value heads.
+            num_pages: pages for committed tokens.
+            page_size: tokens in a page.
+            dtype: type of keys and values.
+            device: device of keys and values.
+            tiling: how steps are cut into pieces; by default as suits the device.
+        """
+        self.page_size = page_size
+        self.tiling = tiling or tiling_of(shape, num_query_heads, page_size, dtype, device)
+        self._device = device
+        self._waste = num_pages * page_size  # masks and padding write to one more page, never read
+        # [layers, pages + 1, page_size, kv_heads, head_dim]
+        size = (shape.num_layers, num_pages + 1, page_size, shape.num_heads, shape.head_dim)
+        self.keys = torch.zeros(size, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    def prepare(self, batch: StepBatch) -> PagedMetadata:
+        """See `Attention.prepare`."""
+        shape = StepShape.of(batch, self.page_size)
+        numbers = np.empty(sum(self.sizes(shape)), dtype=np.int64)
+        self.pack(batch, shape, numbers)
+        return self.unpack(torch.from_numpy(numbers).to(self._device), shape)
+
+    def sizes(self, shape: StepShape) -> list[int]:
+        """Return the integers of each part of a step's metadata, in the order of `unpack`."""
+        return [
+            *[shape.num_positions] * 4,
+            shape.num_positions * COMBINE_FIELDS,
+            shape.num_rows * shape.num_pages,
+            self.tiling.most_pieces(shape) * PIECE_FIELDS,
+        ]
+
+    def pack(self, batch: StepBatch, shape: StepShape, numbers: Numbers) -> None:
+        """Write a step's metadata, padding included, for `unpack`.
+
+        Args:
+            batch: the step.
+            shape: a shape that holds it.
+            numbers: int64 [sum of `sizes`], overwritten.
+        """
+        numbers.fill(0)
+        ends = accumulate(self.sizes(shape), initial=0)
+        slots, positions, leading, own, combine, table, pieces = (
+            numbers[begin:end] for begin, end in pairwise(ends)
+        )
+        used, rows = batch.num_positions, Rows.of(batch)
+        pages = _page_table(batch.rows, rows, self.page_size)
+        num_pages = min(pages.shape[1], shape.num_pages)
+        table.reshape(shape.num_rows, -1)[: len(pages), :num_pages] = pages[:, :num_pages]
+        slots[:] = self._waste
+        positions[: len(batch.position_ids)] = batch.position_ids
+        row = np.repeat(np.arange(len(batch.rows)), rows.lengths)
+        offset = np.arange(used) - rows.starts[row]
+        num_tokens = rows.num_tokens[row]
+        leading[:used] = np.minimum(offset + 1, num_tokens)
+        own[:used] = np.minimum(offset, num_tokens)
+        for each in batch.rows:
+            if not each.is_causal:
+                place = slice(each.start, each.start + each.length)
+                leading[place], own[place] = each.visible()
+        is_token = offset < num_tokens
+        row, token = row[is_token], (rows.num_cached[row] + offset)[is_token]
+        page, rest = np.divmod(token, self.page_size)
+        slots[:used][is_token] = pages[row, page] * self.page_size + rest
+        plan(
+            rows,
+            shape,
+            self.tiling,
+            pieces.reshape(-1, PIECE_FIELDS),
+            combine.reshape(-1, COMBINE_FIELDS),
+        )
+
+    def unpack(self, numbers: Tensor, shape: StepShape) -> PagedMetadata:
+        """Return the metadata of a step, views of its integers on the device."""
+        slots, positions, leading, own, combine, table, pieces = torch.split(
+            numbers, self.sizes(shape)
+        )
+        return PagedMetadata(
+            shape=shape,
+            slots=slots,
+            positions=positions,
+            leading=leading,
+            own=own,
+            combine=combine.view(-1, COMBINE_FIELDS),
+            page_table=table.view(shape.num_rows, shape.num_pages),
+            pieces=pieces.view(-1, PIECE_FIELDS),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        metadata: PagedMetadata,
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        for pages, fresh in ((self.keys, key), (self.values, value)):
+            pages[layer].flatten(0, 1).index_copy_(0, metadata.slots, fresh)
+        return self.attend_written(layer, query, key, value, scaling, metadata)
+
+    def attend_written(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        metadata: PagedMetadata,
+    ) -> Tensor:
+        """Attend like `attend`, with keys and values that are cached already or will be.
+
+        Queries, keys and values may be views of one tensor, contiguous in their last dimension.
+        """
+        shape = metadata.shape
+        output: Tensor = torch.ops.marsray.paged_attention.default(
+            query,
+            key,
+            value,
+            self.keys[layer],
+            self.values[layer],
+            metadata.page_table,
+            metadata.leading,
+            metadata.own,
+            metadata.positions,
+            metadata.pieces,
+            metadata.combine,
+            scaling,
+            self.tiling.block_m(shape),
+            self.tiling.block_n,
+            self.tiling.num_slots(shape),
+        )
+        return output
+
+    def recover(self) -> None:
+        """See `Attention.recover`; numbers of no row lie only in the page that is never read."""
+        for pages in (self.keys, self.values):
+            pages[:, -1].zero_()
+
+
+def tiling_of(
+    shape: KeyValueShape,
+    num_query_heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tiling:
+    """Return how to cut steps of a model on a device."""
+    pieces = _CPU_PIECES
+    if device.type == "cuda":
+        pieces = torch.cuda.get_device_properties(device).multi_processor_count
+    return Tiling(
+        per_kv=num_query_heads // shape.num_heads,
+        page_size=page_size,
+        block_n=block_n_of(shape.head_dim, dtype),
+        num_pieces=max(1, pieces // shape.num_heads),
+    )
+
+
+def block_n_of(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the keys in a block, which are 16 KiB and fewer than 128."""
+    return min(64, 16384 // dtype.itemsize // (1 << (head_dim - 1).bit_length()))
+
+
+def _page_table(batch: list[BatchRow], rows: Rows, page_size: int) -> Numbers:
+    """Return the pages of each row's cached and fed tokens, padded with zeros."""
+    counts = -(-(rows.num_cached + rows.num_tokens) // page_size)
+    table = np.zeros((len(batch), counts.max(initial=0)), dtype=np.int64)
+    for row, count, pages in zip(table, counts.tolist(), batch, strict=True):
+        row[:count] = pages.pages[:count]
+    return table

@@ -1,0 +1,176 @@
+"""How attention over a step is cut into pieces of like size, planned on the host.
+
+A captured graph fixes the number of pieces but not what they are: each step lists its own, so that
+any layout of rows fits a shape of enough positions, rows and pages, and the whole device works on
+one long row as on many short ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_serve.engine.batch import StepBatch
+
+Numbers = NDArray[np.int64]
+
+_SMALLEST_BLOCK = 16
+"""Fewest rows of a matrix product on tensor cores."""
+_DECODING_BLOCK = 64
+"""Rows of a tile that holds a decoding row of most models, and the fewest of the matrix product
+that a group of four warps shares on compute capability 9."""
+_PROMPT_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes that a step is padded to."""
+
+    num_positions: int
+    num_rows: int
+    num_pages: int
+    """Most pages of cached tokens of a row; 0 if no row has any."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, page_size: int) -> StepShape:
+        """Return the smallest shape that holds a step."""
+        return cls(len(batch.ids), len(batch.rows), cached_pages(batch, page_size))
+
+
+def cached_pages(batch: StepBatch, page_size: int) -> int:
+    """Return the most pages of cached tokens that a row of a step has."""
+    return max((-(-row.num_cached // page_size) for row in batch.rows), default=0)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of tiles and pieces for a model on a device."""
+
+    per_kv: int
+    """Query heads of each key/value head, which a tile attends together."""
+    page_size: int
+    block_n: int
+    """Keys in a block."""
+    num_pieces: int
+    """Pieces of a key/value head that keep the device busy."""
+    fewest_blocks: int = 4
+    """Blocks of keys below which a tile is not cut: combining would take longer."""
+
+    def block_m(self, shape: StepShape) -> int:
+        """Return the rows of a tile's matrix products, queries times query heads.
+
+        The rows of a decoding step are unknown beforehand: four rows of 8 positions have the same
+        shape as 32 of one. So its tiles hold wide rows, whose pages are then read once.
+        """
+        least = _power_of_two(self.per_kv)
+        mean = self.per_kv * shape.num_positions // max(shape.num_rows, 1)
+        most = _PROMPT_BLOCK if mean >= _PROMPT_BLOCK else _DECODING_BLOCK
+        all_queries = _power_of_two(self.per_kv * shape.num_positions)
+        return max(_SMALLEST_BLOCK, least, min(most, all_queries))
+
+    def tile(self, shape: StepShape) -> int:
+        """Return the most queries of a tile."""
+        return self.block_m(shape) // self.per_kv
+
+    def num_slots(self, shape: StepShape) -> int:
+        """Return the room for partial results, 0 if no tile of the shape is cut.
+
+        Tiles are cut into parts of at least ``blocks / num_pieces`` blocks of keys, where blocks
+        are those of all tiles. So fewer than ``num_pieces`` tiles are cut, and there are fewer than
+        ``num_pieces`` parts beside one more for each tile.
+        """
+        most = self._blocks(shape.num_pages * self.page_size) + self._blocks(shape.num_positions)
+        return 2 * self.num_pieces if most > self.fewest_blocks and self.num_pieces > 1 else 0
+
+    def most_pieces(self, shape: StepShape) -> int:
+        """Return the most pieces of a step; the rows' tiles and those of padding are not all full.
+
+        Cutting adds fewer than ``num_pieces``; see `num_slots`.
+        """
+        tile = self.tile(shape)
+        full = (shape.num_positions + (shape.num_rows + 1) * (tile - 1)) // tile
+        return min(shape.num_positions, full) + (self.num_pieces if self.num_slots(shape) else 0)
+
+    def _blocks(self, num_keys: int) -> int:
+        return -(-num_keys // self.block_n)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step as arrays, one number a row."""
+
+    starts: Numbers
+    num_cached: Numbers
+    num_tokens: Numbers
+    lengths: Numbers
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> Rows:
+        """Return the rows of a step."""
+        numbers = [(row.start, row.num_cached, row.num_tokens, row.length) for row in batch.rows]
+        return cls(*np.array(numbers, dtype=np.int64).reshape(-1, 4).T)
+
+
+def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine: Numbers) -> None:
+    """Cut a step into pieces.
+
+    Args:
+        rows: of the step.
+        shape: a shape that holds the step.
+        tiling: sizes of tiles and pieces.
+        pieces: zeros [most pieces, PIECE_FIELDS], to be filled.
+        combine: zeros [positions, COMBINE_FIELDS], to be filled.
+    """
+    tiles = _tiles(rows, shape.num_positions, tiling.tile(shape))
+    _, first, end, start, num_cached = tiles.T
+    own_keys = np.where(end > start, end - start, 0)
+    blocks = -(-num_cached // tiling.block_n) + -(-own_keys // tiling.block_n)
+    counts = np.ones_like(blocks)
+    if tiling.num_slots(shape):
+        most = max(tiling.fewest_blocks, -(-int(blocks.sum()) // tiling.num_pieces))
+        counts = np.maximum(1, -(-blocks // most))
+    parts = counts.sum()
+    tile = np.repeat(np.arange(len(tiles)), counts)
+    rank = np.arange(parts) - np.repeat(counts.cumsum() - counts, counts)
+    begin, stop = (blocks[tile] * part // counts[tile] for part in (rank, rank + 1))
+    cut = np.where(counts > 1, counts, 0)
+    slots = cut.cumsum() - cut  # first slot of each tile
+    slot = np.where(cut[tile] > 0, slots[tile] + rank, -1)
+    order = np.argsort(
+        begin - stop, kind="stable"
+    )  # a device that begins with the longest waits least
+    pieces[:parts] = np.column_stack([tiles[tile], begin, stop, slot])[order]
+    if cut.any():
+        widths = end - first
+        position = np.repeat(np.arange(len(tiles)), widths)  # tiles lie in order of positions
+        combine[:, 0], combine[:, 1] = slots[position], cut[position]
+        combine[:, 2] = np.arange(shape.num_positions) - first[position]
+
+
+def _tiles(rows: Rows, num_positions: int, size: int) -> Numbers:
+    """Return the tiles in order, those of padding last: the first five `PIECE_FIELDS` of each.
+
+    Padding has neither cached nor own keys, so that its results are 0.
+    """
+    counts = -(-rows.lengths // size)
+    row = np.repeat(np.arange(len(counts)), counts)
+    rank = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+    start = rows.starts[row]
+    first = start + rank * size
+    end = np.minimum(first + size, start + rows.lengths[row])
+    tiles = np.column_stack([row, first, end, start, rows.num_cached[row]])
+    used = int(rows.lengths.sum())
+    if used == num_positions:
+        return tiles
+    first = np.arange(used, num_positions, size)
+    end = np.minimum(first + size, num_positions)
+    none = np.zeros_like(first)
+    padding = np.column_stack([none, first, end, end, none])
+    return np.concatenate([tiles, padding])
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,1 @@
+"""Decoder layers with merged weights and fused operators, in place of transformers' own."""

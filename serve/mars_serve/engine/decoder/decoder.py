@@ -1,0 +1,89 @@
+"""A whole decoder of merged layers, made from a model of transformers in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.decoder.layer import MergedLayer, Rotation
+from mars_serve.engine.kernels.layer import add_rms_norm
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def why_unmerged(model: PreTrainedModel) -> str | None:
+    """Return why a model's own layers have to be kept, or None if they can be merged."""
+    config = model.config
+    if config.model_type not in _FAMILIES:
+        return f"it is of the family {config.model_type}, not {', '.join(_FAMILIES)}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    if rotates_by_length(model):
+        return "the angles of its rope type dynamic depend on the longest row of a step"
+    width = 2 * model.base_model.rotary_emb.inv_freq.numel()
+    head_dim = model.base_model.layers[0].self_attn.head_dim
+    if width != head_dim:
+        return f"it rotates {width} of {head_dim} numbers of a head"
+    return None
+
+
+def rotates_by_length(model: PreTrainedModel) -> bool:
+    """Return whether the host looks at each step's positions to choose rotation angles."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return any("dynamic" in str(each.get("rope_type")) for each in kinds)
+
+
+def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:
+    """Replace a model's layers one by one, so that one layer is held twice at most.
+
+    Args:
+        model: a model for which `why_unmerged` returns None.
+        attention: owns the KV cache.
+    """
+    layers = model.base_model.layers
+    for index in range(len(layers)):
+        layers[index] = MergedLayer(layers[index], attention)
+
+
+def is_merged(model: PreTrainedModel) -> bool:
+    """Return whether `merge_layers` has replaced a model's layers."""
+    return any(isinstance(module, MergedLayer) for module in model.modules())
+
+
+class MergedDecoder:
+    """The decoder of a merged model from token ids to normalised hidden states."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take a model whose layers are merged."""
+        if model.device.type == "cuda":
+            from mars_serve.engine.kernels import layer_triton  # noqa: F401 -- adds GPU operators
+        base: Any = model.base_model
+        self._layers: nn.ModuleList = base.layers
+        self._embeddings, self._norm = base.embed_tokens, base.norm
+        self._rotary = base.rotary_emb
+        self._float = torch.empty(0, device=model.device)
+
+    def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
+        """Return the last layer's hidden states.
+
+        Args:
+            ids: int64 [positions], token ids.
+            position_ids: int64 [positions].
+            metadata: the step's attention metadata.
+
+        Returns:
+            [positions, hidden_size].
+        """
+        # The model's own function knows all rope types; in float32 it rounds nothing.
+        cos, sin = self._rotary(self._float, position_ids[None])
+        rotation = Rotation(cos[0], sin[0])
+        residual: Tensor = self._embeddings(ids)
+        added = None
+        for layer in self._layers:
+            added = layer(residual, added, rotation, metadata)
+        return add_rms_norm(residual, added, self._norm.weight, self._norm.variance_epsilon)

@@ -1,0 +1,1 @@
+"""Operators of a step as Triton kernels for GPUs, each with a twin in plain torch."""
