@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -196,6 +197,12 @@ class ModelRunner:
         choose = partial(choose_tokens, rows=sampled) if sampled else None
         packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
         return Launched(rows, packed, reports, scores, grammars)
+
+    def free_memory(self) -> None:
+        """Free what a failed step left behind, and all that torch keeps for later."""
+        gc.collect()  # modules with hooks keep their last input in a cycle of references
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def capture(
         self,
