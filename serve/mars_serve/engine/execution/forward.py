@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -179,6 +180,12 @@ class ModelRunner:
             proposals = propose(logits, output.reads, self._banned, choose)
         copy = HostCopy(proposals)
         return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)
+
+    def free_memory(self) -> None:
+        """Free what a failed step left behind, and all that torch keeps for later."""
+        gc.collect()  # modules with hooks keep their last input in a cycle of references
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def capture(
         self,
