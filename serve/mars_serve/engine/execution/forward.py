@@ -19,6 +19,7 @@ from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
+from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
@@ -143,6 +144,7 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        settle_rotation(model)
         if isinstance(attention, PagedAttention) and not compiled:
             reason = why_unmerged(model)
             if reason is None:
