@@ -16,7 +16,8 @@ from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
-from mars_serve.engine.decoder.decoder import merge_layers, rotates_by_length, why_unmerged
+from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
+from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
 from mars_serve.engine.execution.graphs import (
@@ -126,6 +127,7 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        settle_rotation(model)
         if isinstance(attention, PagedAttention) and not compiled:
             reason = why_unmerged(model)
             if reason is None:
@@ -193,13 +195,10 @@ class ModelRunner:
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CapturedGraphs | None:
-        """Capture graphs, see `GraphedForward.capture`, or return None if that is impossible."""
-        if not isinstance(self._forward, GraphedForward):
-            return None
-        if rotates_by_length(self.model):
-            _log.info("no graphs are captured: the rope type dynamic needs the host in each step")
-            return None
-        return self._forward.capture(sizes, capture, on_progress)
+        """Capture graphs, see `GraphedForward.capture`, or return None without paged attention."""
+        if isinstance(self._forward, GraphedForward):
+            return self._forward.capture(sizes, capture, on_progress)
+        return None
 
     def _drawn(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
         """Draw the number of tokens that each row accepts, in place of the acceptance rules."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request, make_row
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
-from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.attention.operator import ATTENTION_NAME
@@ -290,14 +289,6 @@ def test_the_engine_says_what_its_graphs_took(tiny_model: Models, make_engine: E
     assert engine.captured is not None
     assert engine.captured.num_graphs == capture.num_captured
     assert engine.captured.seconds > 0
-
-
-def test_a_model_that_rotates_by_length_is_not_captured(make_engine: Engines) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    capture = CountingCapture()
-    engine = graphed_engine(make_engine, build_model("llama", rope_parameters=rope), capture)
-    assert engine.captured is None
-    assert capture.num_captured == 0
 
 
 # On a GPU
