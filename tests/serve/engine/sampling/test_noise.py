@@ -12,8 +12,9 @@ from torch import Tensor
 
 from decoding.sampled_rows import DRAWS, SAMPLED, choices, p_value
 from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.sampling import sampler as module
-from mars_serve.engine.sampling.sampler import SampledRow, gumbel_noise
+from mars_serve.engine.sampling import noise as module
+from mars_serve.engine.sampling.noise import gumbel_noise
+from mars_serve.engine.sampling.sampler import SampledRow
 
 # --- noise --------------------------------------------------------------------------------------
 
