@@ -156,5 +156,5 @@ def test_broken_noise_fails_the_same_check(
 ) -> None:
     sampling, shares = DISTRIBUTIONS["temperature 1"]
     assert p_value(draw(sampling, "positions"), shares) > 0.01
-    monkeypatch.setattr(module, "_noise", noise)
+    monkeypatch.setattr(module, "noise_of", noise)
     assert p_value(draw(sampling, "positions"), shares) < 0.001
