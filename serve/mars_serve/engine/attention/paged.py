@@ -68,6 +68,8 @@ class PagedAttention:
             device: device of keys and values.
             tiling: how steps are cut into pieces; by default as suits the device.
         """
+        if device.type == "cuda":
+            from mars_serve.engine.kernels import attention_triton  # noqa: F401 -- adds the kernels
         self.page_size = page_size
         self.tiling = tiling or tiling_of(shape, num_query_heads, page_size, dtype, device)
         self._device = device
@@ -218,12 +220,29 @@ def tiling_of(
         page_size=page_size,
         block_n=block_n_of(shape.head_dim, dtype),
         num_pieces=max(1, pieces // shape.num_heads),
+        largest_block=largest_block_of(shape.head_dim, dtype),
     )
 
 
 def block_n_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the keys in a block, which are 16 KiB and fewer than 128."""
-    return min(64, 16384 // dtype.itemsize // (1 << (head_dim - 1).bit_length()))
+    """Return the keys in a block.
+
+    Blocks of 16 KiB fill shared memory well. In float32, which is multiplied without tensor cores,
+    the registers hold less.
+    """
+    numbers = 2048 if dtype == torch.float32 else 8192
+    return max(16, min(64, numbers // _power_of_two(head_dim)))
+
+
+def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the most rows of a tile's matrix products whose results the registers hold."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _page_table(batch: list[BatchRow], rows: Rows, page_size: int) -> Numbers:
