@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import triton
-from launches import LAUNCHES, Launch
+from launches import LAUNCHES, QUICK, Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -93,37 +94,35 @@ def _found(pattern: str, text: str) -> str:
     return match[1]
 
 
-def rows(only: str, capabilities: list[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
+def rows(names: Iterable[str], capabilities: list[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
     """Yield launch, kernel, capability, warps, registers, spills, shared memory and seconds."""
-    for name, launch in LAUNCHES.items():
-        if only not in name:
-            continue
-        for capability in capabilities:
-            if "8-bit" in name and capability < (8, 9):
-                continue  # such GPUs cannot convert these numbers
-            for kernel in recorded(launch, capability):
-                started = time.perf_counter()
-                binary = compiled(kernel, capability)
-                seconds = time.perf_counter() - started
-                shared = binary.metadata.shared
-                assert shared <= SHARED[capability] * 1024, f"{name}: {shared} bytes do not fit"
-                registers, stack = resources(binary)
-                yield (
-                    name,
-                    kernel.function.__name__,
-                    f"{capability[0]}.{capability[1]}",
-                    binary.metadata.num_warps,
-                    registers,
-                    stack,
-                    f"{shared / 1024:.1f}",
-                    f"{seconds:.1f}",
-                )
+    for name, capability in product(names, capabilities):
+        if "8-bit" in name and capability < (8, 9):
+            continue  # such GPUs cannot convert these numbers
+        for kernel in recorded(LAUNCHES[name], capability):
+            started = time.perf_counter()
+            binary = compiled(kernel, capability)
+            seconds = time.perf_counter() - started
+            shared = binary.metadata.shared
+            assert shared <= SHARED[capability] * 1024, f"{name}: {shared} bytes do not fit"
+            registers, stack = resources(binary)
+            yield (
+                name,
+                kernel.function.__name__,
+                f"{capability[0]}.{capability[1]}",
+                binary.metadata.num_warps,
+                registers,
+                stack,
+                f"{shared / 1024:.1f}",
+                f"{seconds:.1f}",
+            )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of launches to compile")
+    parser.add_argument("--quick", action="store_true", help="compile a few launches only")
     parser.add_argument("--capability", action="append", help=f"by default {CAPABILITIES}")
     options = parser.parse_args()
     asked = options.capability or CAPABILITIES
@@ -131,7 +130,8 @@ def main() -> None:
     print(f"Triton {triton.__version__}, Python {sys.version.split()[0]}\n")
     print("| launch | kernel | capability | warps | registers | stack, B | shared, KiB | s |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for row in rows(options.only, capabilities):
+    names = QUICK if options.quick else [name for name in LAUNCHES if options.only in name]
+    for row in rows(names, capabilities):
         print("|", " | ".join(map(str, row)), "|", flush=True)
 
 

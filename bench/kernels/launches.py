@@ -16,7 +16,7 @@ from torch import Tensor
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import tiling_of
 from mars_serve.engine.attention.plan import StepShape
-from mars_serve.engine.kernels import attention_triton
+from mars_serve.engine.kernels import acceptance_triton, attention_triton, layer_triton
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 Launch = Callable[[], object]
@@ -83,6 +83,43 @@ class Attention:
             )
 
 
+@dataclass(frozen=True)
+class Layer:
+    """The other operators of one layer over a step."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    has_norms: bool = False
+    """Whether queries and keys of each head are normalised."""
+    positions: int = 9
+
+    def __call__(self) -> None:
+        """Launch the kernels."""
+        empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        residual, norm = empty(self.positions, self.hidden), empty(self.hidden)
+        layer_triton.add_rms_norm(residual, residual, norm, 1e-6)
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        angles = torch.empty(self.positions, self.head_dim, device="meta")
+        slots = torch.empty(self.positions, dtype=torch.long, device="meta")
+        pages = empty(9, 64, self.kv_heads, self.head_dim)
+        weight = empty(self.head_dim) if self.has_norms else None
+        layer_triton.rotate_and_write(
+            empty(self.positions, width), angles, angles, slots, pages, pages, weight, weight, 1e-6
+        )
+        layer_triton.silu_mul(empty(self.positions, 2 * self.intermediate))
+
+
+def propose() -> None:
+    """Launch the kernels that read the logits of a step."""
+    logits = torch.empty(9, 152064, dtype=torch.bfloat16, device="meta")
+    numbers = torch.empty(9, dtype=torch.long, device="meta")
+    is_banned = torch.empty(152064, dtype=torch.bool, device="meta")
+    acceptance_triton.propose(logits, is_banned, numbers, numbers.double())
+
+
 F8 = torch.float8_e4m3fn
 LAUNCHES: dict[str, Launch] = {
     "attention 7B ar": Attention(28, 4, 128, positions=1),
@@ -107,4 +144,10 @@ LAUNCHES: dict[str, Launch] = {
     "attention window prompt": Attention(64, 8, 64, positions=2048, window=128, sinks=True),
     "attention 8-bit pages": Attention(28, 4, 128, positions=9, pages=F8),
     "attention 8-bit pages prompt": Attention(28, 4, 128, positions=2048, pages=F8),
+    "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),
+    "layer 7B": Layer(28, 4, 128, hidden=3584, intermediate=18944),
+    "layer with norms of heads": Layer(32, 8, 128, hidden=4096, intermediate=12288, has_norms=True),
+    "proposals": propose,
 }
+QUICK = ("attention 7B decoding", "attention window and sinks", "layer 7B", "proposals")
+"""Launches that the suite compiles."""

@@ -13,6 +13,7 @@ from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.pacing import Pacer
+from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.adaptive.window_choice import WindowChooser
@@ -23,9 +24,9 @@ from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.execution.acceptance import Accepted
-from mars_serve.engine.execution.fault_isolation import FailureCount, Step, launch, wait
+from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
 from mars_serve.engine.execution.forward import ModelRunner
-from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
+from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
 from mars_serve.engine.execution.warm_up import (
     REPEATS,
@@ -131,6 +132,7 @@ class Engine:
         )
         self.live = live
         """Live decoding from the next step on; any thread may set it."""
+        self.captured: CapturedGraphs | None = None  # until `capture_graphs`
         self.on_launch: Callable[[Sequence[ScheduledRow]], None] | None = None
         """Called with the rows of each step before it starts."""
         self._step_live = live
@@ -142,7 +144,9 @@ class Engine:
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
         self.thread_choice: ThreadChoice | None = None  # without one, threads stay as many
-        self._failures, self._audit_room = FailureCount(), AuditRoom()
+        budget = PositionBudget(settings.max_num_batched_tokens, least=self.window + 1)
+        self._isolation = FaultIsolation(self._runner, budget)
+        self._audit_room = AuditRoom()
         self._num_audits = 0
         self._finished_at: float | None = None
         """Time at which the last step ended; None if the engine has been idle since."""
@@ -174,6 +178,7 @@ class Engine:
             num_free_pages=self._pool.num_free,
             num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            num_out_of_memory=self._isolation.budget.num_out_of_memory,
             **vars(self._counts),
             compute_share=self._pacer.compute_share if self._pacer else None,
         )
@@ -230,25 +235,19 @@ class Engine:
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
         """Measure prompt tokens per second in steps of ``num_tokens``; see `warm_up`."""
         assert not self.has_work, "steps are timed before the first request"
-        return measure_prefill(
-            self._runner.run,
-            self._pool,
-            num_tokens=num_tokens,
-            max_length=self.max_length,
-            repeats=repeats,
-        )
+        run, pool, most = self._runner.run, self._pool, self.max_length
+        return measure_prefill(run, pool, num_tokens=num_tokens, max_length=most, repeats=repeats)
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Capture decoding steps; do nothing if attention does not read pages in place."""
-        sizes = GraphSizes(
-            max_rows=self.settings.max_num_seqs,
-            max_masks=self.window,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_pages=self._pool.pages_for(self.max_length),
-        )
-        self._runner.capture(sizes, capture, on_progress)
+        window, drafts = self.window, self._scheduler.max_drafts
+        # Tokens accepted from masks, drafts, and a group of masks for each outcome.
+        most = window + 1 + drafts + (drafts + 1) * window
+        rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
+        sizes = GraphSizes(rows, most, positions, self._pool.pages_for(self.max_length))
+        self.captured = self._runner.capture(sizes, capture, on_progress)
 
     # Requests
 
@@ -321,6 +320,7 @@ class Engine:
             self._scheduler.audit_positions = self._audit_room.positions(
                 self._requests.values(), self._scheduler.running, self.window
             )
+        self._scheduler.max_num_batched_tokens = self._isolation.budget.positions
         rows = self._scheduler.schedule(self._choose_masks if self._chooser else None)
         if not rows:
             self._finished_at = None
@@ -328,7 +328,7 @@ class Engine:
         if self.on_launch is not None:
             self.on_launch(rows)
         self._note_begun(rows)
-        return launch(self._runner, rows)
+        return self._isolation.launch(rows)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         """Wait for a step and commit the accepted tokens.
@@ -342,8 +342,7 @@ class Engine:
         outputs, self._overdue = self._overdue, []
         if step is None:
             return outputs
-        results = wait(self._runner, step)
-        self._failures.note(results)
+        results = self._isolation.wait(step)
         if self._pacer is not None:
             self._pacer.finish(step.rows)
         self._note_time(step.rows)
@@ -418,7 +417,7 @@ class Engine:
     ) -> Iterator[StepOutput]:
         """Enter each row's result into its request, and yield the outputs."""
         for row, result in zip(rows, results, strict=True):
-            if isinstance(result, PutOff):
+            if isinstance(result, PutOff | TooLong):
                 continue
             if isinstance(result, Exception):
                 yield self._fail(row.request, result)
@@ -478,13 +477,12 @@ class Engine:
         )
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
-        if isinstance(error, REFUSALS):
-            self._end(request, FinishReason.REFUSED)
-            message = refusal_of(request, error)
-            return StepOutput(request.id, [], request.finish_reason, error=message)
-        self.attention.recover()
-        self._end(request, FinishReason.ERROR)
-        return StepOutput(request.id, [], request.finish_reason, error=str(error))
+        is_refused = isinstance(error, REFUSALS)
+        if not is_refused:
+            self.attention.recover()
+        self._end(request, FinishReason.REFUSED if is_refused else FinishReason.ERROR)
+        message = refusal_of(request, error) if isinstance(error, REFUSALS) else str(error)
+        return StepOutput(request.id, [], request.finish_reason, error=message)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

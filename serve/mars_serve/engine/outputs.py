@@ -92,6 +92,8 @@ class EngineStatus:
     num_generated_tokens: int = 0
     num_forward_passes: int = 0
     """Number of steps."""
+    num_out_of_memory: int = 0
+    """Number of steps that ran out of the device's memory and were run again in parts."""
     num_row_passes: int = 0
     """Number of rows, over all steps, that gave their request a token."""
     compute_share: float | None = None

@@ -65,6 +65,11 @@ _COUNTERS = {
     "num_preemptions": MetricDefinition(
         "marsray_preemptions_total", "Times that a request lost its pages to another request."
     ),
+    "num_out_of_memory": MetricDefinition(
+        "marsray_out_of_memory_steps_total",
+        "Steps that ran out of the device's memory; they were run again in parts, and later steps "
+        "are smaller.",
+    ),
 }
 """Counters by the field of `EngineStatus` that holds the count."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 import torch
@@ -36,18 +37,32 @@ def load_engine(settings: ModelSettings) -> Engine:
     """
     if settings.num_gpus:
         torch.cuda.set_per_process_memory_fraction(settings.num_gpus)
-    try:
+    with within_memory(settings):
         return _load(settings)
+
+
+@contextmanager
+def within_memory(settings: ModelSettings) -> Iterator[None]:
+    """Turn the lack of a GPU's memory within the block into an error that says what there is.
+
+    Raises:
+        UserError: the memory of the model's part of a GPU does not suffice.
+    """
+    try:
+        yield
     except torch.OutOfMemoryError as error:
-        raise _memory_error(settings) from error
+        raise UserError(_describe_memory(settings)) from error
 
 
-def _memory_error(settings: ModelSettings) -> UserError:
+def _describe_memory(settings: ModelSettings) -> str:
     free, total = torch.cuda.mem_get_info()
-    return UserError(
-        f"models: {settings.name} does not fit into {settings.num_gpus:g} of a GPU with "
-        f"{total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free; give it a larger GPU "
-        "or part of one (num_gpus), a smaller dtype, or lower engine.memory_fraction"
+    part, held = settings.num_gpus * total, torch.cuda.memory_allocated()
+    return (
+        f"models: {settings.name} does not fit into {settings.num_gpus:g} of a GPU, which is "
+        f"{part / 2**30:.1f} of its {total / 2**30:.1f} GiB: {held / 2**30:.1f} GiB are allocated "
+        f"here, and {free / 2**30:.1f} GiB of the GPU are free; give it a larger GPU or part of "
+        "one (num_gpus), a smaller dtype, or lower engine.memory_fraction, engine.max_num_seqs or "
+        "engine.max_num_batched_tokens"
     )
 
 

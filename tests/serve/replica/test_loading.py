@@ -12,7 +12,7 @@ from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import number_type_advice
-from mars_serve.replica.loading import check_of, load_checker, load_engine
+from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
 from mars_serve.replica.number_type_advice import advise_bfloat16
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
@@ -93,3 +93,20 @@ def test_a_checker_is_found_by_its_name():
 def test_a_checker_that_is_not_there_is_refused_by_name(name):
     with pytest.raises(UserError, match=rf"^audit\.checker: {name} "):
         load_checker(name)
+
+
+def test_a_lack_of_memory_is_one_error_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 37 * 2**30)
+    settings = ModelSettings(name="large", path="models/large", num_gpus=0.5)
+    with pytest.raises(UserError) as caught, within_memory(settings):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+    for part in (
+        "large",
+        "0.5 of a GPU",
+        "40.0 of its 80.0 GiB",
+        "37.0 GiB",
+        "3.0 GiB",
+        "num_gpus",
+    ):
+        assert part in str(caught.value)

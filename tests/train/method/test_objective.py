@@ -7,12 +7,23 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import mars_train.method.attention as attention_module
 import mars_train.method.objective as objective_module
+from mars_platform.errors import UserError
 from mars_platform.method.rules import visibility
-from mars_train.method.attention import FLEX_MULTIPLE, block_mask
+from mars_train.method.attention import (
+    FLEX_MULTIPLE,
+    attention_mask,
+    block_mask,
+    choose_attention,
+    compiled_flex_attention,
+)
 from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
 from mars_train.method.objective import Objective
 from stage_runs import run_group
@@ -234,6 +245,107 @@ def test_the_block_mask_equals_the_dense_mask(block_size):
     side = slots // FLEX_MULTIPLE
     tiles = dense.view(rows, side, FLEX_MULTIPLE, side, FLEX_MULTIPLE)
     assert torch.equal(blocks.to_dense().squeeze(1).bool(), tiles.any(dim=4).any(dim=2))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation allocates."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage().nbytes() // leaf.itemsize
+                self.elements = max(self.elements, storage)
+        return result
+
+
+def long_batch(slots, rows=1):
+    layouts = [[lay_out(np.arange(slots) % MASK, np.arange(slots) > 0, None, MASK)]] * rows
+    return collate(layouts, PAD, FLEX_MULTIPLE)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_block_mask_never_holds_all_pairs_of_slots(rows, monkeypatch):
+    monkeypatch.setattr(attention_module, "_MOST_AT_ONCE", 2**18)
+    largest = {}
+    for slots in (1024, 2048, 4096):
+        with LargestTensor() as noted:
+            block_mask(long_batch(slots, rows))
+        largest[slots] = noted.elements
+        assert noted.elements <= max(2**18, rows * slots * FLEX_MULTIPLE)
+    assert largest[4096] < rows * 4096**2 / 16
+
+
+@pytest.mark.parametrize("at_once", [1, 2**16, 2**24])
+def test_the_block_mask_does_not_depend_on_the_pairs_at_once(at_once, monkeypatch):
+    batch = flex_batch(num=30)
+    rows, slots = batch.tokens.shape
+    theirs = create_block_mask(block_mask(batch).mask_mod, rows, None, slots, slots, device="cpu")
+    monkeypatch.setattr(attention_module, "_MOST_AT_ONCE", at_once)
+    ours = block_mask(batch)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert torch.equal(ours.q_num_blocks, theirs.q_num_blocks)
+    assert ours.seq_lengths == theirs.seq_lengths
+
+
+def test_a_wide_document_has_full_blocks():
+    blocks = block_mask(long_batch(512 + 1))
+    assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
+    assert blocks.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    attend = compiled_flex_attention(0.25, backend=count)
+    shapes = [(rows, blocks) for rows in (3, 1, 2, 5) for blocks in (2, 1, 3, 4)]
+    for grad in (True, False):
+        for rows, blocks in shapes:
+            batch = long_batch(blocks * FLEX_MULTIPLE, rows)
+            query = torch.randn(rows, 6, batch.tokens.shape[1], 16)
+            key = value = query[:, :2]
+            with torch.set_grad_enabled(grad):
+                output = attend(query, key, value, block_mask(batch))
+            mask = attention_mask(batch, "sdpa")
+            expected = scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True
+            )
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert 8 < len(graphs) < 16  # behind torch's own limit, yet not one for each shape
+
+
+@pytest.mark.parametrize("wanted", ["auto", "flex"])
+def test_flex_attention_is_refused_for_small_heads_on_a_gpu(wanted, caplog):
+    cuda = torch.device("cuda")
+    assert choose_attention(wanted, build_model(head_dim=16).config, cuda) == "flex"
+    config = build_model(head_dim=8).config
+    if wanted == "auto":
+        assert choose_attention(wanted, config, cuda) == "sdpa"
+        assert "heads have 8 numbers" in caplog.text
+        return
+    with pytest.raises(UserError, match=r"attention: .* heads have 8 numbers .* 16; use sdpa"):
+        choose_attention(wanted, config, cuda)
+
+
+def test_flex_attention_is_refused_on_a_cpu_and_with_dropout():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_attention("auto", build_model().config, cpu) == "sdpa"
+    with pytest.raises(UserError, match="attention: flex trains on CUDA only"):
+        choose_attention("flex", build_model().config, cpu)
+    model = build_model(head_dim=16, attention_dropout=0.1)
+    assert choose_attention("auto", model.config, cuda) == "sdpa"
+    with pytest.raises(UserError, match=r"attention: .* attention_dropout"):
+        Objective(model, masked=True, attention="flex")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

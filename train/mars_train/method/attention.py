@@ -5,13 +5,15 @@ Both masks are computed from the rule of visibility in `mars_platform.method.rul
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from mars_platform.errors import UserError
 from mars_platform.method.rules import RowSlots, sees, visibility
@@ -22,6 +24,38 @@ FLEX_MULTIPLE = 128
 """Side of a block mask's blocks; with flex attention a row's slots are a multiple of it."""
 
 _FLEX_NAME = "marsray_flex"
+_LEAST_HEAD_DIM = 16
+"""Least size of a head that the compiled kernel of flex attention takes."""
+_MOST_AT_ONCE = 2**24
+"""Most pairs of slots whose visibility is computed at once for a block mask."""
+_VARIANTS = 64
+"""Most variants of flex attention that are compiled for one factor of the scores."""
+
+_log = logging.getLogger(__name__)
+
+Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
+"""Function from query, key, value and block mask to the attention's output."""
+
+
+def choose_attention(
+    wanted: Literal["auto", "sdpa", "flex"], config: PreTrainedConfig, device: torch.device
+) -> Attention:
+    """Return the attention that a recipe's setting means for a model on a device.
+
+    Raises:
+        UserError: flex attention is wanted and cannot train the model there.
+    """
+    if wanted == "sdpa" or (wanted == "auto" and device.type != "cuda"):
+        return "sdpa"
+    if device.type != "cuda":
+        raise UserError("attention: flex trains on CUDA only; use sdpa, or auto for either")
+    reason = why_not_flex(config, device)
+    if reason is None:
+        return "flex"
+    if wanted == "flex":
+        raise UserError(f"attention: flex cannot be used, as {reason}; use sdpa, or auto")
+    _log.warning("attention: sdpa instead of flex, as %s", reason)
+    return "sdpa"
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
@@ -31,8 +65,10 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
         UserError: the model does not take its attention through transformers' interface, or wants
             something of it that flex attention does not do.
     """
-    if attention == "flex" and getattr(model.config, "attention_dropout", None):
-        raise UserError("model: flex attention has no attention_dropout; use sdpa attention")
+    if attention == "flex":
+        reason = why_not_flex(model.config, model.device)
+        if reason is not None:
+            raise UserError(f"attention: flex cannot be used, as {reason}; use sdpa")
     name = _FLEX_NAME if attention == "flex" else attention
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
@@ -40,6 +76,16 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
             f"model: {model.config.model_type} does not take its attention through transformers' "
             "interface; name a Qwen2, Qwen3, Llama or Mistral model"
         )
+
+
+def why_not_flex(config: PreTrainedConfig, device: torch.device) -> str | None:
+    """Return why flex attention cannot train a model on a device, or None if it can."""
+    if getattr(config, "attention_dropout", None):
+        return "the model has attention_dropout, which flex attention does not do"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if device.type == "cuda" and size < _LEAST_HEAD_DIM:
+        return f"the model's heads have {size} numbers and its kernel needs {_LEAST_HEAD_DIM}"
+    return None
 
 
 def attention_mask(batch: Batch, attention: Attention) -> Tensor | BlockMask:
@@ -50,8 +96,12 @@ def attention_mask(batch: Batch, attention: Attention) -> Tensor | BlockMask:
 
 
 def block_mask(batch: Batch) -> BlockMask:
-    """Return the batch's block mask; its slots must be a multiple of ``FLEX_MULTIPLE``."""
-    rows, slots = batch.tokens.shape
+    """Return the batch's block mask; its slots must be a multiple of ``FLEX_MULTIPLE``.
+
+    Torch's ``create_block_mask`` computes the visibility of all pairs of slots at once unless it is
+    compiled; here it is computed and summed up by rows of blocks.
+    """
+    slots = batch.tokens.shape[1]
     assert slots % FLEX_MULTIPLE == 0, slots
     columns = (batch.documents, batch.position_ids, batch.blocks, batch.noisy)
 
@@ -61,12 +111,67 @@ def block_mask(batch: Batch) -> BlockMask:
             RowSlots(*(column[row, key] for column in columns)),
         )
 
-    return create_block_mask(visible, rows, None, slots, slots, device=batch.tokens.device)
+    num_visible = _num_visible(columns)
+    is_full = num_visible == FLEX_MULTIPLE**2
+    return BlockMask.from_kv_blocks(
+        *_listed((num_visible > 0) & ~is_full),
+        *_listed(is_full),
+        BLOCK_SIZE=FLEX_MULTIPLE,
+        mask_mod=visible,
+        seq_lengths=(slots, slots),
+    )
+
+
+def _num_visible(columns: tuple[Tensor, ...]) -> Tensor:
+    """Count the visible pairs of slots in each pair of blocks: int64 [rows, 1, blocks, blocks]."""
+    rows, slots = columns[0].shape
+    num_blocks = slots // FLEX_MULTIPLE
+    keys = RowSlots(*(column[:, None, :] for column in columns))
+    at_once = max(1, _MOST_AT_ONCE // (rows * FLEX_MULTIPLE * slots)) * FLEX_MULTIPLE
+    counts = []
+    for begin in range(0, slots, at_once):
+        part = slice(begin, begin + at_once)
+        visible = sees(RowSlots(*(column[:, part, None] for column in columns)), keys)
+        tiles = visible.view(rows, -1, FLEX_MULTIPLE, num_blocks, FLEX_MULTIPLE)
+        counts.append(tiles.sum(dim=(2, 4)))
+    return torch.cat(counts, dim=1).unsqueeze(1)
+
+
+def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of wanted blocks in each row of blocks, and their indices first, int32."""
+    order = torch.argsort(wanted.to(torch.int8), dim=-1, descending=True, stable=True)
+    return wanted.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
 
 @cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
+def compiled_flex_attention(scaling: float, backend: str | Callable[..., Any] = "inductor") -> Any:
+    """Return flex attention compiled for any shape, which never runs unfused.
+
+    Torch compiles a variant for one shape, then variants in which rows and slots are symbols; one
+    row or one block of slots take variants of their own, and so do modes of gradients. These are
+    more than torch's default limit of 8, behind which it would run flex attention unfused without
+    a word: the limit is raised, and ``fullgraph`` makes an error of reaching it.
+
+    Args:
+        scaling: factor of the scores.
+        backend: torch's compiler.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+        output = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+        assert isinstance(output, Tensor)
+        return output
+
+    # Torch keeps variants by code object. With one for each factor, the factor stays a constant, as
+    # the kernel needs it, also where a process trains several models.
+    attend.__code__ = attend.__code__.replace()
+    compiled: Attend = torch.compile(attend, fullgraph=True, backend=backend)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+            return compiled(query, key, value, mask)
+
+    return call
 
 
 # transformers has its own "flex_attention", which takes block masks as well. But it compiles on
@@ -84,11 +189,13 @@ def _flex(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend in one layer, as transformers calls it; on a CPU it is slow and has no backward."""
-    plain = query.device.type == "cpu" or torch.compiler.is_compiling()
-    attend = flex_attention if plain else _compiled_flex_attention()
-    output = attend(
-        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
-    )  # [rows, heads, slots, head_dim]
+    if query.device.type == "cpu" or torch.compiler.is_compiling():
+        output = flex_attention(
+            query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+    else:
+        output = compiled_flex_attention(scaling)(query, key, value, attention_mask)
+    # [rows, heads, slots, head_dim]
     return output.transpose(1, 2).contiguous(), None
 
 

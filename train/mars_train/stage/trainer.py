@@ -28,11 +28,10 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
-from mars_train.method.attention import FLEX_MULTIPLE, Attention
+from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, Objective
-from mars_train.recipe import Recipe
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
@@ -59,7 +58,7 @@ class StageTrainer:
         data = TokenStore(Path(job.data))
         self.total_steps = num_steps(job.stage, len(data))
         self.model, self.checkpoint = self._load_start()
-        attention = _attention(recipe, workers)
+        attention = choose_attention(recipe.attention, self.model.config, workers.device)
         self.batches = self._make_batches(data, attention)
         objective = Objective(
             self.model,
@@ -293,15 +292,6 @@ class StageTrainer:
             except SaveFailed as error:
                 raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
         self.reporter.report({"step": self.step, "model": storage.path(MODEL)})
-
-
-def _attention(recipe: Recipe, workers: Workers) -> Attention:
-    on_cuda = workers.device.type == "cuda"
-    if recipe.attention == "flex" and not on_cuda:
-        raise UserError("attention: flex trains on CUDA only; use sdpa, or auto for either")
-    if recipe.attention == "auto":
-        return "flex" if on_cuda else "sdpa"
-    return recipe.attention
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from mars_serve.engine.attention.plan import (
     plan,
 )
 from mars_serve.engine.batch import BatchRow, StepBatch
+from mars_serve.engine.device.transfer import host_numbers, to_device
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 _CPU_PIECES = 4
@@ -82,9 +83,9 @@ class PagedAttention:
     def prepare(self, batch: StepBatch) -> PagedMetadata:
         """See `Attention.prepare`."""
         shape = StepShape.of(batch, self.page_size)
-        numbers = np.empty(sum(self.sizes(shape)), dtype=np.int64)
-        self.pack(batch, shape, numbers)
-        return self.unpack(torch.from_numpy(numbers).to(self._device), shape)
+        numbers = host_numbers(sum(self.sizes(shape)), self._device)
+        self.pack(batch, shape, numbers.numpy())
+        return self.unpack(to_device(numbers, self._device), shape)
 
     def sizes(self, shape: StepShape) -> list[int]:
         """Return the integers of each part of a step's metadata, in the order of `unpack`."""

@@ -1,4 +1,4 @@
-"""Runs a step so that only the requests whose own rows fail are affected by a failure."""
+"""Runs steps so that only the requests whose own rows fail are affected by a failure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.forward import Launched, ModelRunner
 from mars_serve.engine.sampling.grammar import GrammarError
@@ -14,8 +17,18 @@ from mars_serve.engine.scheduled_row import ScheduledRow
 
 _MAX_FAILURES = 3
 """Number of consecutive steps failing for every request after which the engine gives up."""
+_NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+"""Parts of the messages of libraries that have no type of error of their own for short memory."""
 
 _log = logging.getLogger(__name__)
+
+
+class NoMemory(Exception):
+    """The result of a row that the device's memory does not hold, even alone."""
+
+
+class TooLong(Exception):
+    """The result of a row for which memory was short: it runs again in later steps, in parts."""
 
 
 @dataclass(frozen=True)
@@ -34,49 +47,93 @@ Step = Launched | FailedLaunch
 """A step that was started, or could not be."""
 
 
-def launch(runner: ModelRunner, rows: Sequence[ScheduledRow]) -> Step:
-    """Start a step; never raises."""
-    try:
-        return runner.launch(rows)
-    except Exception as error:
-        return FailedLaunch(rows, error)
+class FaultIsolation:
+    """Starts steps, waits for them, and finds the rows by which a step fails."""
 
+    def __init__(self, runner: ModelRunner, budget: PositionBudget) -> None:
+        """Run steps with a runner; ``budget`` shrinks when one runs out of memory."""
+        self._runner, self.budget = runner, budget
+        self._num_failures = 0
+        """Number of the last steps that failed for every request."""
 
-def wait(runner: ModelRunner, step: Step) -> list[Accepted | Exception]:
-    """Wait for a step; return each row's result, or the error by which the row failed.
+    def launch(self, rows: Sequence[ScheduledRow]) -> Step:
+        """Start a step; never raises."""
+        try:
+            return self._runner.launch(rows)
+        except Exception as error:
+            return FailedLaunch(rows, _without_frames(error))
 
-    A failed step is run again in halves, down to single rows.
-    """
-    rows = step.rows
-    try:
-        return [_checked(result) for result in step.wait()]
-    except Exception as error:
-        if len(rows) == 1:
-            _log.exception("the forward pass of request %s failed", rows[0].request.id)
-            return [error]
-    middle = len(rows) // 2
-    halves = (launch(runner, rows[:middle]), launch(runner, rows[middle:]))
-    return [result for half in halves for result in wait(runner, half)]
-
-
-class FailureCount:
-    """Counts consecutive steps that failed for every request."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def note(self, results: Sequence[Accepted | Exception]) -> None:
-        """Note a step's results; those that only grammars decided say nothing.
+    def wait(self, step: Step) -> list[Accepted | Exception]:
+        """Wait for a step; return each row's result, or the error by which the row failed.
 
         Raises:
             RuntimeError: several consecutive steps failed for every request.
         """
-        judged = [result for result in results if not isinstance(result, GrammarError | PutOff)]
+        num_before = self.budget.num_out_of_memory
+        results = self._results(step)
+        if self.budget.num_out_of_memory == num_before:
+            self.budget.note_fitting()
+        self._count(results)
+        return results
+
+    def _results(self, step: Step, *, is_retry: bool = False) -> list[Accepted | Exception]:
+        """Return each row's result; a failed step is run again in halves, down to single rows."""
+        rows = step.rows
+        try:
+            return [_checked(result) for result in step.wait()]
+        except Exception as error:
+            failure = _without_frames(error)
+        del step  # it holds the error, and so whatever the error holds
+        is_short = _is_out_of_memory(failure)
+        if is_short:
+            self.budget.shrink(sum(row.num_positions for row in rows))
+            self._runner.free_memory()
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            halves = (rows[:middle], rows[middle:])
+            if is_short:  # one after the other, for two would take more memory than one
+                return [result for half in halves for result in self._results(self.launch(half))]
+            steps = [self.launch(half) for half in halves]
+            return [result for half in steps for result in self._results(half)]
+        if is_short and not is_retry:
+            return self._results(self.launch(rows), is_retry=True)
+        return [self._blame(rows[0], failure, is_short=is_short)]
+
+    def _blame(self, row: ScheduledRow, error: Exception, *, is_short: bool) -> Exception:
+        if is_short and row.num_positions > self.budget.least:
+            return TooLong()
+        name = row.request.id
+        if not is_short:
+            _log.error("the forward pass of request %s failed", name, exc_info=error)
+            return error
+        _log.error("the forward pass of request %s ran out of memory: %s", name, error)
+        return NoMemory(
+            f"the device's memory does not hold a step of this request, even alone with "
+            f"{row.num_positions} positions beside {row.request.num_cached} cached tokens; send a "
+            "shorter request, or lower engine.memory_fraction or give the replica more of a GPU "
+            "(num_gpus)"
+        )
+
+    def _count(self, results: Sequence[Accepted | Exception]) -> None:
+        """Count a step that failed for every request; grammars and short memory say nothing."""
+        silent = GrammarError | PutOff | TooLong | NoMemory
+        judged = [result for result in results if not isinstance(result, silent)]
         errors = [result for result in judged if isinstance(result, Exception)]
         if judged:
-            self._num = self._num + 1 if len(errors) == len(judged) else 0
-        if self._num >= _MAX_FAILURES:
-            raise RuntimeError("the forward pass fails for every request") from results[0]  # type: ignore[misc]
+            self._num_failures = self._num_failures + 1 if len(errors) == len(judged) else 0
+        if self._num_failures >= _MAX_FAILURES:
+            raise RuntimeError("the forward pass fails for every request") from errors[0]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Drop the traceback of an error that says that memory is short: its frames hold tensors."""
+    return error.with_traceback(None) if _is_out_of_memory(error) else error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
 
 
 def _checked(result: Accepted | Exception) -> Accepted | Exception:

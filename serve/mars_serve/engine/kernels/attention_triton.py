@@ -119,7 +119,7 @@ def paged_attention(
         num_stages=num_stages,
     )
     if num_slots:
-        combine_kernel[(num_positions, num_heads)](
+        combine_pieces_kernel[(num_positions, num_heads)](
             output,
             partial,
             sums,
@@ -410,7 +410,7 @@ def _update(
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
-def combine_kernel(
+def combine_pieces_kernel(
     output: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
