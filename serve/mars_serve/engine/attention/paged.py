@@ -70,7 +70,7 @@ class PagedAttention:
             tiling: how steps are cut into pieces; by default as suits the device.
         """
         if device.type == "cuda":
-            from mars_serve.engine.kernels import attention_triton  # noqa: F401 -- adds the kernels
+            from mars_serve.engine.kernels import gpu  # noqa: F401 -- adds all kernels of a step
         self.page_size = page_size
         self.tiling = tiling or tiling_of(shape, num_query_heads, page_size, dtype, device)
         self._device = device

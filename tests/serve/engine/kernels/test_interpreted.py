@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from interpreted.attention_cases import CASES, TOLERANCES, Case
 
@@ -68,6 +69,19 @@ def test_proposals_and_confidences_equal_their_twins() -> None:
     num_reads, num_nans, _ = lines_of("acceptance_cases.py")[-1]
     assert num_reads == 192
     assert num_nans == 48  # four damaged reads of eight, by three measures, four times
+
+
+@needs_triton
+def test_one_module_adds_the_kernels_of_all_operators() -> None:
+    importlib.import_module("mars_serve.engine.kernels.gpu")
+    operators = {name for name in torch._C._dispatch_get_all_op_names() if "marsray::" in name}
+    on_cpu, on_gpu = (
+        {name for name in operators if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+        for key in ("CPU", "CUDA")
+    )
+    own = {"marsray::add_rms_norm", "marsray::paged_attention", "marsray::propose"}
+    assert own < on_cpu
+    assert on_cpu <= on_gpu
 
 
 @needs_triton
