@@ -26,7 +26,7 @@ from mars_serve.engine.drafter import Drafter
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
 from mars_serve.engine.execution.forward import ModelRunner
-from mars_serve.engine.execution.graphs import Capture, CudaCapture, GraphSizes
+from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
 from mars_serve.engine.execution.warm_up import (
     REPEATS,
@@ -132,6 +132,7 @@ class Engine:
         )
         self.live = live
         """Live decoding from the next step on; any thread may set it."""
+        self.captured: CapturedGraphs | None = None  # until `capture_graphs`
         self.on_launch: Callable[[Sequence[ScheduledRow]], None] | None = None
         """Called with the rows of each step before it starts."""
         self._step_live = live
@@ -241,13 +242,12 @@ class Engine:
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Capture decoding steps; do nothing if attention does not read pages in place."""
-        sizes = GraphSizes(
-            max_rows=self.settings.max_num_seqs,
-            max_masks=self.window,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_pages=self._pool.pages_for(self.max_length),
-        )
-        self._runner.capture(sizes, capture, on_progress)
+        window, drafts = self.window, self._scheduler.max_drafts
+        # Tokens accepted from masks, drafts, and a group of masks for each outcome.
+        most = window + 1 + drafts + (drafts + 1) * window
+        rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
+        sizes = GraphSizes(rows, most, positions, self._pool.pages_for(self.max_length))
+        self.captured = self._runner.capture(sizes, capture, on_progress)
 
     # Requests
 

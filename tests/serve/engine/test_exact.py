@@ -24,8 +24,8 @@ from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.batch import BatchRow
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.acceptance import unpack_groups
 from mars_serve.engine.execution.forward import Launched
+from mars_serve.engine.execution.proposals import unpack
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -157,14 +157,13 @@ def test_each_position_of_a_row_sees_its_prefix_and_its_group(
 
 def drafts_by_group(step: Launched) -> dict[str, list[list[int]]]:
     """Tokens that each group of masks proposes, by the id of its request."""
-    rows = [row for row in step.rows if row.reads_logits]
-    assert step.packed is not None
-    num_proposals = sum(row.num_group_proposals for row in rows)
-    proposals = iter(unpack_groups(step.packed, len(rows), num_proposals))
-    return {
-        row.request.id: [[draft.token for draft in islice(proposals, n)] for n in row.masks]
-        for row in rows
-    }
+    assert step.proposals is not None
+    tokens, found = iter(unpack(step.proposals.wait())[0]), {}
+    for row in step.rows:
+        if row.reads_logits:
+            list(islice(tokens, row.num_proposed))  # those that check the drafts
+            found[row.request.id] = [list(islice(tokens, count)) for count in row.masks]
+    return found
 
 
 def plain_drafts(

@@ -72,6 +72,23 @@ def test_a_mask_without_an_embedding_is_refused() -> None:
         build_engine(build_model(), mask=64)
 
 
+def test_angles_of_longrope_do_not_depend_on_other_rows() -> None:
+    """Transformers itself takes the long angles for all rows as soon as one is long."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = build_model("llama", rope_parameters=rope)
+    together = passes_of(run(build_engine(model), requests()))
+    for request in requests():
+        alone = passes_of(run(build_engine(model), [request]))
+        assert together[request.id] == alone[request.id]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_runs_in_a_narrow_type(dtype: torch.dtype) -> None:
     """The first tokens are the oracle's; later ones may part at near-ties."""

@@ -27,8 +27,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence
 from mars_serve.bench.decode.workload import BenchRequest
-from mars_serve.engine.execution.acceptance import accept, unpack
-from mars_serve.engine.execution.reads import Reads
+from mars_serve.engine.execution.acceptance import num_sure
+from mars_serve.engine.execution.proposals import Reads, propose, unpack
 
 ATTENTION_NAME = "marsray_block_sync"
 
@@ -165,14 +165,16 @@ class BlockSyncDecoder:
             cursors[i] + depth for i, each in zip(chosen, depths, strict=True) for depth in each
         ]
         logits = self._forward(rows, cache, width, read_positions)
-        packed = accept(
-            logits,
-            self._reads([len(each) for each in depths]),
-            self._banned,
-            self._counts([rows[index] for index in chosen], depths),
-        )
-        for index, (tokens, _) in zip(chosen, unpack(packed), strict=True):
-            self._commit(rows[index], tokens)
+        num_reads = len(read_positions)
+        measures = torch.zeros(num_reads, dtype=torch.long, device=self.model.device)
+        reads = Reads(measures, frozenset({Confidence.PROBABILITY}))
+        tokens, confidences = unpack(propose(logits, reads, self._banned).cpu())
+        begin = 0
+        for index, each in zip(chosen, depths, strict=True):
+            end = begin + len(each)
+            count = self._count(rows[index], confidences[begin:end])
+            self._commit(rows[index], tokens[begin : begin + count])
+            begin = end
         for row, used in zip(rows, is_open, strict=True):
             row.num_waits += not used and not row.done
 
@@ -215,25 +217,11 @@ class BlockSyncDecoder:
         bias = bias.masked_fill_(~visible, -torch.inf).unsqueeze(1)
         return bias.repeat(1, 1, cache.group_size, 1)
 
-    def _reads(self, counts: list[int]) -> Reads:
-        device = self.model.device
-        return Reads(
-            row=torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], device=device),
-            depth=torch.tensor([depth for n in counts for depth in range(n)], device=device),
-            thresholds=torch.full((len(counts),), self.threshold, device=device),
-            measures=torch.zeros(len(counts), dtype=torch.long, device=device),
-            used_measures=frozenset({Confidence.PROBABILITY}),
-            max_depth=max(counts),
-        )
-
-    def _counts(self, rows: list[BlockSyncRow], depths: list[range]) -> Tensor | None:
-        if self._draw is None:
-            return None
-        counts = [
-            self._draw(row.request.id, row.num_output, len(each))
-            for row, each in zip(rows, depths, strict=True)
-        ]
-        return torch.tensor(counts, device=self.model.device)
+    def _count(self, row: BlockSyncRow, confidences: list[float]) -> int:
+        """Return the number of accepted proposals of a row."""
+        if self._draw is not None:
+            return self._draw(row.request.id, row.num_output, len(confidences))
+        return num_sure(confidences, self.threshold)
 
     def _commit(self, row: BlockSyncRow, tokens: list[int]) -> None:
         ends = [index for index, token in enumerate(tokens) if token in self.special.eos]

@@ -22,20 +22,11 @@ def why_unmerged(model: PreTrainedModel) -> str | None:
         return f"it is of the family {config.model_type}, not {', '.join(_FAMILIES)}"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not silu"
-    if rotates_by_length(model):
-        return "the angles of its rope type dynamic depend on the longest row of a step"
     width = 2 * model.base_model.rotary_emb.inv_freq.numel()
     head_dim = model.base_model.layers[0].self_attn.head_dim
     if width != head_dim:
         return f"it rotates {width} of {head_dim} numbers of a head"
     return None
-
-
-def rotates_by_length(model: PreTrainedModel) -> bool:
-    """Return whether the host looks at each step's positions to choose rotation angles."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return any("dynamic" in str(each.get("rope_type")) for each in kinds)
 
 
 def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
@@ -19,16 +17,12 @@ from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
-from mars_serve.engine.execution.acceptance import (
-    Accepted,
-    accept,
-    accepted_by_row,
-    rejected_by_row,
-    unpack,
-    unpack_groups,
-)
+from mars_serve.engine.decoder.rotation import settle_rotation
+from mars_serve.engine.device.transfer import HostCopy
+from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
 from mars_serve.engine.execution.graphs import (
     Capture,
+    CapturedGraphs,
     EagerForward,
     Forward,
     GraphedForward,
@@ -40,7 +34,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
     next_tokens,
     positions_at_once,
 )
-from mars_serve.engine.execution.reads import Reads, build_reads
+from mars_serve.engine.execution.proposals import build_reads, propose, unpack
 from mars_serve.engine.execution.step_sampling import Reports, sampled_rows
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
@@ -55,22 +49,15 @@ _NOTHING = Accepted([], [])
 
 
 @dataclass(frozen=True)
-class _StepTensors:
-    """Tensors of a step beside the model's own input."""
-
-    reads: Reads | None
-    """Description of the logits; None if no row reads any."""
-    next_tokens: Tensor | None
-    """int64 [scored], the token behind each position that is scored; None if none is."""
-
-
-@dataclass(frozen=True)
 class Launched:
     """A step that may still be running."""
 
     rows: Sequence[ScheduledRow]
-    packed: Tensor | None
-    """Result of `accept`; None if no row reads logits."""
+    proposals: HostCopy | None
+    """Table of `propose`, with the reads of all rows; None if no row reads logits."""
+    counts: list[int] | None
+    """Drawn numbers of direct reads that each row accepts; None for the rules. Rows that read no
+    logits have none."""
     reports: Reports
     scores: PromptScores | None
     """Log-probabilities of prompts; None if no position is scored."""
@@ -94,23 +81,20 @@ class Launched:
         ]
 
     def _results(self) -> list[Accepted]:
-        if self.packed is None:
+        if self.proposals is None:
             return [_NOTHING] * len(self.rows)
-        packed = self.packed.cpu()  # the step's one copy to the host
-        reading = [row for row in self.rows if row.reads_logits]
-        num_proposals = sum(row.num_group_proposals for row in reading)
-        groups = iter(unpack_groups(packed, len(reading), num_proposals))
-        accepted = enumerate(unpack(packed, len(reading)))
-        results = []
+        tokens, confidences = unpack(self.proposals.wait())  # the step's one copy to the host
+        counts = None if self.counts is None else iter(self.counts)
+        results, begin = [], 0
         for row in self.rows:
             result = _NOTHING
             if row.reads_logits:
-                index, (tokens, confidences) = next(accepted)
-                own_groups = list(islice(groups, row.num_group_proposals))
-                result = accepted_by_row(row, tokens, confidences, own_groups)
-                result.logprobs = self.reports.report(row.request, tokens)
-                if row.request.options.reports_rejected:
-                    result.rejected = rejected_by_row(row, packed[index], result)
+                end = begin + row.num_reads
+                own = tokens[begin:end], confidences[begin:end]
+                count = num_accepted(row, *own) if counts is None else next(counts)
+                result = accept(row, *own, count)
+                result.logprobs = self.reports.report(row.request, own[0][:count])
+                begin = end
             results.append(result)
         return results
 
@@ -143,6 +127,7 @@ class ModelRunner:
             temperatures: divisors of the logits by calibration, from depth 0.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        settle_rotation(model)
         if isinstance(attention, PagedAttention) and not compiled:
             reason = why_unmerged(model)
             if reason is None:
@@ -153,8 +138,11 @@ class ModelRunner:
         if batch_invariant:
             tile_linears(model, _TILE)
         self.model = model
+        self._banned = torch.tensor(
+            sorted(special.never_emitted), dtype=torch.long, device=model.device
+        )
         self._forward: Forward = (
-            GraphedForward(model, attention, compiled=compiled)
+            GraphedForward(model, attention, self._banned, compiled=compiled)
             if isinstance(attention, PagedAttention)
             else EagerForward(model, attention, compiled=compiled)
         )
@@ -164,9 +152,6 @@ class ModelRunner:
         self._ends = special.eos
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
-        self._banned = torch.tensor(
-            sorted(special.never_emitted), dtype=torch.long, device=model.device
-        )
 
     def run(self, rows: Sequence[ScheduledRow]) -> list[Accepted | Exception]:
         """Run one step and wait for its results."""
@@ -178,25 +163,25 @@ class ModelRunner:
         batch = build_batch(rows, self.mask_token_id, self._multiple_of)
         reading = [row for row in rows if row.reads_logits]
         grammars = self._grammars.begin([row.request.matcher for row in rows])
-        tensors = _StepTensors(
-            reads=build_reads(reading, self._temperatures) if reading else None,
-            next_tokens=torch.tensor(next_tokens(rows)) if batch.scored else None,
-        )
-        output = self._forward(batch, tensors)  # the step's one copy to the device
-        reads, logits = output.extra.reads, output.logits
-        scores = None
-        if output.scored is not None and output.extra.next_tokens is not None:
+        reads = build_reads(reading, self._temperatures) if reading else None
+        following = next_tokens(rows) if batch.scored else ()
+        output = self._forward(batch, reads, following)  # the step's one copy to the device
+        logits, scores = output.logits, None
+        if batch.scored:
             at_once = positions_at_once(logits.shape[1], logits.device)
             scores = PromptScores.of(
-                rows, output.scored, output.extra.next_tokens, self._forward.logits, at_once
+                rows, output.scored, output.next_tokens, self._forward.logits, at_once
             )
-        if reads is None:
-            return Launched(rows, None, Reports({}), scores, grammars)
-        reports = Reports.of(logits, reading)  # before `accept` overwrites the logits
+        if output.reads is None:
+            return Launched(rows, None, None, Reports({}), scores, grammars)
+        reports = Reports.of(logits, reading)  # before `propose` overwrites the logits
         sampled = sampled_rows(reading, self._ends, grammars, logits.shape[1])
-        choose = partial(choose_tokens, rows=sampled) if sampled else None
-        packed = accept(logits, reads, self._banned, self._drawn(reading), choose)
-        return Launched(rows, packed, reports, scores, grammars)
+        proposals = output.proposals
+        if sampled or proposals is None:
+            choose = partial(choose_tokens, rows=sampled) if sampled else None
+            proposals = propose(logits, output.reads, self._banned, choose)
+        copy = HostCopy(proposals)
+        return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)
 
     def free_memory(self) -> None:
         """Free what a failed step left behind, and all that torch keeps for later."""
@@ -209,14 +194,14 @@ class ModelRunner:
         sizes: GraphSizes,
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Capture graphs, see `GraphedForward.capture`; do nothing without paged attention."""
+    ) -> CapturedGraphs | None:
+        """Capture graphs, see `GraphedForward.capture`, or return None without paged attention."""
         if isinstance(self._forward, GraphedForward):
-            self._forward.capture(sizes, capture, on_progress)
+            return self._forward.capture(sizes, capture, on_progress)
+        return None
 
-    def _drawn(self, rows: Sequence[ScheduledRow]) -> Tensor | None:
+    def _drawn(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
         """Draw the number of tokens that each row accepts, in place of the acceptance rules."""
         if self._draw_accepted is None:
             return None
-        counts = [self._draw_accepted(row.request, row.num_proposed) for row in rows]
-        return torch.tensor(counts, device=self.model.device)
+        return [self._draw_accepted(row.request, row.num_proposed) for row in rows]

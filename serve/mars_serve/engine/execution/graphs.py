@@ -1,17 +1,19 @@
 """The model's forward over one step: eagerly, or by replaying a captured CUDA graph.
 
 A graph fixes all shapes and addresses. Its input is one list of integers at a fixed address, padded
-to a shape that recurs, and its output one table of logits at a fixed address; a step whose shape
-was not captured runs eagerly.
+to a shape that recurs. Its output is one table of logits and one of the likeliest tokens with their
+confidences, so that a step at temperature 0 is a copy to the device, a replay and a copy back. A
+step whose shape was not captured runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,56 +22,59 @@ from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.batch import StepBatch, bucket
-from mars_serve.engine.execution.staging import stage
+from mars_serve.engine.device.transfer import host_numbers, to_device
+from mars_serve.engine.execution.proposals import Reads
+from mars_serve.engine.execution.staging import InputSizes, StepInput, fill
 from mars_serve.engine.execution.step_function import StepFunction
+from mars_serve.engine.kernels.acceptance import propose
+
+_log = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Function that runs another as often as capturing takes, and returns a function that repeats the
 run on the same addresses."""
 
-_WARM_UP_RUNS = 2
+_WARM_UP_RUNS = 1
 _FEWEST_PAGES = 16
-_PAGES_FACTOR = 4
-"""Ratio of one captured length of page tables to the next shorter one."""
-
-Extra = TypeVar("Extra")
+_PAGES_FACTOR = 16
+"""Ratio of one captured length of page tables to the next shorter one. A longer table costs a step
+no more than its copy to the device, and each length another set of graphs."""
 
 
 @dataclass(frozen=True)
-class ForwardOutput(Generic[Extra]):
+class ForwardOutput:
     """The model's output of one step."""
 
     logits: Tensor
     """[reads, vocabulary], logits of the positions that are read. May be overwritten; valid until
     the next step."""
-    scored: Tensor | None
-    """[scored, hidden_size], hidden states of the positions that are scored, if there are any."""
-    extra: Extra
-    """The step's further tensors, on the device."""
+    reads: Reads | None
+    """Description of the logits, on their device; None if the step reads none."""
+    proposals: Tensor | None
+    """What `kernels.acceptance.propose` returns for the logits, if it has been computed."""
+    scored: Tensor
+    """[scored, hidden_size], hidden states of the positions that are scored."""
+    next_tokens: Tensor
+    """int64 [scored], the token behind each of these positions."""
 
 
 class Forward(Protocol):
     """One way to run the model over a step."""
 
-    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
+    def __call__(
+        self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
+    ) -> ForwardOutput:
         """Run the model over a step.
 
         Args:
             batch: layout of the step.
-            extra: a dataclass of further tensors, copied to the device in the step's one transfer.
+            reads: description of the logits that the step reads, on the host; None if it reads
+                none.
+            next_tokens: the token behind each position that the batch scores.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
-
-
-@dataclass(frozen=True)
-class _EagerInput(Generic[Extra]):
-    ids: Tensor
-    position_ids: Tensor
-    reads: Tensor
-    scored: Tensor | None
-    extra: Extra
 
 
 class EagerForward:
@@ -82,19 +87,23 @@ class EagerForward:
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention, compiled=compiled)
 
-    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
+    def __call__(
+        self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
+    ) -> ForwardOutput:
         """See `Forward`."""
-        host = _EagerInput(
-            ids=torch.tensor(batch.ids),
-            position_ids=torch.tensor(batch.position_ids),
-            reads=torch.tensor(batch.reads or [0]),
-            scored=_scored(batch),
-            extra=extra,
-        )
-        step = stage(host, self._device)
+        sizes = InputSizes(len(batch.ids), max(len(batch.reads), 1), len(batch.scored), 0)
+        numbers = host_numbers(sizes.total, self._device)
+        fill(sizes.on_host(numbers), batch, reads, next_tokens)
+        step = sizes.on_device(to_device(numbers, self._device))
         metadata = self._attention.prepare(batch)
         hidden = self._function.hidden(step.ids, step.position_ids, metadata)
-        return _output(self._function, hidden, step.reads, step.scored, step.extra)
+        return ForwardOutput(
+            logits=self._function.logits(hidden.index_select(0, step.reads)),
+            reads=_on_device(reads, step),
+            proposals=None,
+            scored=hidden.index_select(0, step.scored),
+            next_tokens=step.next_tokens,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Forward`."""
@@ -107,19 +116,22 @@ class ForwardShape:
 
     num_reads: int
     step: StepShape
+    num_scored: int = 0
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Limits of decoding steps, by which the shapes to capture are chosen.
+    """Limits of steps, by which the shapes to capture are chosen so that every step fits one.
 
-    The shapes are few: they differ in positions and pages only, and leave room for the most rows
-    and reads that these allow.
+    Attention takes any layout of rows in a shape of enough positions, rows and pages. So the shapes
+    differ in positions, of which `bucket` makes few lengths; in pages, of which there are two or
+    three; and in reads, which are one a row or one a position. In mode exact a row may read all its
+    positions, and otherwise the output layer's share of a large step is not computed in vain.
     """
 
     max_rows: int
-    max_masks: int
-    """Most masks of a row."""
+    max_row_length: int
+    """Most positions of a decoding row."""
     max_num_batched_tokens: int
     """Most positions of a step."""
     max_pages: int
@@ -127,49 +139,73 @@ class GraphSizes:
 
     def shapes(self) -> list[ForwardShape]:
         """Return all shapes to capture, the largest first."""
-        largest = min(self.max_rows * (2 * self.max_masks + 1), self.max_num_batched_tokens)
+        largest = min(self.max_rows * self.max_row_length, self.max_num_batched_tokens)
         positions = sorted({bucket(count) for count in range(1, largest + 1)}, reverse=True)
         pages = [_FEWEST_PAGES]
         while pages[-1] < self.max_pages:
             pages.append(pages[-1] * _PAGES_FACTOR)
         lengths = sorted({min(count, self.max_pages) for count in pages}, reverse=True)
-        return [self._shape(count, length) for count in positions for length in lengths]
+        return [
+            self._shape(count, length, num_reads)
+            for count in positions
+            for length in lengths
+            for num_reads in sorted({count, min(count, self.max_rows)}, reverse=True)
+        ]
 
     def shape_for(self, batch: StepBatch, page_size: int) -> ForwardShape:
         """Return the only captured shape that could hold a step."""
         needed, length = cached_pages(batch, page_size), _FEWEST_PAGES
         while length < needed:
             length *= _PAGES_FACTOR
-        return self._shape(len(batch.ids), min(length, self.max_pages))
+        num_reads = len(batch.reads)
+        most = self.max_rows if num_reads <= self.max_rows else len(batch.ids)
+        return self._shape(len(batch.ids), min(length, self.max_pages), most)
 
-    def _shape(self, num_positions: int, num_pages: int) -> ForwardShape:
-        # A decoding row feeds the tokens accepted last, at most one more than masks, and new masks.
-        return ForwardShape(
-            num_reads=min(num_positions, self.max_rows * (self.max_masks + 1)),
-            step=StepShape(num_positions, min(num_positions, self.max_rows), num_pages),
-        )
+    def _shape(self, num_positions: int, num_pages: int, num_reads: int) -> ForwardShape:
+        num_rows = min(num_positions, self.max_rows)
+        step = StepShape(num_positions, num_rows, num_pages)
+        return ForwardShape(min(num_positions, num_reads), step)
 
 
 @dataclass(frozen=True)
-class _GraphedInput(Generic[Extra]):
-    numbers: Tensor
-    scored: Tensor | None
-    extra: Extra
+class CapturedGraphs:
+    """What the captured graphs took."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+    """Bytes of the device's memory; 0 on devices without graphs."""
 
 
 class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
     def __init__(
-        self, model: PreTrainedModel, attention: PagedAttention, *, compiled: bool = False
+        self,
+        model: PreTrainedModel,
+        attention: PagedAttention,
+        banned: Tensor,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """See `StepFunction`."""
-        self._model, self._attention = model, attention
+        """Take a model; see `StepFunction`.
+
+        Args:
+            model: see there.
+            attention: see there.
+            banned: int64 [banned], tokens that are never emitted.
+            compiled: see there.
+        """
+        self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention, compiled=compiled)
         self._sizes: GraphSizes | None = None
         self._replays: dict[ForwardShape, Callable[[], None]] = {}
-        self._numbers = torch.empty(0, dtype=torch.long, device=model.device)
-        self._logits = torch.empty(0, dtype=model.dtype, device=model.device)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._is_banned = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
+        self._is_banned[banned] = True
+        self._numbers = torch.empty(0, dtype=torch.long, device=self._device)
+        self._logits = torch.empty(0, vocabulary, dtype=model.dtype, device=self._device)
+        self._proposals = torch.empty(0, 2, dtype=torch.int32, device=self._device)
 
     @torch.inference_mode()
     def capture(
@@ -177,41 +213,55 @@ class GraphedForward:
         sizes: GraphSizes,
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Capture the shapes of decoding steps, the largest first, so that all share its memory.
+    ) -> CapturedGraphs:
+        """Capture the shapes of steps, the largest first, so that all share its memory.
 
         Args:
-            sizes: limits of decoding steps.
+            sizes: limits of steps.
             capture: `CudaCapture`, or `call_again`.
             on_progress: called with the number of captured shapes and the number of all.
         """
+        begin, free = time.perf_counter(), _free_bytes(self._device)
         shapes = sizes.shapes()
         most = max(shape.num_reads for shape in shapes)
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        self._numbers = self._numbers.new_zeros(max(sum(self._sizes_of(shape)) for shape in shapes))
-        self._logits = self._logits.new_zeros(most, vocabulary)
+        self._numbers = self._numbers.new_zeros(max(self._input(each).total for each in shapes))
+        self._logits = self._logits.new_zeros(most, self._logits.shape[1])
+        self._proposals = self._proposals.new_zeros(most, 2)
         self._sizes = sizes
         for done, shape in enumerate(shapes, start=1):
             zeros = [0] * shape.step.num_positions
             empty = StepBatch(ids=zeros, position_ids=zeros, rows=[], num_positions=0)
-            self._numbers[: sum(self._sizes_of(shape))].copy_(self._pack(empty, shape))
+            self._send(self._pack(empty, None, (), shape))
             self._replays[shape] = capture(self._on_fixed_addresses(shape))
             if on_progress is not None:
                 on_progress(done, len(shapes))
+        taken = max(0, free - _free_bytes(self._device))
+        found = CapturedGraphs(len(shapes), time.perf_counter() - begin, taken)
+        _log.info(
+            "captured %d shapes of steps in %.1f s; the graphs take %.0f MiB",
+            *(found.num_graphs, found.seconds, found.num_bytes / 2**20),
+        )
+        return found
 
-    def __call__(self, batch: StepBatch, extra: Extra) -> ForwardOutput[Extra]:
+    def __call__(
+        self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
+    ) -> ForwardOutput:
         """See `Forward`; graphs keep no hidden states, so scored positions are run eagerly."""
         captured = None if batch.scored else self._captured_shape(batch)
         shape = captured or self._exact_shape(batch)
-        step = stage(
-            _GraphedInput(self._pack(batch, shape), _scored(batch), extra), self._model.device
-        )
+        numbers = self._pack(batch, reads, next_tokens, shape)
+        count = len(batch.reads)
         if captured is None:
-            hidden, reads = self._run(step.numbers, shape)
-            return _output(self._function, hidden, reads, step.scored, step.extra)
-        self._numbers[: len(step.numbers)].copy_(step.numbers)
-        self._replays[shape]()
-        return ForwardOutput(self._logits[: len(batch.reads)], None, step.extra)
+            step = self._input(shape).on_device(to_device(numbers, self._device))
+            hidden = self._hidden(step, shape)
+            logits = self._function.logits(hidden.index_select(0, step.reads))
+            proposals, scored = self._propose(logits, step), hidden.index_select(0, step.scored)
+        else:
+            step = self._input(shape).on_device(self._send(numbers))
+            self._replays[shape]()
+            logits, proposals = self._logits[:count], self._proposals[:count]
+            scored = logits[:0]
+        return ForwardOutput(logits, _on_device(reads, step), proposals, scored, step.next_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Forward`."""
@@ -219,46 +269,56 @@ class GraphedForward:
 
     def _exact_shape(self, batch: StepBatch) -> ForwardShape:
         step = StepShape.of(batch, self._attention.page_size)
-        return ForwardShape(max(len(batch.reads), 1), step)
+        return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored))
 
     def _captured_shape(self, batch: StepBatch) -> ForwardShape | None:
-        if self._sizes is None:
+        if self._sizes is None or len(batch.rows) > self._sizes.max_rows:
             return None
         shape = self._sizes.shape_for(batch, self._attention.page_size)
-        fits = len(batch.reads) <= shape.num_reads
-        return shape if shape in self._replays and fits else None
+        return shape if shape in self._replays else None
 
-    def _sizes_of(self, shape: ForwardShape) -> list[int]:
-        """Return the integers of token ids, position ids, reads and attention metadata."""
-        step = shape.step
-        return [step.num_positions] * 2 + [shape.num_reads, sum(self._attention.sizes(step))]
+    def _input(self, shape: ForwardShape) -> InputSizes:
+        attention = sum(self._attention.sizes(shape.step))
+        return InputSizes(shape.step.num_positions, shape.num_reads, shape.num_scored, attention)
 
-    def _pack(self, batch: StepBatch, shape: ForwardShape) -> Tensor:
-        """Return a step's integers; padded reads read position 0."""
-        reads, sizes = batch.reads, self._sizes_of(shape)
-        assert len(reads) <= shape.num_reads, "the step fits its shape"
-        numbers = np.zeros(sum(sizes), dtype=np.int64)
-        ids, position_ids, padded, packed = np.split(numbers, np.cumsum(sizes)[:-1])
-        ids[:], position_ids[:], padded[: len(reads)] = batch.ids, batch.position_ids, reads
-        self._attention.pack(batch, shape.step, packed)
-        return torch.from_numpy(numbers)
+    def _pack(
+        self,
+        batch: StepBatch,
+        reads: Reads | None,
+        next_tokens: Sequence[int],
+        shape: ForwardShape,
+    ) -> Tensor:
+        sizes = self._input(shape)
+        numbers = host_numbers(sizes.total, self._device)
+        parts = sizes.on_host(numbers)
+        fill(parts, batch, reads, next_tokens)
+        self._attention.pack(batch, shape.step, parts.attention)
+        return numbers
+
+    def _send(self, numbers: Tensor) -> Tensor:
+        """Copy a step's integers to the graphs' input, and return that part of it."""
+        return self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _on_fixed_addresses(self, shape: ForwardShape) -> Callable[[], None]:
-        numbers = self._numbers[: sum(self._sizes_of(shape))]
-        logits = self._logits[: shape.num_reads]
+        sizes = self._input(shape)
+        step = sizes.on_device(self._numbers[: sizes.total])
+        # One table serves all graphs; otherwise each would keep its own logits.
+        logits, proposals = self._logits[: shape.num_reads], self._proposals[: shape.num_reads]
 
         def run() -> None:
-            # One table serves all graphs; otherwise each would keep its own logits.
-            hidden, reads = self._run(numbers, shape)
-            logits.copy_(self.logits(hidden.index_select(0, reads)))
+            hidden = self._hidden(step, shape).index_select(0, step.reads)
+            self._function.write_logits(hidden, logits)
+            proposals.copy_(self._propose(logits, step))
 
         return run
 
-    def _run(self, numbers: Tensor, shape: ForwardShape) -> tuple[Tensor, Tensor]:
-        """Run the decoder; return all hidden states and the positions that are read."""
-        ids, position_ids, reads, packed = torch.split(numbers, self._sizes_of(shape))
-        metadata = self._attention.unpack(packed, shape.step)
-        return self._function.hidden(ids, position_ids, metadata), reads
+    def _hidden(self, step: StepInput[Tensor], shape: ForwardShape) -> Tensor:
+        metadata = self._attention.unpack(step.attention, shape.step)
+        return self._function.hidden(step.ids, step.position_ids, metadata)
+
+    def _propose(self, logits: Tensor, step: StepInput[Tensor]) -> Tensor:
+        temperatures = step.temperatures.view(torch.float64)
+        return propose(logits, self._is_banned, step.measures, temperatures)
 
 
 class CudaCapture:
@@ -289,15 +349,15 @@ def call_again(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def _scored(batch: StepBatch) -> Tensor | None:
-    return torch.tensor(batch.scored) if batch.scored else None
+def _on_device(reads: Reads | None, step: StepInput[Tensor]) -> Reads | None:
+    """Return the description of a step's logits with tensors on the device."""
+    if reads is None:
+        return None
+    count, temperatures = len(reads.measures), None
+    if reads.temperatures is not None:
+        temperatures = step.temperatures[:count].view(torch.float64)
+    return replace(reads, measures=step.measures[:count], temperatures=temperatures)
 
 
-def _output(
-    function: StepFunction, hidden: Tensor, reads: Tensor, scored: Tensor | None, extra: Extra
-) -> ForwardOutput[Extra]:
-    return ForwardOutput(
-        logits=function.logits(hidden.index_select(0, reads)),
-        scored=None if scored is None else hidden.index_select(0, scored),
-        extra=extra,
-    )
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -1,77 +1,96 @@
-"""Copies the small tensors of a step to the device in one transfer."""
+"""The integers that describe a step to the device, which they reach in one transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGNMENT = 8
-"""Bytes of which each part's start is a multiple, as a view of any element type needs."""
+from mars_serve.engine.batch import StepBatch
+from mars_serve.engine.execution.proposals import Reads
 
-Struct = TypeVar("Struct")
+Part = TypeVar("Part", NDArray[np.int64], Tensor)
 
 
-def stage(struct: Struct, device: torch.device) -> Struct:
-    """Copy all tensors of a dataclass, nested ones included, to a device in one transfer.
+class StepInput(NamedTuple, Generic[Part]):
+    """Parts of a step's integers, on the host or on the device."""
 
-    The tensors go through pinned memory, so that the host does not wait. Torch's caching allocator
-    reuses that memory only after the transfer.
+    ids: Part
+    """[positions], token ids."""
+    position_ids: Part
+    """[positions]."""
+    reads: Part
+    """[reads], positions whose logits are read."""
+    measures: Part
+    """[reads], see `Reads`."""
+    temperatures: Part
+    """[reads], bits of the float64 numbers, see `Reads`; 1 where it has none."""
+    scored: Part
+    """[scored], positions of prompt tokens whose next token's log-probability is reported."""
+    next_tokens: Part
+    """[scored], these next tokens."""
+    attention: Part
+    """Attention metadata, as its backend packs it."""
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Sizes of the parts of a step's integers."""
+
+    num_positions: int
+    num_reads: int
+    num_scored: int
+    num_attention: int
+
+    @property
+    def total(self) -> int:
+        """Number of all integers."""
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> list[int]:
+        """Integers of each part, in the order of `StepInput`."""
+        positions, reads, scored = self.num_positions, self.num_reads, self.num_scored
+        return [positions, positions, reads, reads, reads, scored, scored, self.num_attention]
+
+    def on_host(self, numbers: Tensor) -> StepInput[NDArray[np.int64]]:
+        """Return the parts as arrays that share the memory of int64 [total] on the host."""
+        array, ends = numbers.numpy(), accumulate(self.parts, initial=0)
+        return StepInput(*(array[begin:end] for begin, end in pairwise(ends)))
+
+    def on_device(self, numbers: Tensor) -> StepInput[Tensor]:
+        """Return the parts as views of int64 [total]."""
+        return StepInput(*torch.split(numbers, self.parts))
+
+
+def fill(
+    parts: StepInput[NDArray[np.int64]],
+    batch: StepBatch,
+    reads: Reads | None,
+    next_tokens: Sequence[int],
+) -> None:
+    """Write a step's integers but those of attention; padded reads read position 0.
 
     Args:
-        struct: a dataclass whose tensors are on the CPU, of any types and shapes.
-        device: where to copy them; on the CPU nothing is copied.
-
-    Returns:
-        A dataclass with tensors of the same types, shapes and values.
+        parts: the arrays to write to, at least as long as the step needs.
+        batch: layout of the step.
+        reads: description of the logits that the step reads; None if it reads none.
+        next_tokens: the token behind each scored position.
     """
-    if device.type == "cpu":
-        return struct
-    tensors = list(_tensors(struct))
-    staged = unpack(pack(tensors, pinned=True).to(device, non_blocking=True), tensors)
-    copied: Struct = _with_tensors(struct, iter(staged))
-    return copied
-
-
-def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """Return the bytes of tensors side by side: uint8 [bytes]."""
-    packed = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pinned)
-    for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
-        part.copy_(tensor)
-    return packed
-
-
-def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack`: return views of ``packed`` with the types and shapes of ``tensors``."""
-    return [
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(torch.split(packed, [*map(_room, tensors)]), tensors, strict=True)
-    ]
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _tensors(struct: Any) -> Iterator[Tensor]:
-    for field in fields(struct):
-        value = getattr(struct, field.name)
-        if isinstance(value, Tensor):
-            yield value
-        elif is_dataclass(value):
-            yield from _tensors(value)
-
-
-def _with_tensors(struct: Any, staged: Iterator[Tensor]) -> Any:
-    """Return a dataclass with its tensors, in the order of `_tensors`, replaced."""
-    changes: dict[str, Any] = {}
-    for field in fields(struct):
-        value = getattr(struct, field.name)
-        if isinstance(value, Tensor):
-            changes[field.name] = next(staged)
-        elif is_dataclass(value):
-            changes[field.name] = _with_tensors(value, staged)
-    return replace(struct, **changes)
+    parts.ids[:], parts.position_ids[:] = batch.ids, batch.position_ids
+    parts.scored[:], parts.next_tokens[:] = batch.scored, next_tokens
+    positions = batch.reads
+    num_reads = len(positions)
+    assert num_reads <= len(parts.reads), "the step fits its shape"
+    parts.reads[:num_reads], parts.reads[num_reads:] = positions, 0
+    parts.measures[:], parts.temperatures[:] = 0, np.float64(1.0).view(np.int64)
+    if reads is not None:
+        parts.measures[:num_reads] = reads.measures.numpy()
+        if reads.temperatures is not None:
+            parts.temperatures[:num_reads] = reads.temperatures.numpy().view(np.int64)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
@@ -49,20 +49,6 @@ class StepFunction:
         self._output = model.get_output_embeddings()
         self._decode = _decoder(model, attention, compiled=compiled)
 
-    def __call__(self, ids: Tensor, position_ids: Tensor, reads: Tensor, metadata: Any) -> Tensor:
-        """Return the logits of the positions that are read.
-
-        Args:
-            ids: int64 [positions], token ids.
-            position_ids: int64 [positions].
-            reads: int64 [reads], positions.
-            metadata: the step's attention metadata.
-
-        Returns:
-            [reads, vocabulary]
-        """
-        return self.logits(self.hidden(ids, position_ids, metadata).index_select(0, reads))
-
     def hidden(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size]."""
         return self._decode(ids, position_ids, metadata)
@@ -71,6 +57,14 @@ class StepFunction:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
         logits: Tensor = self._output(hidden)
         return logits
+
+    def write_logits(self, hidden: Tensor, logits: Tensor) -> None:
+        """Write the logits of hidden states to a table [n, vocabulary]."""
+        output: Any = self._output
+        if type(output) is nn.Linear and output.bias is None:
+            torch.mm(hidden, output.weight.t(), out=logits)
+        else:
+            logits.copy_(self.logits(hidden))
 
 
 def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) -> DecodeStep:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.execution.reads import first_reads
+from mars_serve.engine.execution.proposals import first_reads
 from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,43 +13,70 @@ from torch import Tensor
 
 from decoding.engine_requests import make_request, make_row
 from mars_platform.method.mode import Confidence, Mode
-from mars_platform.method.rules import confidence, num_accepted
+from mars_platform.method.rules import confidence
+from mars_platform.method.rules import num_accepted as num_accepted_by_rule
 from mars_serve.engine.decoding_options import Outcomes, Span, Spans
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
     accepted_by_row,
-    unpack,
-    unpack_groups,
+    num_accepted,
 )
-from mars_serve.engine.execution.reads import Reads
+from mars_serve.engine.execution.proposals import ChooseTokens, build_reads, propose, unpack
+from mars_serve.engine.kernels import acceptance
 from mars_serve.engine.request import Draft
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 MEASURES = tuple(Confidence)
 BANNED = torch.tensor([0, 3])
 NONE = torch.tensor([], dtype=torch.long)
 
 
-def reads_of(
+def rows_of(
     num_proposed: Sequence[int], thresholds: Sequence[float], measures: Sequence[Confidence]
-) -> Reads:
-    proposals = [(row, depth) for row, count in enumerate(num_proposed) for depth in range(count)]
-    return Reads(
-        row=torch.tensor([row for row, _ in proposals]),
-        depth=torch.tensor([depth for _, depth in proposals]),
-        thresholds=torch.tensor(thresholds, dtype=torch.float32),
-        measures=torch.tensor([MEASURES.index(measure) for measure in measures]),
-        used_measures=frozenset(measures),
-        max_depth=max(num_proposed),
-    )
+) -> list[ScheduledRow]:
+    """Rows that feed masks and check no drafts."""
+    return [
+        make_row(make_request(threshold=threshold, confidence=measure), 1, (count - 1,))
+        for count, threshold, measure in zip(num_proposed, thresholds, measures, strict=True)
+    ]
 
 
-def random_reads(source: random.Random, num_rows: int, measures: Sequence[Confidence]) -> Reads:
-    return reads_of(
+def random_rows(
+    source: random.Random, num_rows: int, measures: Sequence[Confidence]
+) -> list[ScheduledRow]:
+    return rows_of(
         [source.randint(1, 6) for _ in range(num_rows)],
         [source.choice([1e-6, 0.1, 0.3, 0.6, 0.9, 1.0]) for _ in range(num_rows)],
         [source.choice(measures) for _ in range(num_rows)],
     )
+
+
+def accepted_of(
+    logits: Tensor,
+    rows: Sequence[ScheduledRow],
+    banned: Tensor,
+    choose_tokens: ChooseTokens | None = None,
+) -> list[Accepted]:
+    """What each row accepts from its logits."""
+    reads = build_reads(rows, None)
+    tokens, confidences = unpack(propose(logits, reads, banned, choose_tokens))
+    results, begin = [], 0
+    for row in rows:
+        own = slice(begin, begin + row.num_reads)
+        count = num_accepted(row, tokens[own], confidences[own])
+        results.append(accept(row, tokens[own], confidences[own], count))
+        begin = own.stop
+    assert begin == len(logits)
+    return results
+
+
+def runs_of(
+    logits: Tensor, rows: Sequence[ScheduledRow], banned: Tensor, **options: Any
+) -> list[tuple[list[int], list[float]]]:
+    """Tokens and confidences that each row accepts."""
+    found = accepted_of(logits, rows, banned, **options)
+    return [(each.tokens, each.confidences) for each in found]
 
 
 def random_logits(seed: int, num_reads: int, vocabulary: int, scale: float = 4.0) -> Tensor:
@@ -58,17 +85,16 @@ def random_logits(seed: int, num_reads: int, vocabulary: int, scale: float = 4.0
 
 
 def by_the_rule(
-    logits: Tensor, reads: Reads, banned: Tensor
+    logits: Tensor, rows: Sequence[ScheduledRow], banned: Tensor
 ) -> list[tuple[list[int], list[float]]]:
     """Accept row by row with the method's plain functions."""
     results = []
-    for row in range(len(reads.thresholds)):
-        own = torch.nonzero(reads.row == row)[:, 0]
-        scores = logits[own[reads.depth[own].argsort()]]  # [proposals, vocabulary]
+    for row, scores in zip(rows, logits.split([row.num_reads for row in rows]), strict=True):
+        request = row.request
         tokens = scores.index_fill(-1, banned, -torch.inf).argmax(-1)
-        sure = confidence(scores, tokens, MEASURES[int(reads.measures[row])])
-        one = slice(row, row + 1)
-        count = int(num_accepted(sure[None], reads.thresholds[one], torch.tensor([len(own)])))
+        sure = confidence(scores, tokens, request.options.confidence)
+        threshold = torch.tensor([request.threshold], dtype=torch.float32)
+        count = int(num_accepted_by_rule(sure[None], threshold, torch.tensor([len(scores)])))
         results.append((tokens[:count].tolist(), sure[:count].tolist()))
     return results
 
@@ -86,29 +112,36 @@ def by_the_rule(
 @settings(max_examples=200)
 def test_equals_the_rule_row_by_row(seed, num_rows, measures, dtype, scale):
     source = random.Random(seed)
-    reads = random_reads(source, num_rows, measures)
-    logits = random_logits(seed, len(reads.row), 24, scale).to(dtype)
-    expected = by_the_rule(logits, reads, BANNED)
-    assert unpack(accept(logits.clone(), reads, BANNED)) == expected
+    rows = random_rows(source, num_rows, measures)
+    logits = random_logits(seed, sum(row.num_reads for row in rows), 24, scale).to(dtype)
+    expected = by_the_rule(logits, rows, BANNED)
+    assert runs_of(logits.clone(), rows, BANNED) == expected
 
 
-def test_order_of_the_reads_is_free():
-    reads = random_reads(random.Random(5), 6, MEASURES)
-    logits = random_logits(5, len(reads.row), 24)
-    order = torch.randperm(len(reads.row), generator=torch.Generator().manual_seed(1))
-    shuffled = replace(reads, row=reads.row[order], depth=reads.depth[order])
-    expected = unpack(accept(logits.clone(), reads, BANNED))
-    assert unpack(accept(logits[order], shuffled, BANNED)) == expected
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    measures=st.lists(st.sampled_from(MEASURES), min_size=1, max_size=3, unique=True),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=50)
+def test_the_operator_of_captured_steps_proposes_the_same(seed, measures, dtype):
+    rows = random_rows(random.Random(seed), 4, measures)
+    reads = build_reads(rows, None)
+    logits = random_logits(seed, len(reads.measures), 24).to(dtype)
+    is_banned = torch.zeros(24, dtype=torch.bool).index_fill(0, BANNED, True)
+    ones = torch.ones(len(logits), dtype=torch.float64)
+    found = acceptance.propose(logits, is_banned, reads.measures, ones)
+    assert found.equal(propose(logits.clone(), reads, BANNED))
 
 
 @pytest.mark.parametrize("vocabulary", [3_000, 200_000])
 def test_many_logits_equal_the_rule(vocabulary):
     """There are more logits than are handled at once; in the second case even in a single read."""
     num_rows = 40 if vocabulary < 10_000 else 8
-    reads = random_reads(random.Random(2), num_rows, MEASURES)
-    logits = random_logits(2, len(reads.row), vocabulary, scale=20.0)
-    expected = by_the_rule(logits, reads, BANNED)
-    assert unpack(accept(logits, reads, BANNED)) == expected
+    rows = random_rows(random.Random(2), num_rows, MEASURES)
+    logits = random_logits(2, sum(row.num_reads for row in rows), vocabulary, scale=20.0)
+    expected = by_the_rule(logits, rows, BANNED)
+    assert runs_of(logits, rows, BANNED) == expected
     assert len({len(tokens) for tokens, _ in expected}) > 1
 
 
@@ -118,7 +151,7 @@ def test_many_logits_equal_the_rule(vocabulary):
 def test_rows_stop_by_their_own_threshold_and_measure():
     """The same proposals (.5 .3 .2) in each row: margin .2, entropy exp(-1.0297) = .3571."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(12, 1)
-    rows = [
+    cases = [
         (Confidence.PROBABILITY, 0.49, 3),
         (Confidence.PROBABILITY, 0.51, 1),
         (Confidence.MARGIN, 0.19, 3),
@@ -127,29 +160,29 @@ def test_rows_stop_by_their_own_threshold_and_measure():
         (Confidence.ENTROPY, 0.358, 1),
     ]
     sure = {Confidence.PROBABILITY: 0.5, Confidence.MARGIN: 0.2, Confidence.ENTROPY: 0.3571}
-    for measure, threshold, count in rows:
+    for measure, threshold, count in cases:
         others = [(Confidence.PROBABILITY, 0.3, 5), (Confidence.ENTROPY, 1.0, 1)]
         mixed = [(measure, threshold, count), *others]
-        reads = reads_of([3, 5, 4], [row[1] for row in mixed], [row[0] for row in mixed])
-        results = unpack(accept(logits.clone(), reads, NONE))
-        assert [tokens for tokens, _ in results] == [[1] * row[2] for row in mixed]
-        for (_, found), row in zip(results, mixed, strict=True):
-            assert found == pytest.approx([sure[row[0]]] * row[2], abs=1e-4)
+        rows = rows_of([3, 5, 4], [each[1] for each in mixed], [each[0] for each in mixed])
+        results = runs_of(logits.clone(), rows, NONE)
+        assert [tokens for tokens, _ in results] == [[1] * each[2] for each in mixed]
+        for (_, found), each in zip(results, mixed, strict=True):
+            assert found == pytest.approx([sure[each[0]]] * each[2], abs=1e-4)
 
 
 def test_confidence_equal_to_the_threshold_passes():
     logits = torch.tensor([[0.0, 1e4]] * 3)  # certain by every measure
     for measure in MEASURES:
-        [(tokens, sure)] = unpack(accept(logits.clone(), reads_of([3], [1.0], [measure]), NONE))
+        [(tokens, sure)] = runs_of(logits.clone(), rows_of([3], [1.0], [measure]), NONE)
         assert (tokens, sure) == ([1, 1, 1], [1.0, 1.0, 1.0])
 
 
 def test_a_row_without_masks_gives_one_token():
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]).log()
-    reads = reads_of([1, 2], [0.5, 0.5], [MEASURES[0]] * 2)
-    assert [tokens for tokens, _ in unpack(accept(logits, reads, NONE))] == [[0], [0, 0]]
-    alone = reads_of([1], [0.5], [MEASURES[0]])
-    assert [tokens for tokens, _ in unpack(accept(logits[:1], alone, NONE))] == [[0]]
+    rows = rows_of([1, 2], [0.5, 0.5], [MEASURES[0]] * 2)
+    assert [tokens for tokens, _ in runs_of(logits, rows, NONE)] == [[0], [0, 0]]
+    alone = rows_of([1], [0.5], [MEASURES[0]])
+    assert [tokens for tokens, _ in runs_of(logits[:1], alone, NONE)] == [[0]]
 
 
 def test_banned_tokens_are_not_chosen_but_count_in_the_confidence():
@@ -158,25 +191,16 @@ def test_banned_tokens_are_not_chosen_but_count_in_the_confidence():
         (Confidence.PROBABILITY, [0.3, 0.6]),
         (Confidence.MARGIN, [0.0, 0.4]),  # the banned token is likelier
     ]:
-        reads = reads_of([2], [0.3], [measure])
-        [(tokens, found)] = unpack(accept(logits.clone(), reads, BANNED))
+        rows = rows_of([2], [0.3], [measure])
+        [(tokens, found)] = runs_of(logits.clone(), rows, BANNED)
         assert tokens == [2, 1]
         assert found == pytest.approx(sure)
 
 
 def test_equal_logits_give_the_first_token():
     logits = torch.zeros(2, 50)
-    [(tokens, _)] = unpack(accept(logits, reads_of([2], [0.001], [MEASURES[0]]), BANNED))
+    [(tokens, _)] = runs_of(logits, rows_of([2], [0.001], [MEASURES[0]]), BANNED)
     assert tokens == [1, 1]
-
-
-def test_given_counts_replace_the_rule():
-    reads = reads_of([3, 1, 4], [1.0, 0.9, 0.1], MEASURES)
-    logits = random_logits(0, 8, 24)
-    proposed = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1).tolist()
-    results = unpack(accept(logits, reads, BANNED, torch.tensor([3, 1, 2])))
-    assert [tokens for tokens, _ in results] == [proposed[:3], proposed[3:4], proposed[4:6]]
-    assert [len(sure) for _, sure in results] == [3, 1, 2]
 
 
 # --- damaged logits -------------------------------------------------------------------------------
@@ -185,13 +209,13 @@ def test_given_counts_replace_the_rule():
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("damage", [{5: torch.nan}, {3: torch.nan}, {5: torch.inf}])
 def test_a_nan_at_depth_zero_shows_and_leaves_other_rows_alone(measure, damage):
-    reads = reads_of([3, 3, 3], [1e-9] * 3, [MEASURES[0], measure, MEASURES[2]])
+    rows = rows_of([3, 3, 3], [1e-9] * 3, [MEASURES[0], measure, MEASURES[2]])
     logits = random_logits(1, 9, 24)
     logits[:, BANNED] = -9.0  # never the likeliest: no margin is 0
-    sound = unpack(accept(logits.clone(), reads, BANNED))
+    sound = runs_of(logits.clone(), rows, BANNED)
     for token, value in damage.items():
         logits[3, token] = value
-    damaged = unpack(accept(logits, reads, BANNED))
+    damaged = runs_of(logits, rows, BANNED)
     assert len(damaged[1][0]) == len(damaged[1][1]) == 1
     assert math.isnan(damaged[1][1][0])
     assert (damaged[0], damaged[2]) == (sound[0], sound[2])
@@ -200,11 +224,11 @@ def test_a_nan_at_depth_zero_shows_and_leaves_other_rows_alone(measure, damage):
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_nan_at_a_deeper_depth_ends_the_run(measure):
-    reads = reads_of([4], [1e-9], [measure])
+    rows = rows_of([4], [1e-9], [measure])
     logits = random_logits(1, 4, 24)
     logits[:, BANNED] = -9.0
     logits[2, 7] = torch.nan
-    [(tokens, sure)] = unpack(accept(logits, reads, BANNED))
+    [(tokens, sure)] = runs_of(logits, rows, BANNED)
     assert len(tokens) == 2
     assert not any(map(math.isnan, sure))
 
@@ -212,33 +236,23 @@ def test_a_nan_at_a_deeper_depth_ends_the_run(measure):
 def test_logits_that_are_all_minus_infinity_give_a_nan_confidence():
     logits = torch.full((1, 24), -torch.inf)
     for measure in MEASURES:
-        [(_, sure)] = unpack(accept(logits.clone(), reads_of([1], [0.5], [measure]), BANNED))
+        [(_, sure)] = runs_of(logits.clone(), rows_of([1], [0.5], [measure]), BANNED)
         assert math.isnan(sure[0])
 
 
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-def checked_reads(drafts: Sequence[Sequence[int]], num_group_reads: Sequence[int]) -> Reads:
-    """Reads of rows in mode exact: at the cursor, at each draft, then at masks."""
-    plain = reads_of(
-        [len(row) + 1 for row in drafts], [0.5] * len(drafts), [MEASURES[0]] * len(drafts)
-    )
-    direct, groups, row_of = [], [], []
-    for row, (own, count) in enumerate(zip(drafts, num_group_reads, strict=True)):
-        begin = len(row_of)
-        row_of += [row] * (len(own) + 1 + count)
-        direct += range(begin, begin + len(own) + 1)
-        groups += range(begin + len(own) + 1, len(row_of))
-    width = plain.max_depth - 1
-    padded = [[*row, *[-1] * (width - len(row))] for row in drafts]
-    return replace(
-        plain,
-        row=torch.tensor(row_of),
-        drafts=torch.tensor(padded, dtype=torch.long).view(len(drafts), width),
-        direct=torch.tensor(direct),
-        groups=torch.tensor(groups, dtype=torch.long),
-    )
+def checked_rows(
+    drafts: Sequence[Sequence[int]], num_group_reads: Sequence[int]
+) -> list[ScheduledRow]:
+    """Rows in mode exact, which read at the cursor, at each draft, then at the last group."""
+    rows = []
+    for own, count in zip(drafts, num_group_reads, strict=True):
+        request = make_request(mode=Mode.EXACT)
+        request.drafts = [Draft(token, 0.5) for token in own]
+        rows.append(make_row(request, 1, (*[0] * len(own), count)))
+    return rows
 
 
 def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> Tensor:
@@ -262,17 +276,17 @@ def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> T
 )
 def test_leading_right_drafts_are_accepted_at_any_confidence(drafts, chosen, count, share):
     """A row accepts one token more than its leading drafts that equal the token before them."""
-    reads = checked_reads([drafts, [1, 1, 1]], [0, 0])
+    rows = checked_rows([drafts, [1, 1, 1]], [0, 0])
     logits = torch.cat([certain(chosen, share=share), certain([2, 2, 2, 2])])
-    [(tokens, sure), (others, _)] = unpack(accept(logits, reads, NONE))
+    [(tokens, sure), (others, _)] = runs_of(logits, rows, NONE)
     assert tokens == chosen[:count]
     assert sure == pytest.approx([share] * count)
     assert others == [2]
 
 
 def test_a_banned_draft_is_never_right():
-    reads = checked_reads([[3, 5]], [0])
-    [(tokens, _)] = unpack(accept(certain([3, 5, 6]), reads, BANNED))
+    rows = checked_rows([[3, 5]], [0])
+    [(tokens, _)] = runs_of(certain([3, 5, 6]), rows, BANNED)
     assert len(tokens) == 1
     assert tokens[0] not in BANNED
 
@@ -282,69 +296,61 @@ def test_a_banned_draft_is_never_right():
 def test_rows_in_mode_exact_and_in_mode_threshold_share_a_step(seed, num_rows):
     """Each row follows its own rule; proposals of groups keep the order of their reads."""
     source = random.Random(seed)
-    measures = [source.choice(MEASURES) for _ in range(num_rows)]
-    is_exact = [source.random() < 0.6 for _ in range(num_rows)]
-    counts = [source.randint(1, 5) for _ in range(num_rows)]
-    num_group_reads = [source.randint(0, 6) if exact else 0 for exact in is_exact]
-    reads = checked_reads([[-1] * (count - 1) for count in counts], num_group_reads)
-    num_reads = len(reads.row)
-    logits = random_logits(seed, num_reads, 12)
-    proposed = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1)
-    direct, drafts = reads.direct.split(counts), reads.drafts.clone()
-    for row in range(num_rows):
-        if is_exact[row]:
-            for depth, token in enumerate(proposed[direct[row][:-1]].tolist()):
-                drafts[row, depth] = token if source.random() < 0.7 else source.randrange(4, 12)
-    thresholds = torch.tensor([source.choice([0.1, 0.4, 0.8]) for _ in counts])
-    indices = torch.tensor([MEASURES.index(measure) for measure in measures])
-    reads = replace(
-        reads,
-        drafts=drafts,
-        thresholds=thresholds,
-        measures=indices,
-        used_measures=frozenset(measures),
-    )
-    packed = accept(logits.clone(), reads, BANNED)
-    for row, (tokens, sure) in enumerate(unpack(packed, num_rows)):
-        chosen = proposed[direct[row]]
-        expected = confidence(logits[direct[row]], chosen, measures[row])
-        if is_exact[row]:
-            right = (chosen[:-1] == drafts[row, : counts[row] - 1]).long()
-            count = 1 + int(right.cumprod(0).sum())
+    rows = []
+    for _ in range(num_rows):
+        if source.random() < 0.6:
+            drafts = [source.randrange(4, 12) for _ in range(source.randint(0, 4))]
+            rows += checked_rows([drafts], [source.randint(0, 6)])
         else:
-            size = torch.tensor([counts[row]])
-            count = int(num_accepted(expected[None], thresholds[row : row + 1], size))
-        assert tokens == chosen[:count].tolist()
-        assert sure == expected[:count].tolist()
-    found = unpack_groups(packed, num_rows, sum(num_group_reads))
-    assert [draft.token for draft in found] == proposed[reads.groups].tolist()
-    rows = reads.row[reads.groups].tolist()
-    for draft, read, row in zip(found, reads.groups.tolist(), rows, strict=True):
-        one = slice(read, read + 1)
-        assert draft.confidence == float(confidence(logits[one], proposed[one], measures[row]))
+            rows += random_rows(source, 1, MEASURES)
+    counts = [row.num_reads for row in rows]
+    logits = random_logits(seed, sum(counts), 12)
+    proposed = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1)
+    for row, chosen in zip(rows, proposed.split(counts), strict=True):
+        for depth, draft in enumerate(row.request.drafts):
+            if source.random() < 0.7:
+                row.request.drafts[depth] = draft._replace(token=int(chosen[depth]))
+    found = accepted_of(logits.clone(), rows, BANNED)
+    split = zip(rows, logits.split(counts), proposed.split(counts), found, strict=True)
+    for row, scores, chosen, result in split:
+        direct, request = slice(0, row.num_proposed), row.request
+        measure = MEASURES[0] if request.mode is Mode.EXACT else request.options.confidence
+        expected = confidence(scores, chosen, measure)
+        if request.mode is Mode.EXACT:
+            drafts = torch.tensor([draft.token for draft in request.drafts], dtype=torch.long)
+            right = (chosen[direct][:-1] == drafts).long()
+            count = 1 + int(right.cumprod(0).sum())
+            groups = list(zip(chosen.tolist(), expected.tolist(), strict=True))[row.num_proposed :]
+            is_last = count == row.num_proposed
+            drafted = [(draft.token, draft.confidence) for draft in result.next_drafts]
+            assert drafted == (groups if is_last else [])
+        else:
+            threshold = torch.tensor([request.threshold], dtype=torch.float32)
+            size = torch.tensor([row.num_proposed])
+            count = int(num_accepted_by_rule(expected[None, direct], threshold, size))
+        assert result.tokens == chosen[:count].tolist()
+        assert result.confidences == expected[:count].tolist()
 
 
 def test_drafts_are_compared_with_the_sampled_tokens():
     """Sampling may choose another token than the likeliest."""
-    reads = checked_reads([[6, 6], [2, 2]], [1, 0])
-    logits = certain([5, 5, 5, 5, 2, 2, 2])
+    rows = checked_rows([[6, 6], [2, 2]], [0, 0])
+    logits = certain([5, 5, 5, 2, 2, 2])
 
     def choose(_):
-        return torch.tensor([1, 0, 3]), torch.tensor([7, 6, 1])
+        return torch.tensor([1, 0]), torch.tensor([7, 6])
 
-    packed = accept(logits, reads, NONE, choose_tokens=choose)
-    [(one, _), (other, _)] = unpack(packed, 2)
-    assert one == [6, 7]  # the draft 6 is right, the one behind it is not
-    assert other == [2, 2, 2]
-    assert [draft.token for draft in unpack_groups(packed, 2, 1)] == [1]
+    one, other = accepted_of(logits, rows, NONE, choose)
+    assert one.tokens == [6, 7]  # the draft 6 is right, the one behind it is not
+    assert other.tokens == [2, 2, 2]
 
 
 def test_a_row_with_a_nan_accepts_no_draft_and_leaves_other_rows_alone():
     drafts = [[4, 5], [4, 5], [4, 5]]
     logits = certain([4, 5, 6] * 3)
-    sound = unpack(accept(logits.clone(), checked_reads(drafts, [0, 0, 0]), NONE))
+    sound = runs_of(logits.clone(), checked_rows(drafts, [0, 0, 0]), NONE)
     logits[3, 7] = torch.nan  # depth 0 of the middle row
-    damaged = unpack(accept(logits.clone(), checked_reads(drafts, [0, 0, 0]), NONE))
+    damaged = runs_of(logits.clone(), checked_rows(drafts, [0, 0, 0]), NONE)
     assert len(damaged[1][0]) == 1
     assert math.isnan(damaged[1][1][0])
     assert (damaged[0], damaged[2]) == (sound[0], sound[2])
@@ -354,11 +360,11 @@ def test_a_row_with_a_nan_accepts_no_draft_and_leaves_other_rows_alone():
 def test_a_nan_at_a_checked_draft_shows_among_the_confidences():
     logits = certain([4, 5, 6])
     logits[1, 7] = torch.nan
-    [(_, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
+    [(_, sure)] = runs_of(logits, checked_rows([[4, 5]], [0]), NONE)
     assert math.isnan(sure[1])
     logits = certain([6, 5, 6])
     logits[1, 7] = torch.nan  # behind a refused draft
-    [(tokens, sure)] = unpack(accept(logits, checked_reads([[4, 5]], [0]), NONE))
+    [(tokens, sure)] = runs_of(logits, checked_rows([[4, 5]], [0]), NONE)
     assert tokens == [6]
     assert sure == pytest.approx([0.9])
 

@@ -6,33 +6,39 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request, make_row
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.attention.selection import why_gathered
 from mars_serve.engine.batch import StepBatch, build_batch
+from mars_serve.engine.decoder.decoder import merge_layers
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.graphs import CudaCapture, EagerForward, GraphedForward, GraphSizes
-from mars_serve.engine.request import Request
+from mars_serve.engine.execution.proposals import Reads, build_reads, propose
+from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.settings import EngineSettings
 
 MASK, NUM_MASKS = 3, 4
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
+BANNED = torch.tensor(sorted(SPECIAL.never_emitted))
+MEASURES = tuple(Confidence)
 PAGE, NUM_PAGES, MAX_ROWS = 4, 120, 5
-SIZES = GraphSizes(max_rows=MAX_ROWS, max_masks=NUM_MASKS, max_num_batched_tokens=65, max_pages=40)
+SIZES = GraphSizes(
+    max_rows=MAX_ROWS, max_row_length=2 * NUM_MASKS + 1, max_num_batched_tokens=65, max_pages=40
+)
 
 
 class CountingCapture:
@@ -53,17 +59,11 @@ class CountingCapture:
 
 
 @dataclass(frozen=True)
-class NoTensors:
-    """An extra of a step without tensors."""
+class Fed:
+    """What a step is run with."""
 
-
-@dataclass(frozen=True)
-class TwoTensors:
-    whole: Tensor
-    share: Tensor
-
-
-NO_TENSORS = NoTensors()
+    batch: StepBatch
+    reads: Reads | None
 
 
 def graphed_engine(make_engine: Engines, model: PreTrainedModel, capture: Any) -> Engine:
@@ -84,22 +84,32 @@ class Pair:
             each.set_attn_implementation(ATTENTION_NAME)
         sizes = {"page_size": PAGE, "num_pages": NUM_PAGES, **options}
         self.attentions = [paged_attention(each, **sizes) for each in models]
+        merge_layers(models[1], self.attentions[1])
         self.eager = EagerForward(models[0], self.attentions[0])
-        self.graphed = GraphedForward(models[1], self.attentions[1])
+        self.graphed = GraphedForward(models[1], self.attentions[1], BANNED.to(model.device))
         self.graphed.capture(SIZES, capture)
 
     @torch.inference_mode()
-    def assert_equal(self, batch: StepBatch, tolerance: float = 1e-5) -> None:
-        expected, found = self.eager(batch, NO_TENSORS), self.graphed(batch, NO_TENSORS)
-        if batch.reads:
-            close = {"rtol": tolerance, "atol": tolerance}
+    def assert_equal(self, fed: Fed, tolerance: float = 1e-5) -> None:
+        batch, reads = fed.batch, fed.reads
+        expected, found = self.eager(batch, reads, ()), self.graphed(batch, reads, ())
+        close = {"rtol": tolerance, "atol": tolerance}
+        if reads is not None:
             torch.testing.assert_close(found.logits, expected.logits, **close)
+            assert found.reads is not None
+            assert found.proposals is not None
+            own = propose(found.logits.clone(), found.reads, BANNED.to(found.logits.device))
+            assert found.proposals.equal(own) or tolerance > 1e-3
         for kind in ("keys", "values"):
             eager, graphed = (getattr(each, kind)[:, :-1] for each in self.attentions)
-            torch.testing.assert_close(graphed, eager, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(graphed, eager, **close)
 
 
-def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatch:
+def feed(
+    requests: list[Request],
+    rows: list[tuple[int, int, bool]],
+    temperatures: list[float] | None = None,
+) -> Fed:
     """A step of rows of (tokens, masks, reads logits); the tokens are then counted as cached."""
     scheduled = [
         make_row(request, tokens, (masks,), reads_logits=reads)
@@ -109,7 +119,8 @@ def feed(requests: list[Request], rows: list[tuple[int, int, bool]]) -> StepBatc
     batch = build_batch(scheduled, MASK)
     for row in scheduled:
         row.request.num_cached += row.num_tokens
-    return batch
+    reading = [row for row in scheduled if row.reads_logits]
+    return Fed(batch, build_reads(reading, temperatures) if reading else None)
 
 
 def new_requests(num_pages: int = 24) -> list[Request]:
@@ -151,11 +162,20 @@ def test_the_smallest_step_after_a_full_one_equals_an_eager_one(tiny_model: Mode
 def test_steps_that_fit_no_shape_run_eagerly(tiny_model: Models) -> None:
     capture = CountingCapture()
     pair, requests = Pair(tiny_model("qwen2"), capture), new_requests()
-    pair.assert_equal(feed(requests, [(66, 0, True), (2, 3, True)]))  # too many positions
+    pair.assert_equal(feed(requests, [(45, 0, True), (2, 3, True)]))  # too many positions
     assert capture.num_replayed == 0
-    pair.assert_equal(feed(requests, [(1, 4, True), (2, 3, True)]))
-    pair.assert_equal(feed(requests, [((NUM_MASKS + 1) ** 2 + 1, 0, True), (1, 1, True)]))
-    assert capture.num_replayed == 2
+    pair.assert_equal(feed(requests, [(28, 0, True), (2, 3, True)]))
+    assert capture.num_replayed == 1
+
+
+def test_calibrated_rows_are_measured_at_their_temperatures(tiny_model: Models) -> None:
+    pair, requests = Pair(tiny_model("qwen3"), CountingCapture()), new_requests()
+    for index, request in enumerate(requests[:3]):
+        options = replace(request.options, calibrated=index > 0, confidence=MEASURES[index])
+        request.options = options
+    temperatures = [1.0, 2.0, 0.5, 1.5, 3.0]
+    for tokens in (1, 20):  # by a graph, and eagerly
+        pair.assert_equal(feed(requests, [(tokens, 4, True)] * 3, temperatures))
 
 
 def test_capturing_leaves_the_pages_alone(tiny_model: Models) -> None:
@@ -164,17 +184,6 @@ def test_capturing_leaves_the_pages_alone(tiny_model: Models) -> None:
     assert pair.attentions[1].keys[:, :-1].abs().sum() == 0
     pair.graphed.capture(SIZES, capture, on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(done, len(SIZES.shapes())) for done in range(1, len(SIZES.shapes()) + 1)]
-
-
-def test_further_tensors_reach_the_device_unchanged(tiny_model: Models) -> None:
-    pair = Pair(tiny_model("qwen2"), CountingCapture())
-    extra = TwoTensors(torch.tensor([3, 1]), torch.tensor([0.5]))
-    for tokens in (1, 70):
-        for forward in (pair.eager, pair.graphed):
-            with torch.inference_mode():
-                staged = forward(feed(new_requests(), [(tokens, 0, True)]), extra).extra
-            assert staged.whole.equal(extra.whole)
-            assert staged.share.equal(extra.share)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -193,7 +202,7 @@ def test_engine_passes_equal_oracle(tiny_model: Models, make_engine: Engines, fa
     passes = passes_of(run(engine, requests))
     for request in requests:
         assert passes[request.id] == oracle(model, request, SPECIAL)
-    assert 4 < capture.num_replayed < engine.status().num_forward_passes
+    assert 4 < capture.num_replayed <= engine.status().num_forward_passes
 
 
 def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engine: Engines) -> None:
@@ -219,24 +228,42 @@ def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engin
 
 
 @given(
-    sizes=st.builds(
-        GraphSizes,
-        max_rows=st.integers(1, 40),
-        max_masks=st.integers(0, 16),
-        max_num_batched_tokens=st.just(2048),
-        max_pages=st.integers(8, 300),
-    ),
+    max_rows=st.integers(1, 40),
+    window=st.integers(0, 16),
+    more_drafts=st.integers(0, 8),
+    max_num_batched_tokens=st.integers(65, 2048),
+    max_pages=st.integers(1, 600),
     data=st.data(),
 )
-def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.DataObject) -> None:
-    row = st.tuples(st.integers(1, sizes.max_masks + 1), st.integers(0, sizes.max_masks))
-    lengths = st.integers(0, sizes.max_pages * PAGE - sizes.max_masks - 1)
-    rows = []
-    for tokens, masks in data.draw(st.lists(row, min_size=1, max_size=sizes.max_rows)):
-        num_cached = data.draw(lengths)
-        prompt = [5] * (num_cached + tokens)
-        request = make_request("", prompt, num_cached=num_cached, pages=[0] * 400)
-        rows.append(make_row(request, tokens, (masks,)))
+def test_every_layout_of_rows_fits_a_captured_shape(
+    max_rows: int,
+    window: int,
+    more_drafts: int,
+    max_num_batched_tokens: int,
+    max_pages: int,
+    data: st.DataObject,
+) -> None:
+    """Rows of mode exact have any masks for any outcomes, up to all masks for all outcomes."""
+    drafts = window + more_drafts
+    longest = window + 1 + drafts + (drafts + 1) * window
+    sizes = GraphSizes(max_rows, longest, max_num_batched_tokens, max_pages)
+    rows, room = [], max_num_batched_tokens
+    for _ in range(data.draw(st.integers(1, max_rows))):
+        num_drafts = data.draw(st.integers(0, drafts))
+        masks = data.draw(st.tuples(*[st.integers(0, window)] * (num_drafts + 1)))
+        num_tokens = data.draw(st.integers(1, window + 1))
+        if data.draw(st.booleans()):
+            masks = (window,) * len(masks)  # a full row
+        room -= num_tokens + num_drafts + sum(masks)
+        if room < 0:
+            break
+        mode = Mode.EXACT if num_drafts else data.draw(st.sampled_from(list(Mode)))
+        num_cached = data.draw(st.integers(0, max_pages * PAGE))
+        request = make_request("", [5] * (num_cached + num_tokens), mode=mode)
+        request.num_cached, request.pages = num_cached, [0] * (max_pages + longest)
+        request.drafts = [Draft(7, 0.5)] * num_drafts
+        rows.append(make_row(request, num_tokens, masks))
+    assume(rows)
     batch = build_batch(rows, MASK)
     shape = sizes.shape_for(batch, PAGE)
     assert shape in sizes.shapes()
@@ -248,13 +275,20 @@ def test_every_decoding_step_fits_a_captured_shape(sizes: GraphSizes, data: st.D
 
 
 def test_shapes_are_few_and_the_largest_comes_first() -> None:
-    shapes = GraphSizes(
-        max_rows=32, max_masks=8, max_num_batched_tokens=1024, max_pages=256
-    ).shapes()
+    sizes = GraphSizes(max_rows=32, max_row_length=89, max_num_batched_tokens=1024, max_pages=2048)
+    shapes = sizes.shapes()
     assert max(Counter(shapes).values()) == 1
-    assert len(shapes) < 120
-    sizes = [(shape.step.num_positions, shape.step.num_pages) for shape in shapes]
-    assert sizes == sorted(sizes, reverse=True)
+    assert len(shapes) < 180
+    keys = [(shape.step.num_positions, shape.step.num_pages, shape.num_reads) for shape in shapes]
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_the_engine_says_what_its_graphs_took(tiny_model: Models, make_engine: Engines) -> None:
+    capture = CountingCapture()
+    engine = graphed_engine(make_engine, tiny_model("qwen2"), capture)
+    assert engine.captured is not None
+    assert engine.captured.num_graphs == capture.num_captured
+    assert engine.captured.seconds > 0
 
 
 # On a GPU

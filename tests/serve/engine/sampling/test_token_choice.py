@@ -21,9 +21,9 @@ from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution import acceptance
-from mars_serve.engine.execution.reads import Reads
+from mars_serve.engine.execution import acceptance, forward
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 
 Engines = Callable[..., Engine]
@@ -218,13 +218,11 @@ def test_draws_follow_the_models_distribution(
 @pytest.fixture
 def accepts_by_confidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the rule of acceptance by one that trusts the confidence of the next token."""
-    rule = acceptance._num_accepted
 
-    def broken(tokens: Tensor, confidences: Tensor, reads: Reads) -> Tensor:
-        thresholds = torch.full_like(reads.thresholds, 0.3)
-        return rule(tokens, confidences, replace(reads, drafts=None, thresholds=thresholds))
+    def broken(row: ScheduledRow, _: list[int], confidences: list[float]) -> int:
+        return acceptance.num_sure(confidences[: row.num_proposed], 0.3)
 
-    monkeypatch.setattr(acceptance, "_num_accepted", broken)
+    monkeypatch.setattr(forward, "num_accepted", broken)
 
 
 @pytest.mark.usefixtures("accepts_by_confidence")

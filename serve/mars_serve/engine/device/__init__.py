@@ -1,0 +1,1 @@
+"""Copies between the host and the device that neither side waits for."""

@@ -1,0 +1,153 @@
+"""The logits that a step reads, and the token proposed at each of them with its confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.rules import confidence_of, log_probabilities
+from mars_serve.engine.scheduled_row import ScheduledRow
+
+# Logits handled at once on a CPU. Temporaries of the whole vocabulary beyond its cache take several
+# times as long, mostly for the allocation of memory.
+_MAX_PART = 2**17
+
+_MEASURES = {measure: index for index, measure in enumerate(Confidence)}
+
+ChooseTokens = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Function from logits, banned tokens being -inf, to int64 [n] reads and the int64 [n] tokens that
+it chooses there."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Logits that a step reads, row by row, for the rows that read logits.
+
+    A row's direct reads come first: its proposals from depth 0 on, from which the step accepts
+    tokens. If the row checks drafts, the reads of its groups of masks follow.
+    """
+
+    measures: Tensor
+    """int64 [reads], index of the measure in ``tuple(Confidence)``."""
+    used_measures: frozenset[Confidence]
+    """Measures of the reads, known on the host; only these have to be computed."""
+    temperatures: Tensor | None = None
+    """float64 [reads], divisors of the logits for confidences; None for 1."""
+
+
+def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | None) -> Reads:
+    """Describe, with tensors on the CPU, the logits that rows read.
+
+    Args:
+        rows: rows that read logits, in order.
+        temperatures: divisors of the logits by calibration, from depth 0; None without calibration.
+    """
+    measures = [_measure(row) for row in rows]
+    indices = np.array([_MEASURES[measure] for measure in measures], dtype=np.int64)
+    return Reads(
+        measures=torch.from_numpy(np.repeat(indices, [row.num_reads for row in rows])),
+        used_measures=frozenset(measures),
+        temperatures=_temperatures(rows, temperatures),
+    )
+
+
+def first_reads(rows: Iterable[ScheduledRow]) -> list[int]:
+    """Return the index of each row's first read, then the number of all reads."""
+    return list(accumulate((row.num_reads for row in rows), initial=0))
+
+
+def propose(
+    logits: Tensor, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None = None
+) -> Tensor:
+    """Choose the token at each read.
+
+    It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
+    confidence is taken from the raw logits.
+
+    Args:
+        logits: float [reads, vocabulary], any float type. Overwritten: banned tokens become -inf.
+        reads: description of the logits, on their device.
+        banned: int64 [banned], tokens that are never emitted.
+        choose_tokens: function that chooses the tokens of some reads otherwise.
+
+    Returns:
+        int32 [reads, 2], token and the bits of its float32 confidence.
+    """
+    parts = [
+        _propose(*part, reads, banned, choose_tokens)
+        for part in _parts(logits, split=choose_tokens is None)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpack(table: Tensor) -> tuple[list[int], list[float]]:
+    """Return the tokens and the confidences of what `propose` returned, on the CPU."""
+    numbers = table.numpy()
+    return numbers[:, 0].tolist(), np.ascontiguousarray(numbers[:, 1]).view(np.float32).tolist()
+
+
+def _parts(logits: Tensor, *, split: bool) -> Iterable[tuple[Tensor, slice]]:
+    """Split the reads into parts that a CPU's cache holds; other devices take all at once."""
+    size = len(logits)
+    if split and logits.device.type == "cpu" and logits.numel() > _MAX_PART:
+        size = max(1, _MAX_PART // logits.shape[1])
+    starts = range(0, len(logits), size)
+    return [(logits[start : start + size], slice(start, start + size)) for start in starts]
+
+
+def _propose(
+    logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None
+) -> Tensor:
+    """Return the token of each read and the bits of its confidence: int32 [part, 2]."""
+    raw = logits if reads.temperatures is None else logits / reads.temperatures[part, None].float()
+    log_probs = log_probabilities(raw)  # of all tokens, banned ones included
+    tokens = logits.index_fill_(-1, banned, -torch.inf).max(-1).indices  # faster than argmax
+    if choose_tokens is not None:
+        tokens.index_copy_(0, *choose_tokens(logits))
+    confidences = _confidences(log_probs, tokens, reads.measures[part], reads.used_measures)
+    return torch.stack([tokens.int(), confidences.view(torch.int32)], dim=1)
+
+
+def _confidences(
+    log_probs: Tensor, tokens: Tensor, measures: Tensor, used: frozenset[Confidence]
+) -> Tensor:
+    """Return the confidence of each token by its row's measure: float32 [part]."""
+    first, *others = (measure for measure in Confidence if measure in used)
+    confidences = confidence_of(log_probs, tokens, first)
+    for measure in others:
+        uses_measure = measures == tuple(Confidence).index(measure)
+        by_measure = confidence_of(log_probs, tokens, measure)
+        confidences = torch.where(uses_measure, by_measure, confidences)
+    return confidences
+
+
+def _measure(row: ScheduledRow) -> Confidence:
+    """Return the confidence measure of a row; drafts are kept with their probability."""
+    request = row.request
+    return Confidence.PROBABILITY if request.mode is Mode.EXACT else request.options.confidence
+
+
+def _temperatures(rows: Sequence[ScheduledRow], by_depth: Sequence[float] | None) -> Tensor | None:
+    """Return the divisor of each read's logits, float64 [reads], or None if all are 1."""
+    if by_depth is None or not any(_is_calibrated(row) for row in rows):
+        return None
+    divisors: list[float] = []
+    for row in rows:
+        if not _is_calibrated(row):
+            divisors += [1.0] * row.num_reads
+        elif row.request.checks_drafts:
+            divisors += [1.0] * row.num_proposed  # the AR predictions that check the drafts
+            divisors += [by_depth[depth + 1] for count in row.masks for depth in range(count)]
+        else:
+            divisors += by_depth[: row.num_proposed]
+    return torch.tensor(divisors, dtype=torch.float64)
+
+
+def _is_calibrated(row: ScheduledRow) -> bool:
+    return row.request.options.calibrated or row.request.mode is Mode.EXACT
