@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine import kernels
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
@@ -21,7 +21,7 @@ from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""Largest difference, relative to a number or, if that is below 1, absolute."""
+"""Largest difference of a position's numbers from the oracle's, relative to the largest of them."""
 _MASK, _CPU = 3, torch.device("cpu")
 
 RowShape = tuple[int, int, tuple[int, ...]]
@@ -79,13 +79,27 @@ def differences(device: str, dtype: torch.dtype, *, is_tiny: bool) -> dict[str, 
         found[f"paged_attention: {case.name}"] = _attention_difference(case, where, dtype)
     for name, calls in OPERATORS.items():
         found[name] = max(_difference(name, call, where) for call in calls(dtype, is_tiny))
+    found["propose"] = max(
+        _difference("propose", call, where, read=_read_proposals)
+        for call in _proposals(dtype, is_tiny)
+    )
     return found
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.float().cpu(), theirs.float().cpu()
+    """Return the largest difference of a position, relative to its own largest number.
+
+    Attention to many keys gives small numbers, beside which those of few keys are large.
+    """
+    if not theirs.numel():
+        return 0.0
+    ours, theirs = (
+        part.float().cpu().flatten(1 if part.dim() > 1 else 0) for part in (ours, theirs)
+    )
     assert torch.isfinite(ours).all(), "the result is not finite"
-    return float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).max())
+    scale = theirs.abs().amax(-1)
+    scale = scale.clamp(min=max(0.01 * float(scale.max()), 1e-6))
+    return float(((ours - theirs).abs().amax(-1) / scale).max())
 
 
 # Attention: keys are cached by a first step, and read by a second one
@@ -155,7 +169,12 @@ def _step_difference(
 # Other operators: the same call on the device and on the CPU
 
 
-def _difference(name: str, call: Sequence[object], device: torch.device) -> float:
+def _difference(
+    name: str,
+    call: Sequence[object],
+    device: torch.device,
+    read: Callable[[Tensor], list[Tensor]] = lambda output: [output],
+) -> float:
     """Run an operator on both devices, and compare its results and what it overwrites."""
     function = getattr(torch.ops.marsray, name).default
     results = []
@@ -164,8 +183,8 @@ def _difference(name: str, call: Sequence[object], device: torch.device) -> floa
             each.detach().clone().to(where) if isinstance(each, Tensor) else each for each in call
         ]
         output = function(*arguments)
-        outputs = output if isinstance(output, tuple | list) else [output]
-        results.append([each for each in [*outputs, *arguments] if isinstance(each, Tensor)])
+        outputs = [] if output is None else read(output)
+        results.append([*outputs, *(each for each in arguments if isinstance(each, Tensor))])
     return max(_relative(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
@@ -196,9 +215,23 @@ def _products(dtype: torch.dtype, is_tiny: bool) -> Calls:
         yield (torch.randn(rows, 2 * size).to(dtype),)
 
 
+def _proposals(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    for rows, size in [(3, 64)] if is_tiny else [(1, 152064), (160, 151936)]:
+        logits = (3 * torch.randn(rows, size)).to(dtype)
+        measures = torch.arange(rows) % len(Confidence)
+        temperatures = torch.linspace(0.5, 2, rows, dtype=torch.float64)
+        yield logits, torch.arange(size) % 50 == 0, measures, temperatures
+
+
+def _read_proposals(output: Tensor) -> list[Tensor]:
+    """Return confidences, and tokens as digits, of which a wrong one exceeds each tolerance."""
+    tokens, confidences = output[:, 0], output[:, 1].contiguous().view(torch.float32)
+    return [confidences, *((tokens // 31**power % 31).float() for power in range(4))]
+
+
 OPERATORS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "add_rms_norm": _norms,
     "rotate_and_write": _rotations,
     "silu_mul": _products,
 }
-"""Calls of each operator beside attention."""
+"""Calls of each operator whose results are compared as they are."""
