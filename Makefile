@@ -64,8 +64,12 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+# CUDA builds of torch bring the Triton that they need, so that no extra can name a version. Its
+# interpreter, in which the kernels are tested without a GPU, is right from this one on.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -c 'import triton' 2> /dev/null || \
+		$(BIN)/python -m pip install --quiet --no-deps triton==3.9.0
 	touch $@ $(VENV)/.installed
 
 # The browser that tests of the web pages run, from Debian. Where that is not possible they are

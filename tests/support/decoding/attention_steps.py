@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from decoding.engine_requests import make_request, make_row
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.batch import build_batch
+from mars_serve.engine.batch import BatchRow, build_batch
 from mars_serve.engine.request import Draft
 
 MASK, SCALING = 3, 0.125
@@ -18,7 +19,7 @@ RowShape = tuple[int, int, tuple[int, ...]]
 
 
 class AttentionStep:
-    """One step of one layer with 8 query and 2 key/value heads; rows have pages of their own."""
+    """One step of one layer; rows have pages of their own, in an order by chance."""
 
     def __init__(
         self,
@@ -26,26 +27,35 @@ class AttentionStep:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         page_size: int = 4,
+        *,
+        num_heads: int = 8,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
     ) -> None:
         torch.manual_seed(0)
         self.types = {"dtype": dtype, "device": device}
         self.page_size = page_size
         longest = max(num_cached + tokens + len(masks) for num_cached, tokens, masks in rows)
         most = 1 + longest // page_size
+        self.num_pages = len(rows) * most
+        order = random.Random(0).sample(range(self.num_pages), self.num_pages)
         scheduled = []
         for index, (num_cached, tokens, masks) in enumerate(rows):
-            pages = [index + len(rows) * page for page in range(most)]
             request = make_request(
-                str(index), [5] * (num_cached + tokens), num_cached=num_cached, pages=pages
+                str(index),
+                [5] * (num_cached + tokens),
+                num_cached=num_cached,
+                pages=order[index * most : (index + 1) * most],
             )
             request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
             scheduled.append(make_row(request, tokens, masks))
         self.batch = build_batch(scheduled, MASK)
-        num_positions = len(self.batch.ids)
-        self.query = torch.randn(num_positions, 8, 64, **self.types)
-        self.key, self.value = torch.randn(2, num_positions, 2, 64, **self.types)
-        self.num_pages = len(rows) * most
-        self.pages = torch.randn(2, self.num_pages, page_size, 2, 64, **self.types)
+        # As the product of merged weights has them: queries, keys and values side by side.
+        heads = num_heads + 2 * num_kv_heads
+        merged = torch.randn(len(self.batch.ids), heads, head_dim, **self.types)
+        self.query, self.key, self.value = merged.split([num_heads, *[num_kv_heads] * 2], dim=1)
+        pages = (2, self.num_pages, page_size, num_kv_heads, head_dim)
+        self.pages = torch.randn(pages, **self.types)
 
     def attend(self, attention: Attention, cached: Sequence[Tensor]) -> Tensor:
         """Attend over the step's pages, copied to ``cached``; return the positions in use."""
@@ -55,29 +65,33 @@ class AttentionStep:
         output = attention.attend(0, self.query, self.key, self.value, SCALING, metadata)
         return output[: self.batch.num_positions]
 
-    def expected(self) -> Tensor:
+    def expected(self, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """Attend densely in each row by itself."""
-        outputs = []
-        for row in self.batch.rows:
-            own = slice(row.start, row.start + row.length)
-            keys, values = (
-                torch.cat([pages[row.pages].flatten(0, 1)[: row.num_cached], fresh[own]])
-                .float()
-                .transpose(0, 1)
-                for pages, fresh in zip(self.pages, (self.key, self.value), strict=True)
-            )
-            seen = torch.ones(row.length, keys.shape[1], device=keys.device)
-            seen[:, row.num_cached :] = _seen(row.num_tokens - row.num_drafts, row.masks)
-            output = torch.nn.functional.scaled_dot_product_attention(
-                self.query[own].float().transpose(0, 1),
-                keys,
-                values,
-                attn_mask=seen.bool(),
-                scale=SCALING,
-                enable_gqa=True,
-            )
-            outputs.append(output.transpose(0, 1))
-        return torch.cat(outputs)
+        return torch.cat([self._expected(row, window, sinks) for row in self.batch.rows])
+
+    def _expected(self, row: BatchRow, window: int, sinks: Tensor | None) -> Tensor:
+        own = slice(row.start, row.start + row.length)
+        queries = self.query[own].float()
+        keys, values = (
+            torch.cat([pages[row.pages].flatten(0, 1)[: row.num_cached], fresh[own]])
+            .float()
+            .repeat_interleave(queries.shape[1] // fresh.shape[1], dim=1)
+            for pages, fresh in zip(self.pages, (self.key, self.value), strict=True)
+        )
+        seen = torch.ones(row.length, len(keys), device=keys.device)
+        seen[:, row.num_cached :] = _seen(row.num_tokens - row.num_drafts, row.masks)
+        positions = torch.tensor(
+            [*range(row.num_cached), *self.batch.position_ids[own]], device=keys.device
+        )
+        if window:
+            seen *= positions > positions[row.num_cached :, None] - window
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * SCALING
+        scores = scores.masked_fill(~seen.bool(), -torch.inf)
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, row.length, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def _seen(num_tokens: int, masks: tuple[int, ...]) -> Tensor:

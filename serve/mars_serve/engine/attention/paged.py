@@ -22,6 +22,7 @@ from mars_serve.engine.attention.plan import (
     plan,
 )
 from mars_serve.engine.batch import BatchRow, StepBatch
+from mars_serve.engine.device.transfer import host_numbers, to_device
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 _CPU_PIECES = 4
@@ -68,6 +69,8 @@ class PagedAttention:
             device: device of keys and values.
             tiling: how steps are cut into pieces; by default as suits the device.
         """
+        if device.type == "cuda":
+            from mars_serve.engine.kernels import gpu  # noqa: F401 -- adds all kernels of a step
         self.page_size = page_size
         self.tiling = tiling or tiling_of(shape, num_query_heads, page_size, dtype, device)
         self._device = device
@@ -80,9 +83,9 @@ class PagedAttention:
     def prepare(self, batch: StepBatch) -> PagedMetadata:
         """See `Attention.prepare`."""
         shape = StepShape.of(batch, self.page_size)
-        numbers = np.empty(sum(self.sizes(shape)), dtype=np.int64)
-        self.pack(batch, shape, numbers)
-        return self.unpack(torch.from_numpy(numbers).to(self._device), shape)
+        numbers = host_numbers(sum(self.sizes(shape)), self._device)
+        self.pack(batch, shape, numbers.numpy())
+        return self.unpack(to_device(numbers, self._device), shape)
 
     def sizes(self, shape: StepShape) -> list[int]:
         """Return the integers of each part of a step's metadata, in the order of `unpack`."""
@@ -218,12 +221,29 @@ def tiling_of(
         page_size=page_size,
         block_n=block_n_of(shape.head_dim, dtype),
         num_pieces=max(1, pieces // shape.num_heads),
+        largest_block=largest_block_of(shape.head_dim, dtype),
     )
 
 
 def block_n_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the keys in a block, which are 16 KiB and fewer than 128."""
-    return min(64, 16384 // dtype.itemsize // (1 << (head_dim - 1).bit_length()))
+    """Return the keys in a block.
+
+    Blocks of 16 KiB fill shared memory well. In float32, which is multiplied without tensor cores,
+    the registers hold less.
+    """
+    numbers = 2048 if dtype == torch.float32 else 8192
+    return max(16, min(64, numbers // _power_of_two(head_dim)))
+
+
+def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the most rows of a tile's matrix products whose results the registers hold."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _page_table(batch: list[BatchRow], rows: Rows, page_size: int) -> Numbers:

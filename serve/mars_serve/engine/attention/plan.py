@@ -54,7 +54,9 @@ class Tiling:
     block_n: int
     """Keys in a block."""
     num_pieces: int
-    """Pieces of a key/value head that keep the device busy."""
+    """Pieces of a key/value head that give each multiprocessor of the device a program."""
+    largest_block: int = 128
+    """Most rows of a tile's matrix products, unless a key/value head has more query heads."""
     fewest_blocks: int = 4
     """Blocks of keys below which a tile is not cut: combining would take longer."""
 
@@ -68,30 +70,41 @@ class Tiling:
         mean = self.per_kv * shape.num_positions // max(shape.num_rows, 1)
         most = _PROMPT_BLOCK if mean >= _PROMPT_BLOCK else _DECODING_BLOCK
         all_queries = _power_of_two(self.per_kv * shape.num_positions)
-        return max(_SMALLEST_BLOCK, least, min(most, all_queries))
+        return max(_SMALLEST_BLOCK, least, min(most, all_queries, self.largest_block))
 
     def tile(self, shape: StepShape) -> int:
         """Return the most queries of a tile."""
         return self.block_m(shape) // self.per_kv
 
+    def wanted(self, shape: StepShape) -> int:
+        """Return the pieces that keep the device busy, 1 if no tile of the shape is cut.
+
+        Small tiles have little to compute and little to combine, so that two programs on each
+        multiprocessor take turns at waiting for memory.
+        """
+        most = self._blocks(shape.num_pages * self.page_size) + self._blocks(shape.num_positions)
+        if most <= self.fewest_blocks:
+            return 1
+        return self.num_pieces * (2 if self.block_m(shape) < _DECODING_BLOCK else 1)
+
     def num_slots(self, shape: StepShape) -> int:
         """Return the room for partial results, 0 if no tile of the shape is cut.
 
-        Tiles are cut into parts of at least ``blocks / num_pieces`` blocks of keys, where blocks
-        are those of all tiles. So fewer than ``num_pieces`` tiles are cut, and there are fewer than
-        ``num_pieces`` parts beside one more for each tile.
+        Tiles are cut into parts of ``blocks / wanted`` blocks of keys or more, where blocks are
+        those of all tiles. So fewer than ``wanted`` tiles are cut, and there are fewer than
+        ``wanted`` parts beside one more for each tile.
         """
-        most = self._blocks(shape.num_pages * self.page_size) + self._blocks(shape.num_positions)
-        return 2 * self.num_pieces if most > self.fewest_blocks and self.num_pieces > 1 else 0
+        wanted = self.wanted(shape)
+        return 2 * wanted if wanted > 1 else 0
 
     def most_pieces(self, shape: StepShape) -> int:
         """Return the most pieces of a step; the rows' tiles and those of padding are not all full.
 
-        Cutting adds fewer than ``num_pieces``; see `num_slots`.
+        Cutting adds fewer than ``wanted``; see `num_slots`.
         """
         tile = self.tile(shape)
         full = (shape.num_positions + (shape.num_rows + 1) * (tile - 1)) // tile
-        return min(shape.num_positions, full) + (self.num_pieces if self.num_slots(shape) else 0)
+        return min(shape.num_positions, full) + self.wanted(shape) - 1
 
     def _blocks(self, num_keys: int) -> int:
         return -(-num_keys // self.block_n)
@@ -129,7 +142,7 @@ def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine:
     blocks = -(-num_cached // tiling.block_n) + -(-own_keys // tiling.block_n)
     counts = np.ones_like(blocks)
     if tiling.num_slots(shape):
-        most = max(tiling.fewest_blocks, -(-int(blocks.sum()) // tiling.num_pieces))
+        most = max(tiling.fewest_blocks, -(-int(blocks.sum()) // tiling.wanted(shape)))
         counts = np.maximum(1, -(-blocks // most))
     parts = counts.sum()
     tile = np.repeat(np.arange(len(tiles)), counts)

@@ -51,8 +51,6 @@ class MergedDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model whose layers are merged."""
-        if model.device.type == "cuda":
-            from mars_serve.engine.kernels import layer_triton  # noqa: F401 -- adds GPU operators
         base: Any = model.base_model
         self._layers: nn.ModuleList = base.layers
         self._embeddings, self._norm = base.embed_tokens, base.norm

@@ -131,11 +131,12 @@ def cut(
         ends = request.options.stop_ids
     elif request.options.stop_ids:
         ends |= request.options.stop_ids
-    tokens = accepted[: request.num_left]
-    num_before = len(list(takewhile(lambda token: token not in ends, tokens)))
-    if num_before < len(tokens):
+    num_left = request.num_left
+    tokens = accepted[:num_left]
+    if not ends.isdisjoint(tokens):
+        num_before = len(list(takewhile(lambda token: token not in ends, tokens)))
         return tokens[: num_before + 1], FinishReason.STOP
-    return tokens, FinishReason.LENGTH if len(tokens) == request.num_left else None
+    return tokens, FinishReason.LENGTH if len(tokens) == num_left else None
 
 
 def commit(request: Request, tokens: list[int]) -> None:

@@ -34,7 +34,7 @@ SCHEMA = (
 )
 
 
-def paged_attention(
+def paged_attention_twin(
     query: Tensor,  # [positions, heads, head_dim]
     key: Tensor,  # [positions, kv_heads, head_dim]
     value: Tensor,  # [positions, kv_heads, head_dim]
@@ -153,5 +153,5 @@ def _shape(query: Tensor, *_: object, **__: object) -> Tensor:
 
 
 torch.library.define("marsray::paged_attention", SCHEMA)
-torch.library.impl("marsray::paged_attention", "CPU", paged_attention)
+torch.library.impl("marsray::paged_attention", "CPU", paged_attention_twin)
 torch.library.register_fake("marsray::paged_attention", _shape)

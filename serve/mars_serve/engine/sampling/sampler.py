@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mars_serve.engine.decoding_options import Sampling
+from mars_serve.engine.device.transfer import to_device
+from mars_serve.engine.sampling.noise import gumbel_noise, noise_keys, noise_of
 
 # Numbers of likeliest tokens among which filters are tried before the whole vocabulary is sorted,
 # which takes about twenty times as long as the first try (150 000 tokens, CPU).
@@ -107,45 +109,19 @@ def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, T
         int64 [n] reads and int64 [n] tokens, on the device of the logits, where n is the number of
         all rows' reads. Their order is not that of the rows.
     """
-    reads: list[int] = []
-    chosen = [torch.empty(0, dtype=torch.long, device=logits.device)]
+    chosen = [torch.empty(2, 0, dtype=torch.long, device=logits.device)]
     walks = [_Walk(row) for row in rows]
     while walks:
         wave = sorted((pick for walk in walks for pick in walk.picks()), key=_Pick.kind)
-        new = [pick.read for pick in wave]
-        tokens = torch.cat(list(_choose(logits, wave)))
-        reads += new
-        chosen.append(tokens)
+        parts = list(_choose(logits, wave))
+        chosen += parts
         walks = [walk for walk in walks if not walk.is_last]
-        if walks:
-            token_of = dict(zip(new, tokens.tolist(), strict=True))
+        if walks:  # a chain goes on from the token here, so the host has to know it
+            token_of = dict(torch.cat(parts, dim=1).T.tolist())
         for walk in walks:
             walk.extend(token_of[walk.read])
-    return torch.tensor(reads, dtype=torch.long).to(logits.device), torch.cat(chosen)
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise for every token at some positions.
-
-    The noise is counter-based: each number is a function of (seed, position, token id) alone. The
-    random bits are integers and the same on every device; logarithms are taken in float64, so that
-    devices agree up to a rare last bit of the float32 result. All numbers are finite, from about
-    -3.6 to 36.7.
-
-    The bits are those of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, OOPSLA 2014): the token id is the counter of a generator whose state is the mixed
-    seed and position.
-
-    Args:
-        seeds: int64 [reads].
-        positions: int64 [reads].
-        vocabulary: number of tokens.
-
-    Returns:
-        float32 [reads, vocabulary].
-    """
-    tokens = torch.arange(vocabulary, device=seeds.device)
-    return _noise(_keys(seeds, positions)[:, None], tokens)
+    reads, tokens = torch.cat(chosen, dim=1)
+    return reads, tokens
 
 
 def log_probs_of(
@@ -170,43 +146,6 @@ def log_probs_of(
     ids = torch.arange(bits.shape[-1], device=bits.device)
     top = (ordered - ids).topk(num_top, dim=-1).indices
     return own, top, log_probabilities.gather(-1, top)
-
-
-def _signed(bits: int) -> int:
-    """Return the int64 with these 64 bits."""
-    return bits - 2**64 if bits >= 2**63 else bits
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1)
-
-
-def _mix(state: Tensor) -> Tensor:
-    """Apply SplitMix64's output function in place: a bijection of int64, in wrapping arithmetic."""
-    shifted = torch.empty_like(state)
-    for shift, factor in _ROUNDS:
-        torch.bitwise_right_shift(state, shift, out=shifted)
-        shifted &= (1 << (64 - shift)) - 1  # int64 shifts copy the sign
-        state ^= shifted
-        state *= factor
-    return state
-
-
-def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the state of each read's generator: int64 [reads]."""
-    return _mix(_mix(seeds + _GOLDEN) + positions)
-
-
-def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Return the noise of tokens under keys that broadcast against them: float32."""
-    return _gumbel(_mix(keys + tokens * _GOLDEN))
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    """Return -log(-log(u)) as float32, with u from the upper 52 of 64 random bits."""
-    # The midpoints of 2**52 intervals are exact in float64, so u is neither 0 nor 1.
-    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_().float()
 
 
 class _Kind(IntEnum):
@@ -284,7 +223,7 @@ class _Walk:
 
 
 def _choose(logits: Tensor, picks: Sequence[_Pick]) -> Iterator[Tensor]:
-    """Choose the tokens of picks, sorted by kind, in parts: int64 [part]."""
+    """Choose the tokens of picks, sorted by kind, in parts: int64 [2, part], reads and tokens."""
     most = _MAX_PART_CPU if logits.device.type == "cpu" else _MAX_PART
     size = max(1, most // logits.shape[1])
     for kind, group in groupby(picks, key=_Pick.kind):
@@ -293,9 +232,44 @@ def _choose(logits: Tensor, picks: Sequence[_Pick]) -> Iterator[Tensor]:
             yield _choose_part(logits, same[start : start + size], kind)
 
 
+class _Columns(NamedTuple):
+    """Numbers of picks, one for each."""
+
+    reads: Tensor
+    """int64 [part]."""
+    seeds: Tensor
+    """int64 [part]."""
+    positions: Tensor
+    """int64 [part], absolute positions of the tokens to choose."""
+    top_k: Tensor
+    """int64 [part]; the size of the vocabulary keeps all tokens."""
+    temperature: Tensor
+    """float32 [part]."""
+    top_p: Tensor
+    """float32 [part]; a value above 1 keeps all tokens."""
+    min_p: Tensor
+    """float32 [part]."""
+
+    @classmethod
+    def of(cls, picks: Sequence[_Pick], vocabulary: int, device: torch.device) -> _Columns:
+        """Copy the numbers of picks to a device in one transfer."""
+        wholes, shares = [], []
+        for pick in picks:
+            sampling = pick.sampling
+            top_k = min(sampling.top_k, vocabulary) or vocabulary
+            wholes.append((pick.read, sampling.seed, pick.row.position + pick.depth, top_k))
+            top_p = sampling.top_p if sampling.top_p < 1.0 else 2.0
+            temperature = min(sampling.temperature, torch.finfo(torch.float32).max)
+            shares.append((temperature, top_p, sampling.min_p))
+        bits = torch.tensor(shares, dtype=torch.float64).view(torch.long)
+        table = to_device(torch.cat([torch.tensor(wholes), bits], dim=1).T.contiguous(), device)
+        return cls(*table[:4], *table[4:].view(torch.float64).float())
+
+
 def _choose_part(logits: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
-    """Choose the tokens of picks of one kind: int64 [part]."""
-    reads = torch.tensor([pick.read for pick in picks]).to(logits.device)
+    """Choose the tokens of picks of one kind: int64 [2, part], reads and tokens."""
+    columns = _Columns.of(picks, logits.shape[1], logits.device)
+    reads = columns.reads
     scores = logits[reads].float()  # a copy: [part, vocabulary]
     _add_biases(scores, picks)
     is_masked = _mask(scores, picks)
@@ -304,11 +278,11 @@ def _choose_part(logits: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
         # With the peak at 0, no temperature makes a score overflow. If all are -inf, they stay so.
         scores -= peak.clamp_min(torch.finfo(torch.float32).min)[:, None]
         # A NaN would spread to forbidden tokens; here only tokens that may be chosen have one.
-        tokens = torch.where(peak.isnan(), tokens, _sample(scores, picks, kind))
+        tokens = torch.where(peak.isnan(), tokens, _sample(scores, columns, kind))
     if is_masked:
         likeliest = logits[reads].max(-1).indices
         tokens = torch.where(peak == -torch.inf, likeliest, tokens)
-    return tokens
+    return torch.stack([reads, tokens])
 
 
 class _Entries:
@@ -328,8 +302,8 @@ class _Entries:
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return int64 [entries] rows, int64 [entries] tokens and float32 [entries] values."""
-        rows, tokens = torch.cat(self._indices, dim=1).to(device)
-        return rows, tokens, torch.cat(self._values).to(device)
+        rows, tokens = to_device(torch.cat(self._indices, dim=1), device)
+        return rows, tokens, to_device(torch.cat(self._values), device)
 
 
 def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
@@ -376,12 +350,12 @@ def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
     """
     early = [(row, token) for row, pick in enumerate(picks) for token in pick.early_ends]
     if early:
-        ends, tokens = torch.tensor(early).to(scores.device).unbind(1)
+        ends, tokens = to_device(torch.tensor(early), scores.device).unbind(1)
         scores[ends, tokens] = -torch.inf
     allowed = {row: pick.allowed for row, pick in enumerate(picks) if pick.allowed is not None}
     if allowed:
-        forbidden = ~torch.stack(list(allowed.values())).to(scores.device)
-        rows = torch.tensor(list(allowed)).to(scores.device)
+        forbidden = ~to_device(torch.stack(list(allowed.values())), scores.device)
+        rows = to_device(torch.tensor(list(allowed)), scores.device)
         scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
     return bool(allowed) or bool(early)
 
@@ -402,27 +376,18 @@ class _Filters(NamedTuple):
         return _Filters(*(column[rows] for column in self))
 
 
-def _sample(scores: Tensor, picks: Sequence[_Pick], kind: _Kind) -> Tensor:
+def _sample(scores: Tensor, columns: _Columns, kind: _Kind) -> Tensor:
     """Sample the tokens of picks: int64 [part]. Overwrites the scores."""
-    device, vocabulary = scores.device, scores.shape[1]
-    wholes, numbers = [], []
-    for pick in picks:
-        sampling = pick.sampling
-        top_k = min(sampling.top_k, vocabulary) or vocabulary
-        top_p = sampling.top_p if sampling.top_p < 1.0 else 2.0
-        wholes.append((sampling.seed, pick.row.position + pick.depth, top_k))
-        temperature = min(sampling.temperature, torch.finfo(torch.float32).max)
-        numbers.append((temperature, top_p, sampling.min_p))
-    seeds, positions, top_k_column = torch.tensor(wholes).to(device).unbind(1)
-    columns = torch.tensor(numbers, dtype=torch.float32).to(device)  # [part, 3]
-    scores /= columns[:, 0:1]
+    seeds, vocabulary = columns.seeds, scores.shape[1]
+    scores /= columns.temperature[:, None]
     if kind is _Kind.SAMPLED:
-        scores += gumbel_noise(seeds, positions, vocabulary)
+        scores += gumbel_noise(seeds, columns.positions, vocabulary)
         return scores.max(-1).indices
-    keys = _keys(seeds, positions)[:, None]
-    filters = _Filters(keys, top_k_column[:, None], columns[:, 1:2], columns[:, 2:3])
+    keys = noise_keys(seeds, columns.positions)
+    parameters = (keys, columns.top_k, columns.top_p, columns.min_p)
+    filters = _Filters(*(column[:, None] for column in parameters))
     chosen = torch.empty_like(seeds)
-    rest = torch.arange(len(picks), device=device)
+    rest = torch.arange(len(scores), device=scores.device)
     for count in (*_NUM_CANDIDATES, vocabulary):
         tokens, is_settled = _sample_among(count, scores[rest], filters.of(rest))
         chosen[rest] = tokens
@@ -451,7 +416,7 @@ def _sample_among(count: int, scores: Tensor, filters: _Filters) -> tuple[Tensor
     ascending, order = scores.gather(-1, ids).sort(dim=-1, stable=True)  # twice as fast as down
     values, ids = ascending.flip(-1), ids.gather(-1, order).flip(-1)
     is_kept, lowest = _filter(values, scores, ids, filters)
-    noisy = torch.where(is_kept, values + _noise(filters.keys, ids), -torch.inf)
+    noisy = torch.where(is_kept, values + noise_of(filters.keys, ids), -torch.inf)
     tokens = ids.gather(-1, noisy.max(-1, keepdim=True).indices)[:, 0]
     last = values[:, -1]
     is_settled = (lowest > last) | (last == -torch.inf) | (count == vocabulary)

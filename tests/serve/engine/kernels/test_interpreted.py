@@ -1,7 +1,11 @@
-"""Triton kernels, in the interpreter, equal their twins in plain torch."""
+"""Triton kernels, in the interpreter, equal their twins in plain torch; and GPUs can have them.
+
+The interpreter of versions before 3.9 fails on loops whose length a tensor gives.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,35 +15,89 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-INTERPRETED = Path(__file__).parents[3] / "support" / "interpreted"
+from interpreted.attention_cases import CASES, TOLERANCES, Case
 
-pytestmark = pytest.mark.skipif(
+ROOT = Path(__file__).parents[4]
+SUPPORT = ROOT / "tests" / "support"
+
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 
 
-def figures_of(script: str) -> list[Any]:
-    """Run comparisons in a process of their own, and return the figures of its last line."""
+def lines_of(script: str) -> list[Any]:
+    """Run comparisons in a process of their own, and return the lines of JSON that it prints."""
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 9):
+        pytest.skip(f"Triton is {version}, whose interpreter is not sound")
     done = subprocess.run(
-        [sys.executable, str(INTERPRETED / script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, str(SUPPORT / "interpreted" / script)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    figures: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def results_of_attention() -> dict[str, Any]:
+    """The result of each case of attention, by its name."""
+    return {result["id"]: result for result in lines_of("attention_cases.py")}
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_attention_equals_dense_attention(case: Case, results_of_attention: dict[str, Any]) -> None:
+    result = results_of_attention[case.id]
+    assert "error" not in result, result["error"]
+    assert result["difference"] < TOLERANCES[case.dtype]
+
+
+@needs_triton
 def test_kernels_of_a_layer_equal_their_twins() -> None:
-    num_cases, largest = figures_of("layer_cases.py")
+    num_cases, largest = lines_of("layer_cases.py")[-1]
     assert num_cases == 88
     assert set(largest) == {"torch.float32", "torch.float16"}
 
 
+@needs_triton
 def test_proposals_and_confidences_equal_their_twins() -> None:
-    num_reads, num_nans, _ = figures_of("acceptance_cases.py")
+    num_reads, num_nans, _ = lines_of("acceptance_cases.py")[-1]
     assert num_reads == 192
     assert num_nans == 48  # four damaged reads of eight, by three measures, four times
+
+
+@needs_triton
+def test_one_module_adds_the_kernels_of_all_operators() -> None:
+    importlib.import_module("mars_serve.engine.kernels.gpu")
+    operators = {name for name in torch._C._dispatch_get_all_op_names() if "marsray::" in name}
+    on_cpu, on_gpu = (
+        {name for name in operators if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+        for key in ("CPU", "CUDA")
+    )
+    own = {"marsray::add_rms_norm", "marsray::paged_attention", "marsray::propose"}
+    assert own < on_cpu
+    assert on_cpu <= on_gpu
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    script, environment = ROOT / "bench" / "kernels" / "compile.py", dict(os.environ)
+    command = [sys.executable, str(script), "--capability", "9.0", "--quick"]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = {line.split(" | ")[1] for line in done.stdout.splitlines() if " | 9.0 | " in line}
+    assert kernels == {
+        "add_rms_norm_kernel",
+        "attend_kernel",
+        "combine_kernel",
+        "combine_pieces_kernel",
+        "rotate_and_write_kernel",
+        "silu_mul_kernel",
+        "summarize_kernel",
+    }

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from decoding.sampled_rows import DRAWS, SAMPLED, choices, p_value
 from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.sampling import sampler as module
-from mars_serve.engine.sampling.sampler import SampledRow, gumbel_noise
+from mars_serve.engine.sampling import noise as module
+from mars_serve.engine.sampling.noise import gumbel_noise
+from mars_serve.engine.sampling.sampler import SampledRow
 
 # --- noise --------------------------------------------------------------------------------------
 
@@ -155,5 +156,5 @@ def test_broken_noise_fails_the_same_check(
 ) -> None:
     sampling, shares = DISTRIBUTIONS["temperature 1"]
     assert p_value(draw(sampling, "positions"), shares) > 0.01
-    monkeypatch.setattr(module, "_noise", noise)
+    monkeypatch.setattr(module, "noise_of", noise)
     assert p_value(draw(sampling, "positions"), shares) < 0.001

@@ -1,0 +1,153 @@
+"""Launches of the engine's Triton kernels on tensors without memory, at sizes of real models.
+
+Each is a function that calls the launchers as an engine does; `compile.py` records the kernels that
+they launch and compiles them for GPUs. Further kernels add a function and a line in `LAUNCHES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.paged import tiling_of
+from mars_serve.engine.attention.plan import StepShape
+from mars_serve.engine.kernels import acceptance_triton, attention_triton, layer_triton
+from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
+
+Launch = Callable[[], object]
+MULTIPROCESSORS = 132
+"""Of an H100."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer over a step."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    rows: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    pages: torch.dtype | None = None
+    """Type of cached keys and values, by default that of the queries."""
+    page_size: int = 64
+    context: int = 32768
+    window: int = 0
+    sinks: bool = False
+
+    def __call__(self) -> Tensor:
+        """Launch the kernels."""
+        tiling = replace(
+            tiling_of(
+                KeyValueShape(1, self.kv_heads, self.head_dim),
+                self.heads,
+                self.page_size,
+                self.dtype,
+                torch.device("meta"),
+            ),
+            num_pieces=max(1, MULTIPROCESSORS // self.kv_heads),
+        )
+        shape = StepShape(self.positions, self.rows, -(-self.context // self.page_size))
+        with torch.device("meta"):
+            width = (self.heads + 2 * self.kv_heads) * self.head_dim
+            merged = torch.empty(self.positions, width, dtype=self.dtype)
+            parts = merged.view(self.positions, -1, self.head_dim).split(
+                [self.heads, self.kv_heads, self.kv_heads], dim=1
+            )
+            pages = torch.empty(
+                2, 9, self.page_size, self.kv_heads, self.head_dim, dtype=self.pages or self.dtype
+            )
+            numbers = partial(torch.empty, dtype=torch.long)
+            scale = 1.0 if self.pages is None else 0.5
+            return attention_triton.paged_attention(
+                *parts,
+                *pages,
+                numbers(self.rows, shape.num_pages),
+                *(numbers(self.positions) for _ in range(3)),
+                numbers(tiling.most_pieces(shape), PIECE_FIELDS),
+                numbers(self.positions, COMBINE_FIELDS),
+                self.head_dim**-0.5,
+                tiling.block_m(shape),
+                tiling.block_n,
+                tiling.num_slots(shape),
+                self.window,
+                torch.empty(self.heads, dtype=self.dtype) if self.sinks else None,
+                scale,
+                scale,
+            )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The other operators of one layer over a step."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    has_norms: bool = False
+    """Whether queries and keys of each head are normalised."""
+    positions: int = 9
+
+    def __call__(self) -> None:
+        """Launch the kernels."""
+        empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        residual, norm = empty(self.positions, self.hidden), empty(self.hidden)
+        layer_triton.add_rms_norm(residual, residual, norm, 1e-6)
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        angles = torch.empty(self.positions, self.head_dim, device="meta")
+        slots = torch.empty(self.positions, dtype=torch.long, device="meta")
+        pages = empty(9, 64, self.kv_heads, self.head_dim)
+        weight = empty(self.head_dim) if self.has_norms else None
+        layer_triton.rotate_and_write(
+            empty(self.positions, width), angles, angles, slots, pages, pages, weight, weight, 1e-6
+        )
+        layer_triton.silu_mul(empty(self.positions, 2 * self.intermediate))
+
+
+def propose() -> None:
+    """Launch the kernels that read the logits of a step."""
+    logits = torch.empty(9, 152064, dtype=torch.bfloat16, device="meta")
+    numbers = torch.empty(9, dtype=torch.long, device="meta")
+    is_banned = torch.empty(152064, dtype=torch.bool, device="meta")
+    acceptance_triton.propose(logits, is_banned, numbers, numbers.double())
+
+
+F8 = torch.float8_e4m3fn
+LAUNCHES: dict[str, Launch] = {
+    "attention 7B ar": Attention(28, 4, 128, positions=1),
+    "attention 7B decoding": Attention(28, 4, 128, positions=9),
+    "attention 7B prompt": Attention(28, 4, 128, positions=2048),
+    "attention 0.5B decoding": Attention(14, 2, 64, positions=64, rows=32),
+    "attention 0.5B prompt": Attention(14, 2, 64, positions=2048),
+    "attention head 16": Attention(4, 4, 16, positions=64, rows=8),
+    "attention head 32": Attention(8, 2, 32, positions=64, rows=8),
+    "attention head 80": Attention(32, 32, 80, positions=64, rows=8),
+    "attention head 96": Attention(32, 8, 96, positions=64, rows=8),
+    "attention head 256": Attention(16, 8, 256, positions=64, rows=8),
+    "attention head 256 prompt": Attention(16, 8, 256, positions=2048),
+    "attention float16": Attention(28, 4, 128, positions=9, dtype=torch.float16),
+    "attention float32": Attention(28, 4, 128, positions=9, dtype=torch.float32),
+    "attention float32 prompt": Attention(28, 4, 128, positions=2048, dtype=torch.float32),
+    "attention float32 head 256": Attention(16, 8, 256, positions=9, dtype=torch.float32),
+    "attention pages of 16": Attention(28, 4, 128, positions=9, page_size=16),
+    "attention pages of 48": Attention(28, 4, 128, positions=9, page_size=48),
+    "attention pages of 256": Attention(28, 4, 128, positions=9, page_size=256),
+    "attention window and sinks": Attention(64, 8, 64, positions=9, window=128, sinks=True),
+    "attention window prompt": Attention(64, 8, 64, positions=2048, window=128, sinks=True),
+    "attention 8-bit pages": Attention(28, 4, 128, positions=9, pages=F8),
+    "attention 8-bit pages prompt": Attention(28, 4, 128, positions=2048, pages=F8),
+    "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),
+    "layer 7B": Layer(28, 4, 128, hidden=3584, intermediate=18944),
+    "layer with norms of heads": Layer(32, 8, 128, hidden=4096, intermediate=12288, has_norms=True),
+    "proposals": propose,
+}
+QUICK = ("attention 7B decoding", "attention window and sinks", "layer 7B", "proposals")
+"""Launches that the suite compiles."""

@@ -1,0 +1,455 @@
+"""Attention over pages as Triton kernels; see `mars_serve.engine.kernels.attention`.
+
+A program attends one piece for one key/value head. All query heads of that head are rows of its
+matrix products, so that each key is read once for them. Scores are in base 2, as the hardware's
+exponential is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LARGE_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may take 160 KiB of shared memory or more; others have 99."""
+_UNALIGNED = ["page_table", "leading", "own", "positions", "pieces", "combine"]
+"""Arguments that are views of one array, at an alignment that varies with the shape of the step;
+the kernels are not compiled anew for it."""
+
+
+class Launch(NamedTuple):
+    """How a kernel is compiled."""
+
+    num_warps: int
+    num_stages: int
+    """Blocks of keys and values on their way from memory at once."""
+
+
+def launch_of(block_m: int, head_dim: int, capability: tuple[int, int]) -> Launch:
+    """Return how attention is compiled for a tile, a head size and a compute capability.
+
+    Four warps share a matrix product of up to 64 rows, as the instruction of compute capability 9
+    wants. Larger tiles and heads have eight, whose registers then hold the results. A block of keys
+    and one of values take 32 KiB together, and the queries up to 32: three such blocks on their way
+    hide the latency of memory and leave room for a second program. Products of few rows keep one
+    block less in shared memory.
+    """
+    num_warps = 8 if block_m > 64 or (block_m >= 32 and head_dim > 128) else 4
+    num_stages = 3 if capability in _LARGE_MEMORY else 2
+    return Launch(num_warps, num_stages + (block_m <= 32))
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    leading: Tensor,
+    own: Tensor,
+    positions: Tensor,
+    pieces: Tensor,
+    combine: Tensor,
+    scaling: float,
+    block_m: int,
+    block_n: int,
+    num_slots: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    """See `mars_serve.engine.kernels.attention.paged_attention_twin`."""
+    num_positions, num_heads, head_dim = query.shape
+    page_size, num_kv_heads = key_pages.shape[1:3]
+    for tensor in (query, key, value):
+        assert tensor.stride(-1) == 1, "numbers of a head lie side by side"
+    assert key_pages.is_contiguous()
+    assert value_pages.is_contiguous()
+    per_kv, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    output = query.new_empty(query.shape)
+    size = (num_slots, num_kv_heads, block_m, head_dim)
+    partial = query.new_empty(size, dtype=torch.float32) if num_slots else output
+    sums = query.new_empty(*size[:3], 2, dtype=torch.float32) if num_slots else output
+    num_warps, num_stages = launch_of(block_m, block_d, _capability(query.device))
+    attend_kernel[(len(pieces), num_kv_heads)](
+        query,
+        key,
+        value,
+        key_pages,
+        value_pages,
+        output,
+        partial,
+        sums,
+        page_table,
+        leading,
+        own,
+        positions,
+        pieces,
+        output if sinks is None else sinks,
+        scaling * _LOG2_E.value,
+        key_scale,
+        value_scale,
+        window,
+        page_table.stride(0),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        key_pages.stride(0),
+        FIELDS=PIECE_FIELDS,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        PER_KV=per_kv,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_SCALES=key_scale != 1.0 or value_scale != 1.0,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if num_slots:
+        combine_pieces_kernel[(num_positions, num_heads)](
+            output,
+            partial,
+            sums,
+            combine,
+            FIELDS=COMBINE_FIELDS,
+            HEAD_DIM=head_dim,
+            PER_KV=per_kv,
+            BLOCK_M=block_m,
+            BLOCK_D=block_d,
+            BLOCK_S=min(16, 4096 // block_d),
+            num_warps=4,
+        )
+    return output
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=_UNALIGNED)
+def attend_kernel(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    output: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    page_table: tl.tensor,
+    leading: tl.tensor,
+    own: tl.tensor,
+    positions: tl.tensor,
+    pieces: tl.tensor,
+    sinks: tl.tensor,
+    scale: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
+    window: tl.tensor,
+    table_stride: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    page_stride: tl.tensor,
+    FIELDS: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    PER_KV: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
+    HAS_SCALES: tl.constexpr,  # noqa: N803
+) -> None:
+    """Attend one piece for one key/value head."""
+    piece = pieces + tl.program_id(0) * FIELDS
+    first, end = tl.load(piece + 1).to(tl.int32), tl.load(piece + 2).to(tl.int32)
+    if first >= end:
+        return
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    table = page_table + tl.load(piece) * table_stride
+    start = tl.load(piece + 3).to(tl.int32)
+    num_cached = tl.load(piece + 4).to(tl.int32)
+    begin, stop = tl.load(piece + 5).to(tl.int32), tl.load(piece + 6).to(tl.int32)
+    slot = tl.load(piece + 7)
+
+    lane, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    position = first + lane // PER_KV
+    head = kv_head * PER_KV + lane % PER_KV
+    inside = (lane < BLOCK_M // PER_KV * PER_KV) & (position < end)
+    at = position.to(tl.int64) * query_stride + head * query_head_stride
+    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    queries = tl.load(query + at[:, None] + column[None, :], mask=mask, other=0.0)
+    lead = tl.load(leading + position, mask=inside, other=0).to(tl.int32)
+    since = tl.load(own + position, mask=inside, other=0).to(tl.int32)
+    oldest = position * 0  # the first position that each query sees
+    if HAS_WINDOW:
+        oldest = tl.load(positions + position, mask=inside, other=2**30).to(tl.int32) - window + 1
+
+    total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    weight = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
+        largest = tl.where(begin == 0, sink, largest)  # in the tile's first piece
+        weight = tl.where(begin == 0, 1.0, weight)
+
+    heads_stride = num_kv_heads * HEAD_DIM
+    cached_blocks = tl.cdiv(num_cached, BLOCK_N)
+    total, weight, largest = _attend_cached(
+        queries,
+        key_pages + kv_head * HEAD_DIM,
+        value_pages + kv_head * HEAD_DIM,
+        table,
+        page_stride,
+        heads_stride,
+        begin,
+        tl.minimum(stop, cached_blocks),
+        num_cached,
+        oldest,
+        scale,
+        key_scale,
+        value_scale,
+        total,
+        weight,
+        largest,
+        PAGE_SIZE,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        HAS_WINDOW,
+        HAS_SCALES,
+    )
+    total, weight, largest = _attend_own(
+        queries,
+        key + start.to(tl.int64) * key_stride + kv_head * key_head_stride,
+        value + start.to(tl.int64) * value_stride + kv_head * value_head_stride,
+        positions + start,
+        key_stride,
+        value_stride,
+        tl.maximum(begin - cached_blocks, 0),
+        stop - cached_blocks,
+        end - start,
+        position - start,
+        lead,
+        since,
+        oldest,
+        scale,
+        total,
+        weight,
+        largest,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        HAS_WINDOW,
+    )
+    if slot < 0:
+        total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        at = (position.to(tl.int64) * num_kv_heads * PER_KV + head) * HEAD_DIM
+        tl.store(output + at[:, None] + column[None, :], total.to(queries.dtype), mask=mask)
+    else:
+        at = (slot * num_kv_heads + kv_head) * BLOCK_M + lane
+        tl.store(partial + at[:, None] * HEAD_DIM + column[None, :], total, mask=mask)
+        tl.store(sums + at * 2, largest, mask=inside)
+        tl.store(sums + at * 2 + 1, weight, mask=inside)
+
+
+@triton.jit
+def _attend_cached(
+    queries: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    table: tl.tensor,
+    page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    num_cached: tl.tensor,
+    oldest: tl.tensor,
+    scale: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    largest: tl.tensor,
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SCALES: tl.constexpr,  # noqa: N803
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Attend to blocks of cached keys, all of which are visible but for a window."""
+    column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, tl.min(oldest, axis=0) // BLOCK_N)
+    if HAS_SCALES:
+        scale *= key_scale
+    for block in range(begin, stop):
+        index = block * BLOCK_N + rest
+        live = index < num_cached
+        if PAGE_SIZE % BLOCK_N == 0:  # the block lies in one page
+            page = tl.load(table + block * BLOCK_N // PAGE_SIZE)
+            place = page * page_stride + (block * BLOCK_N % PAGE_SIZE + rest) * token_stride
+        else:
+            page = tl.load(table + index // PAGE_SIZE, mask=live, other=0)
+            place = page * page_stride + index % PAGE_SIZE * token_stride
+        visible = live[None, :]
+        if HAS_WINDOW:
+            visible = visible & (index[None, :] >= oldest[:, None])
+        keys = _load(key_pages, place, column, live, HEAD_DIM, BLOCK_D)
+        values = _load(value_pages, place, column, live, HEAD_DIM, BLOCK_D)
+        total, weight, largest = _update(
+            queries, keys, values, visible, scale, total, weight, largest
+        )
+    if HAS_SCALES:
+        total *= value_scale
+    return total, weight, largest
+
+
+@triton.jit
+def _attend_own(
+    queries: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    positions: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    num_keys: tl.tensor,
+    offset: tl.tensor,
+    lead: tl.tensor,
+    since: tl.tensor,
+    oldest: tl.tensor,
+    scale: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    largest: tl.tensor,
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Attend to blocks of the row's own keys; see `BatchRow.visible`."""
+    column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    for block in range(begin, stop):
+        index = block * BLOCK_N + rest
+        live = index < num_keys
+        before, after = index[None, :] < lead[:, None], index[None, :] >= since[:, None]
+        visible = before | (after & (index[None, :] <= offset[:, None]))
+        if HAS_WINDOW:
+            where = tl.load(positions + index, mask=live, other=0).to(tl.int32)
+            visible = visible & (where[None, :] >= oldest[:, None])
+        keys = _load(key, index.to(tl.int64) * key_stride, column, live, HEAD_DIM, BLOCK_D)
+        values = _load(value, index.to(tl.int64) * value_stride, column, live, HEAD_DIM, BLOCK_D)
+        total, weight, largest = _update(
+            queries, keys, values, visible, scale, total, weight, largest
+        )
+    return total, weight, largest
+
+
+@triton.jit
+def _load(
+    base: tl.tensor,
+    place: tl.tensor,
+    column: tl.tensor,
+    live: tl.tensor,
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """Load a block of keys or values; those beyond the last are 0, whatever the memory holds."""
+    mask = live[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(base + place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _update(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    visible: tl.tensor,
+    scale: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    largest: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of keys to the sums of values and weights, relative to the largest score."""
+    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, -float("inf"))
+    new = tl.maximum(largest, tl.max(scores, axis=1))
+    base = tl.where(new == -float("inf"), 0.0, new)  # no query's first keys may all be hidden
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(largest - base)
+    weight = weight * decay + tl.sum(weights, axis=1)
+    total = total * decay[:, None]
+    total = tl.dot(
+        weights.to(queries.dtype), values.to(queries.dtype), total, input_precision="ieee"
+    )
+    return total, weight, new
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+def combine_pieces_kernel(
+    output: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    combine: tl.tensor,
+    FIELDS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    PER_KV: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+    BLOCK_S: tl.constexpr,  # noqa: N803
+) -> None:
+    """Combine the pieces of one position and query head, if its tile has several."""
+    position, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    fields = combine + position * FIELDS
+    count = tl.load(fields + 1).to(tl.int32)
+    if count == 0:
+        return
+    num_heads = tl.num_programs(1)
+    lane = tl.load(fields + 2) * PER_KV + head % PER_KV
+    column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    slot = tl.load(fields)
+    total = tl.zeros([BLOCK_D], dtype=tl.float32)
+    weight, largest = 0.0, -float("inf")
+    for begin in range(0, count, BLOCK_S):
+        live = begin + rest < count
+        at = ((slot + begin + rest) * (num_heads // PER_KV) + head // PER_KV) * BLOCK_M + lane
+        each = tl.load(sums + at * 2, mask=live, other=-float("inf"))
+        mask = live[:, None] & (column < HEAD_DIM)[None, :]
+        part = tl.load(partial + at[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+        new = tl.maximum(largest, tl.max(each, axis=0))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        factor, decay = tl.exp2(each - base), tl.exp2(largest - base)
+        of_pieces = tl.load(sums + at * 2 + 1, mask=live, other=0.0)
+        weight = weight * decay + tl.sum(of_pieces * factor, axis=0)
+        total = total * decay + tl.sum(part * factor[:, None], axis=0)
+        largest = new
+    total = total / tl.where(weight == 0.0, 1.0, weight)
+    at = (position * num_heads + head) * HEAD_DIM
+    tl.store(output + at + column, total.to(output.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+torch.library.impl("marsray::paged_attention", "CUDA", paged_attention)

@@ -1,0 +1,67 @@
+"""Gumbel noise as a function of seed, absolute position and token id alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """Return standard Gumbel noise for every token at some positions.
+
+    The noise is counter-based: each number is a function of (seed, position, token id) alone. The
+    random bits are integers and the same on every device; logarithms are taken in float64, so that
+    devices agree up to a rare last bit of the float32 result. All numbers are finite, from about
+    -3.6 to 36.7.
+
+    The bits are those of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, OOPSLA 2014): the token id is the counter of a generator whose state is the mixed
+    seed and position.
+
+    Args:
+        seeds: int64 [reads].
+        positions: int64 [reads].
+        vocabulary: number of tokens.
+
+    Returns:
+        float32 [reads, vocabulary].
+    """
+    tokens = torch.arange(vocabulary, device=seeds.device)
+    return noise_of(noise_keys(seeds, positions)[:, None], tokens)
+
+
+def _signed(bits: int) -> int:
+    """Return the int64 with these 64 bits."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Apply SplitMix64's output function in place: a bijection of int64, in wrapping arithmetic."""
+    shifted = torch.empty_like(state)
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(state, shift, out=shifted)
+        shifted &= (1 << (64 - shift)) - 1  # int64 shifts copy the sign
+        state ^= shifted
+        state *= factor
+    return state
+
+
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return the state of each read's generator: int64 [reads]."""
+    return _mix(_mix(seeds + _GOLDEN) + positions)
+
+
+def noise_of(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Return the noise of tokens under keys that broadcast against them: float32."""
+    return _gumbel(_mix(keys + tokens * _GOLDEN))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Return -log(-log(u)) as float32, with u from the upper 52 of 64 random bits."""
+    # The midpoints of 2**52 intervals are exact in float64, so u is neither 0 nor 1.
+    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_().float()

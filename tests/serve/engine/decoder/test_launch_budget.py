@@ -1,0 +1,68 @@
+"""A captured step of merged layers keeps a budget of launches, at the sizes of real models.
+
+Nothing is computed: the tensors have shapes only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoding.launches import captured_launches
+
+LAYER_BUDGET, OUTSIDE_BUDGET = 12, 16
+SIZES: dict[str, dict[str, Any]] = {
+    "0.5B": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "7B": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "70B": {
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize("num_positions", [1, 256])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("qwen2", "0.5B"),
+        ("qwen2", "7B"),
+        ("qwen3", "7B"),
+        ("mistral", "7B"),
+        ("llama", "70B"),
+    ],
+)
+def test_a_step_keeps_its_budget_of_launches(family: str, size: str, num_positions: int) -> None:
+    few, many = (
+        captured_launches(family, SIZES[size], count, num_positions).total() for count in (2, 4)
+    )
+    a_layer = (many - few) / 2
+    assert 0 < a_layer <= LAYER_BUDGET
+    assert 0 < few - 2 * a_layer <= OUTSIDE_BUDGET
+
+
+def test_layers_of_transformers_exceed_the_budget() -> None:
+    """The count sees what merging saves."""
+    few, many = (
+        captured_launches("qwen2", SIZES["7B"], count, 1, merged=False).total() for count in (2, 4)
+    )
+    assert (many - few) / 2 > 3 * LAYER_BUDGET

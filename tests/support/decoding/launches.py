@@ -1,0 +1,75 @@
+"""Counts the launches of a step on tensors without numbers, of models of any size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoding.engines import paged_attention
+from mars_serve.engine.attention.operator import ATTENTION_NAME
+from mars_serve.engine.decoder.decoder import merge_layers
+from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
+
+_KERNELS = {"marsray.paged_attention.default": 2, "marsray.propose.default": 2}
+"""Launches of our operators that take more than one; attention combines parts of long contexts."""
+_NO_LAUNCH = ("aten.new_empty", "aten.empty", "aten.empty_like")
+
+
+class LaunchCount(TorchDispatchMode):
+    """Counts operators that are no views, each with its launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operator: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), str(func)
+        # A conversion copies only if it has to, and is called a view in either case.
+        is_view = func.is_view and _shares_memory(result, args)
+        if not is_view and not name.startswith(_NO_LAUNCH):
+            self.by_operator[name] += _KERNELS.get(name, 1)
+        return result
+
+
+def _shares_memory(result: Any, arguments: Any) -> bool:
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    storage = first.untyped_storage()._cdata
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    return any(each.untyped_storage()._cdata == storage for each in tensors)
+
+
+def captured_launches(
+    family: str, sizes: dict[str, Any], num_layers: int, num_positions: int, *, merged: bool = True
+) -> Counter[str]:
+    """Launches of one captured step of a model in bfloat16, by operator.
+
+    Args:
+        family: family of the model.
+        sizes: fields of its config but the number of layers.
+        num_layers: number of layers.
+        num_positions: positions of the step, each a row of its own.
+        merged: whether the layers are merged, or transformers' own.
+    """
+    config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation(ATTENTION_NAME)
+    attention = paged_attention(model, num_pages=64, page_size=64)
+    if merged:
+        merge_layers(model, attention)
+    forward = GraphedForward(model, attention, torch.empty(2, dtype=torch.long, device="meta"))
+    counts = []
+
+    def count(function: Callable[[], None]) -> Callable[[], None]:
+        with LaunchCount() as launches:
+            function()
+        counts.append(launches.by_operator)
+        return function
+
+    forward.capture(GraphSizes(num_positions, 1, num_positions, max_pages=16), count)
+    return counts[0]  # the largest shape
