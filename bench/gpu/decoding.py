@@ -201,7 +201,7 @@ def measure(setup: Setup, size: str, batch: int, tokens: int, temperature: float
         try:
             figures = _time_steps(bench, floor_s)
             if way.is_profiled and not temperature:
-                figures |= _profile(bench)
+                figures |= _profile(bench, figures["step_ms"])
         finally:
             bench.end()
         found["ways"][way.name] = figures
@@ -246,17 +246,18 @@ def _run(engine: Engine, num_steps: int) -> None:
         engine.step()
 
 
-def _profile(bench: Bench) -> dict[str, float]:
-    """Return what runs on the device in a step, and for how much of the time nothing does."""
+def _profile(bench: Bench, step_ms: float) -> dict[str, float]:
+    """Return what runs on the device in a step, and for how much of the time nothing does.
+
+    The profiler slows the host down, so the time is that of a step without it.
+    """
     setup, activities = bench.setup, torch.profiler.ProfilerActivity
     on_cuda = setup.device == "cuda"
     num_steps = _PROFILED // (10 if setup.is_tiny else 1)
     with torch.profiler.profile(activities=[activities.CUDA if on_cuda else activities.CPU]) as run:
         synchronise(setup)
-        begin = time.perf_counter()
         _run(bench.engine, num_steps)
         synchronise(setup)
-        seconds = time.perf_counter() - begin
     kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
     spans = [
         (event.time_range.start, event.time_range.end)
@@ -264,11 +265,11 @@ def _profile(bench: Bench) -> dict[str, float]:
         if event.device_type == kind and (on_cuda or event.cpu_parent is None)
     ]
     assert spans, "the profiler saw nothing run on the device"
-    busy_s = covered(spans) / 1e6
+    busy_ms = covered(spans) / 1e3 / num_steps
     return {
         "nodes_per_step": len(spans) / num_steps,
-        "idle_share": 1 - busy_s / seconds,
-        "profiled_step_ms": 1e3 * seconds / num_steps,
+        "busy_ms": busy_ms,
+        "idle_share": max(0.0, 1 - busy_ms / step_ms),
     }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-DONE, FAILED, RUNNING, LEFT_OUT = "done", "failed", "running", "left out"
+PLANNED, RUNNING, DONE, FAILED, LEFT_OUT = "planned", "running", "done", "failed", "left out"
 RESTART = 3
 """Exit status of a process whose device is unusable after a failed step; another one goes on."""
 _GRACE_S = 10.0
@@ -117,9 +117,10 @@ def run_steps(
         deadline_s: time at which all must have ended.
         ends_late_steps: whether steps are ended at their limit, which takes a process's one timer.
     """
-    for step in steps:
-        if results.is_settled(step.name, since_s):
-            continue
+    waiting = [step for step in steps if not results.is_settled(step.name, since_s)]
+    for step in waiting:
+        results.enter(step.name, state=PLANNED)
+    for step in waiting:
         left_s = deadline_s - time.time()
         if left_s < step.needs_s:
             results.end(step.name, LEFT_OUT, reason=f"{left_s:.0f} s were left")
@@ -136,7 +137,8 @@ def run_steps(
             text = "".join(traceback.format_exception(error))
             results.end(step.name, FAILED, seconds=time.time() - began_s, error=text)
             print(text, file=sys.stderr, flush=True)
-            del error
+        if results.steps[step.name]["state"] == FAILED:
+            setup.shared.clear()  # the step may have left it in any state
             if not _device_works(setup):
                 return RESTART
     return 0
@@ -194,7 +196,7 @@ def watch(
         group: name for messages.
         deadline_s: time at which all must have ended.
     """
-    while True:
+    while time.time() < deadline_s:
         process = start()
         reason = _wait(process, results, deadline_s)
         if reason is None and process.returncode == 0:
@@ -206,9 +208,10 @@ def watch(
             store.end(name, FAILED, error=f"{reason}\n")
         if process.returncode != RESTART and not running:
             store.end(f"{group}: process", FAILED, error=f"{reason} before a step began\n")
-            return
-        if time.time() >= deadline_s:
-            return
+            break
+    store = results()
+    for name in [name for name, step in store.steps.items() if step["state"] == PLANNED]:
+        store.end(name, LEFT_OUT, reason="the time of the part was over")
 
 
 def _wait(process: Any, results: Callable[[], Results], deadline_s: float) -> str | None:

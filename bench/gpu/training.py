@@ -17,7 +17,7 @@ _PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 def steps(setup: Setup) -> list[Step]:
     """Return the steps: without and with compiled layers."""
     return [
-        Step(f"training{name}", partial(train, compiled=compiled), 120, needs_s=40)
+        Step(f"training{name}", partial(train, compiled=compiled), 150, needs_s=40)
         for name, compiled in (("", False), (" compiled", True))
         if not (compiled and setup.is_tiny)
     ]
@@ -34,7 +34,7 @@ def train(setup: Setup, compiled: bool) -> Result:
         attention="flex" if on_cuda else "sdpa",
         compile=compiled,
         batch_size=2 if is_tiny else 16,
-        micro_batch_size=2 if is_tiny else 8,
+        micro_batch_size=2 if is_tiny else 4,
         length=24 if is_tiny else 1024,
         block_size=4,
         row_slots=128 if is_tiny else 4096,

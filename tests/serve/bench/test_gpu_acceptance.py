@@ -196,6 +196,29 @@ def test_steps_go_on_after_one_that_fails_crashes_or_hangs(
     assert "hung" in found["hangs deeply"]["error"]
 
 
+def test_steps_that_a_killed_process_did_not_reach_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.gpu import steps
+
+    monkeypatch.setattr(steps, "_GRACE_S", 0.0)
+    program, file = tmp_path / "program.py", tmp_path / "part.json"
+    program.write_text(PROGRAM.format(root=str(ROOT)).replace("0.3", "100"))
+    since_s = time.time()
+    until_s = since_s + 3
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(program), str(since_s), str(until_s + 1000), str(file)]
+        return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+
+    steps.watch(start, lambda: steps.Results(file, {}), "group", until_s)
+    found = steps.Results(file, {}).steps
+    assert found["hangs"]["state"] == "failed"
+    assert found["last"]["state"] == found["hangs deeply"]["state"] == "left out"
+    assert "the time of the part was over" in found["last"]["reason"]
+
+
 def test_results_of_other_sources_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
