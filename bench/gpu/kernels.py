@@ -63,10 +63,12 @@ _CASES = [
 
 
 def load_kernels(device: str) -> None:
-    """Import all kernels, so that their operators run on a GPU."""
+    """Import all operators, and on a GPU their kernels, which need Triton."""
     for module in pkgutil.iter_modules(kernels.__path__):
-        if device == "cuda" or not module.name.endswith("_triton"):
+        if module.name != "gpu" and not module.name.endswith("_triton"):
             importlib.import_module(f"{kernels.__name__}.{module.name}")
+    if device == "cuda":
+        importlib.import_module(f"{kernels.__name__}.gpu")
 
 
 def differences(device: str, dtype: torch.dtype, *, is_tiny: bool) -> dict[str, float]:

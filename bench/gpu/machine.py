@@ -29,6 +29,8 @@ _NEEDED = {
     "platformdirs": "platformdirs",
 }
 """Package by the module that is imported; Ray and HTTP libraries are not needed."""
+_WHEELS = ("pydantic", "llguidance", "prometheus-client", "platformdirs")
+"""Packages that ``bench/gpu_wheels.sh`` fetches."""
 _TOLD = ("torch", "triton", "transformers", "numpy", "pydantic", "llguidance")
 
 
@@ -37,11 +39,14 @@ def missing_packages(needed: dict[str, str] = _NEEDED) -> str | None:
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if not missing:
         return None
+    message = f"missing packages: {', '.join(missing)}. Install them with pip"
+    carried = [package for package in missing if package in _WHEELS]
+    if not carried:
+        return message
     return (
-        f"missing packages: {', '.join(missing)}. Install them with pip, or, for a machine without "
-        "internet, fetch wheels elsewhere with `sh bench/gpu_wheels.sh build/gpu-wheels`, copy "
-        "that folder, and run `python -m pip install --no-index --find-links build/gpu-wheels "
-        f"{' '.join(missing)}`"
+        f"{message}. For a machine without internet, fetch the wheels of {', '.join(carried)} "
+        "elsewhere with `sh bench/gpu_wheels.sh build/gpu-wheels`, copy that folder, and run "
+        f"`python -m pip install --no-index --find-links build/gpu-wheels {' '.join(carried)}`"
     )
 
 

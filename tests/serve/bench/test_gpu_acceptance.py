@@ -235,10 +235,11 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     from bench.gpu.machine import missing_packages
 
     assert missing_packages() is None
-    message = missing_packages({"no_such_module": "its-package", "json": "json"})
+    needed = {"no_such_module": "llguidance", "no_other_module": "torch", "json": "json"}
+    message = missing_packages(needed)
     assert message is not None
-    assert "missing packages: its-package." in message
-    assert "--find-links build/gpu-wheels its-package" in message
+    assert "missing packages: llguidance, torch." in message
+    assert "--find-links build/gpu-wheels llguidance`" in message
     assert (ROOT / "bench/gpu_wheels.sh").exists()
 
 
