@@ -20,6 +20,7 @@ from mars_serve.engine.attention.plan import (
     StepShape,
     Tiling,
     plan,
+    power_of_two,
 )
 from mars_serve.engine.batch import BatchRow, StepBatch
 from mars_serve.engine.device.transfer import host_numbers, to_device
@@ -232,7 +233,7 @@ def block_n_of(head_dim: int, dtype: torch.dtype) -> int:
     the registers hold less.
     """
     numbers = 2048 if dtype == torch.float32 else 8192
-    return max(16, min(64, numbers // _power_of_two(head_dim)))
+    return max(16, min(64, numbers // power_of_two(head_dim)))
 
 
 def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
@@ -240,10 +241,6 @@ def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
     if dtype == torch.float32:
         return 32
     return 128 if head_dim <= 128 else 64
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _page_table(batch: list[BatchRow], rows: Rows, page_size: int) -> Numbers:

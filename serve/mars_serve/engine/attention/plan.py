@@ -66,10 +66,10 @@ class Tiling:
         The rows of a decoding step are unknown beforehand: four rows of 8 positions have the same
         shape as 32 of one. So its tiles hold wide rows, whose pages are then read once.
         """
-        least = _power_of_two(self.per_kv)
+        least = power_of_two(self.per_kv)
         mean = self.per_kv * shape.num_positions // max(shape.num_rows, 1)
         most = _PROMPT_BLOCK if mean >= _PROMPT_BLOCK else _DECODING_BLOCK
-        all_queries = _power_of_two(self.per_kv * shape.num_positions)
+        all_queries = power_of_two(self.per_kv * shape.num_positions)
         return max(_SMALLEST_BLOCK, least, min(most, all_queries, self.largest_block))
 
     def tile(self, shape: StepShape) -> int:
@@ -196,6 +196,6 @@ def _tiles(rows: Rows, num_positions: int, size: int) -> Numbers:
     return np.concatenate([tiles, padding])
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the least power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()

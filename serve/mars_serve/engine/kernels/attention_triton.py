@@ -117,6 +117,7 @@ def paged_attention(
         HAS_SCALES=key_scale != 1.0 or value_scale != 1.0,
         num_warps=num_warps,
         num_stages=num_stages,
+        enable_fp_fusion=True,  # by default it depends on Triton's version
     )
     if num_slots:
         combine_pieces_kernel[(num_positions, num_heads)](
@@ -131,6 +132,7 @@ def paged_attention(
             BLOCK_D=block_d,
             BLOCK_S=min(16, 4096 // block_d),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return output
 
