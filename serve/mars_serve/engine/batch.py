@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
@@ -77,7 +78,7 @@ class StepBatch:
     scored: list[int] = field(default_factory=list)
     """Positions of prompt tokens whose next token's log-probability is reported."""
 
-    @property
+    @cached_property
     def reads(self) -> list[int]:
         """Positions whose logits are read: the last committed token, the drafts and the masks of
         each row that reads logits.
