@@ -190,6 +190,11 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def foresee(self, rows: Sequence[ScheduledRow]) -> None:
+        """Prepare the step behind one of rows that was started, as far as it can be known."""
+        if isinstance(self._forward, GraphedForward):
+            self._forward.foresee(rows)
+
     def capture(
         self,
         sizes: GraphSizes,
