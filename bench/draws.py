@@ -1,7 +1,7 @@
 """Replaces the acceptance rule of engines whose weights are random by drawn lengths.
 
-Mode threshold draws from the distribution that the MARS paper measured, 1.79 tokens a pass; in mode
-exact each draft is right with probability .8 if all before it are.
+By default mode threshold draws from the distribution that the MARS paper measured, 1.79 tokens a
+pass, and in mode exact each draft is right with probability .8 if all before it are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class DrawingEngine(Engine):
     """An engine that draws how many tokens each pass accepts."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._threshold = read_acceptance(PAPER_ACCEPTANCE)
-        self._exact = agreeing(_AGREEMENT, _MOST_DRAFTS)
+        self.threshold_lengths = read_acceptance(PAPER_ACCEPTANCE)
+        """Distribution outside mode exact; may be set between requests, as the next."""
+        self.exact_lengths = agreeing(_AGREEMENT, _MOST_DRAFTS)
+        """Distribution in mode exact."""
         super().__init__(*arguments, draw_accepted=self._draw, **options)
 
     def finish_step(self, step: Any) -> Any:
@@ -38,12 +40,12 @@ class DrawingEngine(Engine):
         outputs = super().finish_step(step)
         for row in step.rows if step is not None else ():
             row.request.drafts = [
-                draft._replace(confidence=self._exact.chance(depth))
+                draft._replace(confidence=self.exact_lengths.chance(depth))
                 for depth, draft in enumerate(row.request.drafts, start=1)
             ]
         return outputs
 
     def _draw(self, request: Request, num_proposed: int) -> int:
         is_exact = request.options.mode is Mode.EXACT
-        lengths: AcceptanceDistribution = self._exact if is_exact else self._threshold
+        lengths: AcceptanceDistribution = self.exact_lengths if is_exact else self.threshold_lengths
         return lengths.draw(_SEED, request.id, request.num_output, num_proposed)

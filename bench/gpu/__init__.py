@@ -1,0 +1,1 @@
+"""The parts of the acceptance run on a GPU; see `bench.gpu_acceptance`."""

@@ -1,0 +1,237 @@
+"""Compares the operators of the engine on a device with their plain twins on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mars_platform.method.mode import Confidence, Mode
+from mars_serve.engine import kernels
+from mars_serve.engine.attention.gathered import GatheredAttention
+from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.batch import StepBatch, build_batch
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.scheduled_row import ScheduledRow
+
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Largest difference of a position's numbers from the oracle's, relative to the largest of them."""
+_MASK, _CPU = 3, torch.device("cpu")
+
+RowShape = tuple[int, int, tuple[int, ...]]
+"""Cached tokens of a row, tokens that it feeds, and its masks by outcome."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One step of attention."""
+
+    rows: tuple[RowShape, ...]
+    heads: tuple[int, int] = (14, 2)
+    """Query heads and key/value heads."""
+    head_dim: int = 64
+    page_size: int = 64
+
+    @property
+    def name(self) -> str:
+        """Name of the case in results."""
+        cached = ",".join(str(row[0]) for row in self.rows)
+        return (
+            f"{self.heads[0]}/{self.heads[1]} heads of {self.head_dim}, pages of {self.page_size}, "
+            f"cached {cached}"
+        )
+
+
+_ROWS: tuple[RowShape, ...] = ((700, 1, (4,)), (0, 3, (2, 1)), (256, 2, (0,)), (9, 1, (4, 4, 2)))
+_TINY_CASES = [AttentionCase(((20, 1, (4,)), (0, 3, (2, 1))), (4, 2), 16, 8)]
+_CASES = [
+    AttentionCase(_ROWS),
+    AttentionCase(_ROWS, (28, 4), 128),
+    AttentionCase(_ROWS, (32, 8), 128, 256),
+    AttentionCase(_ROWS, (8, 8), 80, 16),
+    AttentionCase(_ROWS, (4, 1), 256, 48),
+    AttentionCase(((4000, 1, (4,)),), (28, 4), 128, 256),
+    AttentionCase(tuple((40 * row, 1, (4, 3, 2, 1, 1)) for row in range(32)), (28, 4), 128),
+    AttentionCase(((0, 300, (0,)), (300, 200, (3,))), (14, 2), 64),
+]
+
+
+def load_kernels(device: str) -> None:
+    """Import all kernels, so that their operators run on a GPU."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if device == "cuda" or not module.name.endswith("_triton"):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+
+
+def differences(device: str, dtype: torch.dtype, *, is_tiny: bool) -> dict[str, float]:
+    """Return the largest difference of each case from its oracle; see `TOLERANCES`."""
+    load_kernels(device)
+    torch.manual_seed(0)
+    where = torch.device(device)
+    found = {}
+    for case in _TINY_CASES if is_tiny else _CASES:
+        found[f"paged_attention: {case.name}"] = _attention_difference(case, where, dtype)
+    for name, calls in OPERATORS.items():
+        found[name] = max(_difference(name, call, where) for call in calls(dtype, is_tiny))
+    found["propose"] = max(
+        _difference("propose", call, where, read=_read_proposals)
+        for call in _proposals(dtype, is_tiny)
+    )
+    return found
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of a position, relative to its own largest number.
+
+    Attention to many keys gives small numbers, beside which those of few keys are large.
+    """
+    if not theirs.numel():
+        return 0.0
+    ours, theirs = (
+        part.float().cpu().flatten(1 if part.dim() > 1 else 0) for part in (ours, theirs)
+    )
+    assert torch.isfinite(ours).all(), "the result is not finite"
+    scale = theirs.abs().amax(-1)
+    scale = scale.clamp(min=max(0.01 * float(scale.max()), 1e-6))
+    return float(((ours - theirs).abs().amax(-1) / scale).max())
+
+
+# Attention: keys are cached by a first step, and read by a second one
+
+
+def _attention_difference(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> float:
+    heads, kv_heads = case.heads
+    shape = KeyValueShape(1, kv_heads, case.head_dim)
+    longest = max(cached + tokens + len(masks) for cached, tokens, masks in case.rows)
+    per_row = -(-longest // case.page_size)
+    num_pages = per_row * len(case.rows)
+    sizes = {"num_query_heads": heads, "num_pages": num_pages, "page_size": case.page_size}
+    ours = PagedAttention(shape, dtype=dtype, device=device, **sizes)
+    masks = max(sum(masks) for _, _, masks in case.rows)
+    oracle = GatheredAttention(
+        shape,
+        dtype=torch.float32,
+        device=_CPU,
+        max_rows=len(case.rows),
+        max_masks=max(masks, 1),
+        **sizes,
+    )
+    prompts = [(0, cached, (0,)) for cached, _, _ in case.rows]
+    scheduled = [_row(i, shape_, per_row) for i, shape_ in enumerate(prompts) if shape_[1]]
+    worst = 0.0
+    for rows in (scheduled, [_row(i, shape_, per_row) for i, shape_ in enumerate(case.rows)]):
+        if rows:
+            batch = build_batch(rows, _MASK)
+            worst = max(worst, _step_difference(batch, ours, oracle, case, device, dtype))
+    return worst
+
+
+def _row(index: int, shape: RowShape, per_row: int) -> ScheduledRow:
+    cached, tokens, masks = shape
+    request = Request(
+        str(index),
+        [5] * (cached + tokens),
+        DecodingOptions(8, Mode.EXACT if len(masks) > 1 else Mode.THRESHOLD),
+        num_cached=cached,
+        pages=list(range(index * per_row, (index + 1) * per_row)),
+    )
+    request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
+    return ScheduledRow(request, tokens, masks, reads_logits=True)
+
+
+def _step_difference(
+    batch: StepBatch,
+    ours: Attention,
+    oracle: Attention,
+    case: AttentionCase,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    heads, kv_heads = case.heads
+    merged = torch.randn(len(batch.ids), heads + 2 * kv_heads, case.head_dim).to(dtype)
+    outputs = []
+    for attention, numbers in ((ours, merged.to(device)), (oracle, merged.float())):
+        query, key, value = numbers.split([heads, kv_heads, kv_heads], dim=1)
+        if attention is oracle:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        metadata = attention.prepare(batch)
+        output = attention.attend(0, query, key, value, case.head_dim**-0.5, metadata)
+        outputs.append(output[: batch.num_positions])
+    return _relative(*outputs)
+
+
+# Other operators: the same call on the device and on the CPU
+
+
+def _difference(
+    name: str,
+    call: Sequence[object],
+    device: torch.device,
+    read: Callable[[Tensor], list[Tensor]] = lambda output: [output],
+) -> float:
+    """Run an operator on both devices, and compare its results and what it overwrites."""
+    function = getattr(torch.ops.marsray, name).default
+    results = []
+    for where in (device, _CPU):
+        arguments = [
+            each.detach().clone().to(where) if isinstance(each, Tensor) else each for each in call
+        ]
+        output = function(*arguments)
+        outputs = [] if output is None else read(output)
+        results.append([*outputs, *(each for each in arguments if isinstance(each, Tensor))])
+    return max(_relative(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+Calls = Iterator[Sequence[object]]
+
+
+def _norms(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    for rows, size in [(3, 64)] if is_tiny else [(1, 3584), (64, 3584), (7, 896), (700, 4096)]:
+        residual, added = torch.randn(2, rows, size).to(dtype)
+        weight = torch.randn(size).to(dtype)
+        yield residual, added, weight, 1e-6
+        yield residual, None, weight, 1e-6
+
+
+def _rotations(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    sizes = [(3, 4, 2, 16)] if is_tiny else [(1, 28, 4, 128), (64, 14, 2, 64), (600, 32, 8, 128)]
+    for rows, heads, kv_heads, head_dim in sizes:
+        merged = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype)
+        angles = (torch.rand(rows, head_dim // 2) * 6).repeat(1, 2)
+        slots = torch.randperm(1024)[:rows]
+        pages = torch.zeros(2, 16, 64, kv_heads, head_dim, dtype=dtype)
+        for weights in ((None, None), torch.randn(2, head_dim).to(dtype)):
+            yield merged, angles.cos(), angles.sin(), slots, pages[0], pages[1], *weights, 1e-6
+
+
+def _products(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    for rows, size in [(3, 32)] if is_tiny else [(1, 18944), (64, 18944), (700, 4864)]:
+        yield (torch.randn(rows, 2 * size).to(dtype),)
+
+
+def _proposals(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    for rows, size in [(3, 64)] if is_tiny else [(1, 152064), (160, 151936)]:
+        logits = (3 * torch.randn(rows, size)).to(dtype)
+        measures = torch.arange(rows) % len(Confidence)
+        temperatures = torch.linspace(0.5, 2, rows, dtype=torch.float64)
+        yield logits, torch.arange(size) % 50 == 0, measures, temperatures
+
+
+def _read_proposals(output: Tensor) -> list[Tensor]:
+    """Return confidences, and tokens as digits, of which a wrong one exceeds each tolerance."""
+    tokens, confidences = output[:, 0], output[:, 1].contiguous().view(torch.float32)
+    return [confidences, *((tokens // 31**power % 31).float() for power in range(4))]
+
+
+OPERATORS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
+    "add_rms_norm": _norms,
+    "rotate_and_write": _rotations,
+    "silu_mul": _products,
+}
+"""Calls of each operator whose results are compared as they are."""
