@@ -57,7 +57,7 @@ class Tiling:
     """Pieces of a key/value head that give each multiprocessor of the device a program."""
     largest_block: int = 128
     """Most rows of a tile's matrix products, unless a key/value head has more query heads."""
-    fewest_blocks: int = 4
+    fewest_blocks: int = 2
     """Blocks of keys below which a tile is not cut: combining would take longer."""
 
     def block_m(self, shape: StepShape) -> int:
@@ -140,10 +140,7 @@ def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine:
     _, first, end, start, num_cached = tiles.T
     own_keys = np.where(end > start, end - start, 0)
     blocks = -(-num_cached // tiling.block_n) + -(-own_keys // tiling.block_n)
-    counts = np.ones_like(blocks)
-    if tiling.num_slots(shape):
-        most = max(tiling.fewest_blocks, -(-int(blocks.sum()) // tiling.wanted(shape)))
-        counts = np.maximum(1, -(-blocks // most))
+    counts = _counts(blocks, tiling, tiling.wanted(shape))
     parts = counts.sum()
     tile = np.repeat(np.arange(len(tiles)), counts)
     rank = np.arange(parts) - np.repeat(counts.cumsum() - counts, counts)
@@ -160,6 +157,21 @@ def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine:
         position = np.repeat(np.arange(len(tiles)), widths)  # tiles lie in order of positions
         combine[:, 0], combine[:, 1] = slots[position], cut[position]
         combine[:, 2] = np.arange(shape.num_positions) - first[position]
+
+
+def _counts(blocks: Numbers, tiling: Tiling, wanted: int) -> Numbers:
+    """Return the number of pieces of each tile, by the tiles' blocks.
+
+    If there are fewer tiles than wanted pieces, there are at most so many pieces: one more would
+    have a multiprocessor run two of them while others have none left.
+    """
+    if wanted == 1:
+        return np.ones_like(blocks)
+    most = max(tiling.fewest_blocks, -(-int(blocks.sum()) // wanted))
+    num_tiles = np.count_nonzero(blocks)
+    while num_tiles <= wanted < (-(-blocks // most)).sum():
+        most += 1 + most // 16
+    return np.maximum(1, -(-blocks // most))
 
 
 def _tiles(rows: Rows, num_positions: int, size: int) -> Numbers:

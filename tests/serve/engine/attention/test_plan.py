@@ -93,7 +93,7 @@ def test_pieces_cover_each_query_and_key_once(
     assert len(slots) <= tiling.num_slots(shape)
 
 
-@pytest.mark.parametrize(("context", "pieces"), [(32768, 33), (1024, 5), (64, 1)])
+@pytest.mark.parametrize(("context", "pieces"), [(32768, 33), (1024, 9), (64, 1)])
 def test_one_long_row_is_cut_for_the_whole_device(context: int, pieces: int) -> None:
     tiling = Tiling(per_kv=7, page_size=64, block_n=64, num_pieces=33)
     request = make_request("", [5] * (context + 1), num_cached=context, pages=range(600))
@@ -103,3 +103,16 @@ def test_one_long_row_is_cut_for_the_whole_device(context: int, pieces: int) -> 
     assert len(used) == pieces
     sizes = used[:, 6] - used[:, 5]
     assert sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 20, 33])
+def test_rows_of_one_length_give_each_multiprocessor_one_piece_at_most(num_rows: int) -> None:
+    tiling = Tiling(per_kv=7, page_size=64, block_n=64, num_pieces=33)
+    rows = []
+    for index in range(num_rows):
+        request = make_request(str(index), [5] * 4105, num_cached=4104, pages=range(600))
+        rows.append(make_row(request, 1, (7,)))
+    batch = build_batch(rows, 3)
+    found, _ = planned(batch, StepShape.of(batch, 64), tiling)
+    used = found[found[:, 5] < found[:, 6]]
+    assert 0.6 * 33 <= len(used) <= 33
