@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
@@ -77,7 +78,7 @@ class StepBatch:
     scored: list[int] = field(default_factory=list)
     """Positions of prompt tokens whose next token's log-probability is reported."""
 
-    @property
+    @cached_property
     def reads(self) -> list[int]:
         """Positions whose logits are read: the last committed token, the drafts and the masks of
         each row that reads logits.
@@ -144,3 +145,25 @@ def build_batch(
         num_positions=num_positions,
         scored=scored,
     )
+
+
+def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBatch | None:
+    """Return the layout of the step behind one of rows that each get one token, ids left out.
+
+    It is a guess: a request may end, begin, or get masks or another page. If some row may accept
+    several tokens, there is none.
+
+    Args:
+        scheduled: rows of the present step.
+        page_size: tokens in a page.
+    """
+    rows: list[BatchRow] = []
+    for each in scheduled:
+        request, num_cached = each.request, each.request.num_cached + each.num_tokens
+        is_certain = each.reads_logits and each.num_proposed == 1 and not request.checks_drafts
+        if not is_certain or num_cached >= len(request.pages) * page_size:
+            return None
+        rows.append(BatchRow(len(rows), num_cached, 1, 0, each.masks, list(request.pages), True))
+    padding = [0] * (bucket(len(rows)) - len(rows))
+    position_ids = [row.num_cached for row in rows] + padding
+    return StepBatch([0] * len(position_ids), position_ids, rows, len(rows))

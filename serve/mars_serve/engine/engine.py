@@ -342,6 +342,7 @@ class Engine:
         outputs, self._overdue = self._overdue, []
         if step is None:
             return outputs
+        self._runner.foresee(step.rows)  # a GPU still runs the step
         results = self._isolation.wait(step)
         if self._pacer is not None:
             self._pacer.finish(step.rows)

@@ -62,8 +62,9 @@ def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count
         confidences: confidence of each token.
         count: number of direct reads that are accepted, as `num_accepted` returns it.
     """
-    num_direct = row.num_proposed
-    groups = list(map(Draft, tokens[num_direct:], confidences[num_direct:]))
+    num_direct, groups = row.num_proposed, list[Draft]()
+    if row.num_group_proposals:
+        groups = list(map(Draft, tokens[num_direct:], confidences[num_direct:]))
     result = accepted_by_row(row, tokens[:count], confidences[:count], groups)
     if row.request.options.reports_rejected:
         result.rejected = _rejected(row, tokens, confidences, result)
@@ -94,8 +95,10 @@ def num_sure(confidences: list[float], threshold: float) -> int:
         confidences: confidence of each proposal, from float32 numbers.
         threshold: τ, compared as a float32 number like them.
     """
+    if len(confidences) == 1:
+        return 1
     least = float(np.float32(threshold))
-    return 1 + len(list(takewhile(lambda each: each >= least, confidences[1:])))
+    return 1 + len(list(takewhile(least.__le__, confidences[1:])))
 
 
 def _rejected(

@@ -35,7 +35,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
     positions_at_once,
 )
 from mars_serve.engine.execution.proposals import build_reads, propose, unpack
-from mars_serve.engine.execution.step_sampling import Reports, sampled_rows
+from mars_serve.engine.execution.step_sampling import Reports, reported, sampled_rows
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
@@ -93,7 +93,7 @@ class Launched:
                 own = tokens[begin:end], confidences[begin:end]
                 count = num_accepted(row, *own) if counts is None else next(counts)
                 result = accept(row, *own, count)
-                result.logprobs = self.reports.report(row.request, own[0][:count])
+                result.logprobs = self.reports.report(row.request, count)
                 begin = end
             results.append(result)
         return results
@@ -174,12 +174,13 @@ class ModelRunner:
             )
         if output.reads is None:
             return Launched(rows, None, None, Reports({}), scores, grammars)
-        reports = Reports.of(logits, reading)  # before `propose` overwrites the logits
+        log_probs = reported(logits, reading)  # before `propose` overwrites the logits
         sampled = sampled_rows(reading, self._ends, grammars, logits.shape[1])
         proposals = output.proposals
         if sampled or proposals is None:
             choose = partial(choose_tokens, rows=sampled) if sampled else None
             proposals = propose(logits, output.reads, self._banned, choose)
+        reports = Reports.of(log_probs, proposals, reading)
         copy = HostCopy(proposals)
         return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)
 
@@ -188,6 +189,11 @@ class ModelRunner:
         gc.collect()  # modules with hooks keep their last input in a cycle of references
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def foresee(self, rows: Sequence[ScheduledRow]) -> None:
+        """Prepare the step behind one of rows that was started, as far as it can be known."""
+        if isinstance(self._forward, GraphedForward):
+            self._forward.foresee(rows)
 
     def capture(
         self,

@@ -14,19 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.plan import StepShape, cached_pages
-from mars_serve.engine.batch import StepBatch, bucket
+from mars_serve.engine.batch import BatchRow, StepBatch, bucket, foreseen_batch
 from mars_serve.engine.device.transfer import host_numbers, to_device
 from mars_serve.engine.execution.proposals import Reads
 from mars_serve.engine.execution.staging import InputSizes, StepInput, fill
 from mars_serve.engine.execution.step_function import StepFunction
 from mars_serve.engine.kernels.acceptance import propose
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +171,24 @@ class GraphSizes:
 
 
 @dataclass(frozen=True)
+class _CapturedStep:
+    """A graph, and its input at fixed addresses."""
+
+    replay: Callable[[], None]
+    sizes: InputSizes
+    step: StepInput[Tensor]
+
+
+@dataclass(frozen=True)
+class _Foreseen:
+    """Attention metadata of a step that may come next."""
+
+    rows: list[BatchRow]
+    shape: StepShape
+    numbers: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class CapturedGraphs:
     """What the captured graphs took."""
 
@@ -199,7 +220,8 @@ class GraphedForward:
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention, compiled=compiled)
         self._sizes: GraphSizes | None = None
-        self._replays: dict[ForwardShape, Callable[[], None]] = {}
+        self._captured: dict[ForwardShape, _CapturedStep] = {}
+        self._foreseen: _Foreseen | None = None
         vocabulary = model.get_input_embeddings().weight.shape[0]
         self._is_banned = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
         self._is_banned[banned] = True
@@ -231,8 +253,11 @@ class GraphedForward:
         for done, shape in enumerate(shapes, start=1):
             zeros = [0] * shape.step.num_positions
             empty = StepBatch(ids=zeros, position_ids=zeros, rows=[], num_positions=0)
-            self._send(self._pack(empty, None, (), shape))
-            self._replays[shape] = capture(self._on_fixed_addresses(shape))
+            inputs = self._input(shape)
+            self._send(self._pack(empty, None, (), shape, inputs))
+            step = inputs.on_device(self._numbers[: inputs.total])
+            replay = capture(self._on_fixed_addresses(shape, step))
+            self._captured[shape] = _CapturedStep(replay, inputs, step)
             if on_progress is not None:
                 on_progress(done, len(shapes))
         taken = max(0, free - _free_bytes(self._device))
@@ -247,21 +272,46 @@ class GraphedForward:
         self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
     ) -> ForwardOutput:
         """See `Forward`; graphs keep no hidden states, so scored positions are run eagerly."""
-        captured = None if batch.scored else self._captured_shape(batch)
-        shape = captured or self._exact_shape(batch)
-        numbers = self._pack(batch, reads, next_tokens, shape)
-        count = len(batch.reads)
-        if captured is None:
-            step = self._input(shape).on_device(to_device(numbers, self._device))
-            hidden = self._hidden(step, shape)
-            logits = self._function.logits(hidden.index_select(0, step.reads))
-            proposals, scored = self._propose(logits, step), hidden.index_select(0, step.scored)
-        else:
-            step = self._input(shape).on_device(self._send(numbers))
-            self._replays[shape]()
-            logits, proposals = self._logits[:count], self._proposals[:count]
-            scored = logits[:0]
-        return ForwardOutput(logits, _on_device(reads, step), proposals, scored, step.next_tokens)
+        shape = None if batch.scored else self._shape_for(batch)
+        captured = None if shape is None else self._captured.get(shape)
+        if shape is None or captured is None:
+            return self._run_eagerly(batch, reads, next_tokens)
+        self._send(self._pack(batch, reads, (), shape, captured.sizes))
+        captured.replay()
+        count, step = len(batch.reads), captured.step
+        return ForwardOutput(
+            logits=self._logits[:count],
+            reads=_on_device(reads, step),
+            proposals=self._proposals[:count],
+            scored=self._logits[:0],
+            next_tokens=step.next_tokens,
+        )
+
+    def foresee(self, rows: Sequence[ScheduledRow]) -> None:
+        """Pack the attention of the step that may come next, while the device runs one of rows."""
+        batch = foreseen_batch(rows, self._attention.page_size)
+        shape = None if batch is None else self._shape_for(batch)
+        if batch is not None and shape is not None and shape in self._captured:
+            numbers = np.empty(self._captured[shape].sizes.num_attention, dtype=np.int64)
+            self._attention.pack(batch, shape.step, numbers)
+            self._foreseen = _Foreseen(batch.rows, shape.step, numbers)
+
+    def _run_eagerly(
+        self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
+    ) -> ForwardOutput:
+        shape = self._exact_shape(batch)
+        sizes = self._input(shape)
+        numbers = self._pack(batch, reads, next_tokens, shape, sizes)
+        step = sizes.on_device(to_device(numbers, self._device))
+        hidden = self._hidden(step, shape)
+        logits = self._function.logits(hidden.index_select(0, step.reads))
+        return ForwardOutput(
+            logits=logits,
+            reads=_on_device(reads, step),
+            proposals=self._propose(logits, step),
+            scored=hidden.index_select(0, step.scored),
+            next_tokens=step.next_tokens,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Forward`."""
@@ -271,11 +321,10 @@ class GraphedForward:
         step = StepShape.of(batch, self._attention.page_size)
         return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored))
 
-    def _captured_shape(self, batch: StepBatch) -> ForwardShape | None:
+    def _shape_for(self, batch: StepBatch) -> ForwardShape | None:
         if self._sizes is None or len(batch.rows) > self._sizes.max_rows:
             return None
-        shape = self._sizes.shape_for(batch, self._attention.page_size)
-        return shape if shape in self._replays else None
+        return self._sizes.shape_for(batch, self._attention.page_size)
 
     def _input(self, shape: ForwardShape) -> InputSizes:
         attention = sum(self._attention.sizes(shape.step))
@@ -287,21 +336,25 @@ class GraphedForward:
         reads: Reads | None,
         next_tokens: Sequence[int],
         shape: ForwardShape,
+        sizes: InputSizes,
     ) -> Tensor:
-        sizes = self._input(shape)
         numbers = host_numbers(sizes.total, self._device)
         parts = sizes.on_host(numbers)
         fill(parts, batch, reads, next_tokens)
-        self._attention.pack(batch, shape.step, parts.attention)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen and foreseen.shape == shape.step and foreseen.rows == batch.rows:
+            parts.attention[:] = foreseen.numbers
+        else:
+            self._attention.pack(batch, shape.step, parts.attention)
         return numbers
 
-    def _send(self, numbers: Tensor) -> Tensor:
-        """Copy a step's integers to the graphs' input, and return that part of it."""
-        return self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+    def _send(self, numbers: Tensor) -> None:
+        """Copy a step's integers to the graphs' input."""
+        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
-    def _on_fixed_addresses(self, shape: ForwardShape) -> Callable[[], None]:
-        sizes = self._input(shape)
-        step = sizes.on_device(self._numbers[: sizes.total])
+    def _on_fixed_addresses(
+        self, shape: ForwardShape, step: StepInput[Tensor]
+    ) -> Callable[[], None]:
         # One table serves all graphs; otherwise each would keep its own logits.
         logits, proposals = self._logits[: shape.num_reads], self._proposals[: shape.num_reads]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mars_platform.method.rules import log_probabilities
+from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.sampling.sampler import log_probs_of
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -45,14 +46,12 @@ class PromptScores:
 
     rows: Sequence[ScheduledRow]
     """Rows that score positions."""
-    own: Tensor
-    """float32 [scored], log-probability of the token behind each position."""
-    top: Tensor
-    """int64 [scored, tokens], the likeliest tokens there, likeliest first."""
-    values: Tensor
-    """float32 [scored, tokens], log-probabilities of the likeliest tokens."""
-    ranks: Tensor
-    """int64 [scored], 1 and the number of tokens that are likelier than the one there."""
+    table: HostCopy
+    """float64 [scored, 2 + 2 * tokens]: the log-probability of the token behind each position; its
+    rank, which is 1 and the number of likelier tokens; the likeliest tokens there, likeliest first;
+    and their log-probabilities."""
+    num_top: int
+    """Number of likeliest tokens."""
 
     @classmethod
     def of(
@@ -63,7 +62,7 @@ class PromptScores:
         logits_of: Callable[[Tensor], Tensor],
         num_at_once: int,
     ) -> PromptScores:
-        """Compute the log-probabilities of a step.
+        """Compute the log-probabilities of a step, and start to copy them to the host.
 
         Args:
             rows: rows of the step.
@@ -79,24 +78,29 @@ class PromptScores:
             _scores(log_probabilities(logits_of(states)), following, num_top)
             for states, following in parts
         ]
-        return cls(scoring, *(torch.cat(each) for each in zip(*found, strict=True)))
+        return cls(scoring, HostCopy(torch.cat(found)), num_top)
 
     def by_request(self) -> dict[str, list[TokenLogprob]]:
         """Return the log-probabilities of each request's scored positions, by request id."""
-        columns = self.own, self.top, self.values, self.ranks
-        lines = zip(*(column.tolist() for column in columns), strict=True)
-        found = {}
+        lines, found = iter(self.table.wait().tolist()), {}
         for row in self.rows:
             num_top = row.request.options.num_prompt_logprobs
             found[row.request.id] = [
-                TokenLogprob(logprob, list(zip(ids, numbers, strict=True))[:num_top], False, rank)
-                for logprob, ids, numbers, rank in islice(lines, len(row.scored))
+                TokenLogprob(
+                    own,
+                    list(
+                        zip(map(int, top[: self.num_top]), top[self.num_top :], strict=True),
+                    )[:num_top],
+                    False,
+                    int(rank),
+                )
+                for own, rank, *top in islice(lines, len(row.scored))
             ]
         return found
 
 
-def _scores(table: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `PromptScores` holds of some positions.
+def _scores(table: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """Return the lines of `PromptScores.table` for some positions.
 
     Args:
         table: float32 [positions, vocabulary], log-probabilities.
@@ -104,4 +108,6 @@ def _scores(table: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor
         num_top: number of likeliest tokens.
     """
     own, top, values = log_probs_of(table, tokens, num_top)
-    return own, top, values, 1 + (table > own[:, None]).sum(-1)
+    rank = 1 + (table > own[:, None]).sum(-1)
+    columns = own[:, None], rank[:, None], top, values
+    return torch.cat([column.double() for column in columns], dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
 from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.proposals import first_reads
 from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
@@ -169,33 +170,62 @@ def refusal_of(request: Request, error: Exception) -> str:
 class Reports:
     """Log-probabilities of a step's tokens for the requests that want them reported."""
 
-    by_request: dict[str, Tensor]
-    """float32 [proposals, vocabulary] by request id."""
+    by_request: dict[str, HostCopy]
+    """float64 [proposals, 1 + 2 * tokens] by request id: the log-probability of the proposed token,
+    the likeliest tokens, and their log-probabilities."""
 
     @classmethod
-    def of(cls, logits: Tensor, rows: Sequence[ScheduledRow]) -> Reports:
-        """Take the log-probabilities from raw logits, float [reads, vocabulary]."""
-        if all(row.request.options.num_logprobs is None for row in rows):
-            return cls({})
-        return cls(
-            {
-                row.request.id: log_probabilities(logits[start : start + row.num_proposed])
-                for row, start in zip(rows, first_reads(rows), strict=False)
-                if row.request.options.num_logprobs is not None
-            }
-        )
+    def of(
+        cls,
+        log_probs: dict[int, Tensor],
+        proposals: Tensor,
+        rows: Sequence[ScheduledRow],
+    ) -> Reports:
+        """Pick the numbers to report, and start to copy them to the host.
 
-    def report(self, request: Request, tokens: list[int]) -> list[TokenLogprob]:
-        """Return the log-probabilities of a request's tokens; none if it wants none."""
+        Args:
+            log_probs: what `reported` returned.
+            proposals: int32 [reads, 2], tokens and bits of their confidences.
+            rows: rows that read logits, in order.
+        """
+        found = {}
+        for index, start in enumerate(first_reads(rows)[:-1] if log_probs else ()):
+            if index in log_probs:
+                request, table = rows[index].request, log_probs[index]
+                tokens = proposals[start : start + len(table), 0].long()
+                numbers = log_probs_of(table, tokens, request.options.num_logprobs or 0)
+                own, top, values = (each.double() for each in numbers)
+                found[request.id] = HostCopy(torch.cat([own[:, None], top, values], dim=1))
+        return cls(found)
+
+    def report(self, request: Request, count: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of a request's first tokens; none if it wants none."""
         found = self.by_request.get(request.id)
         if found is None:
             return []
         num_top = request.options.num_logprobs or 0
-        chosen = torch.tensor(tokens, device=found.device)
-        own, top, values = log_probs_of(found[: len(tokens)], chosen, num_top)
         from_mask = request.mode is Mode.THRESHOLD
-        lines = zip(own.tolist(), top.tolist(), values.tolist(), strict=True)
         return [
-            TokenLogprob(logprob, list(zip(ids, numbers, strict=True)), from_mask and depth > 0)
-            for depth, (logprob, ids, numbers) in enumerate(lines)
+            TokenLogprob(
+                own,
+                list(zip(map(int, others[:num_top]), others[num_top:], strict=True)),
+                from_mask and depth > 0,
+            )
+            for depth, (own, *others) in enumerate(found.wait()[:count].tolist())
         ]
+
+
+def reported(logits: Tensor, rows: Sequence[ScheduledRow]) -> dict[int, Tensor]:
+    """Return the log-probabilities of rows that report some: float32 [proposals, vocabulary].
+
+    Args:
+        logits: float [reads, vocabulary], raw.
+        rows: rows that read logits, in order.
+    """
+    if all(row.request.options.num_logprobs is None for row in rows):
+        return {}
+    return {
+        index: log_probabilities(logits[start : start + row.num_proposed])
+        for index, (row, start) in enumerate(zip(rows, first_reads(rows), strict=False))
+        if row.request.options.num_logprobs is not None
+    }

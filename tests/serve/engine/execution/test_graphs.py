@@ -224,6 +224,55 @@ def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engin
     assert capture.num_replayed > 1
 
 
+# The next step
+
+
+class CountedPacks:
+    """Counts how often attention is packed while steps are started, and otherwise."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[bool] = Counter()
+        self._is_starting = False
+        pack, begin = engine.attention.pack, engine.begin_step
+
+        def counted_pack(*arguments: Any) -> None:
+            self.counts[self._is_starting] += 1
+            pack(*arguments)
+
+        def counted_begin() -> Any:
+            self._is_starting = True
+            step = begin()
+            self._is_starting = False
+            return step
+
+        monkeypatch.setattr(engine.attention, "pack", counted_pack)
+        monkeypatch.setattr(engine, "begin_step", counted_begin)
+
+
+def test_steps_of_one_token_a_row_are_packed_while_the_step_before_runs(
+    tiny_model: Models, make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("qwen2")
+    engine = graphed_engine(make_engine, model, CountingCapture())
+    packs = CountedPacks(engine, monkeypatch)
+    requests = [make_request(str(i), 6, 20 + 3 * i, mode=Mode.AR) for i in range(3)]
+    passes = passes_of(run(engine, requests))
+    for request in requests:
+        assert passes[request.id] == oracle(model, request, SPECIAL)
+    num_steps = engine.status().num_forward_passes
+    # All rows take a further page every four steps, and two requests end before the last one.
+    assert packs.counts[True] < num_steps / 2
+
+
+def test_steps_that_may_accept_several_tokens_are_not_foreseen(
+    tiny_model: Models, make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = graphed_engine(make_engine, tiny_model("qwen2"), CountingCapture())
+    packs = CountedPacks(engine, monkeypatch)
+    run(engine, [make_request("one", 6, 12, threshold=0.3, window=4)])
+    assert packs.counts[False] <= 1  # the last token is fed without masks
+
+
 # Shapes
 
 
