@@ -22,7 +22,15 @@ def propose(logits: Tensor, is_banned: Tensor, measures: Tensor, temperatures: T
     tokens = torch.empty(num_reads, num_blocks, dtype=torch.int32, device=logits.device)
     proposals = torch.empty(num_reads, 2, dtype=torch.int32, device=logits.device)
     summarize_kernel[(num_blocks, num_reads)](
-        logits, is_banned, temperatures, numbers, tokens, vocabulary, BLOCK=_BLOCK, num_warps=8
+        logits,
+        is_banned,
+        temperatures,
+        numbers,
+        tokens,
+        vocabulary,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        enable_fp_fusion=True,
     )
     combine_kernel[(num_reads,)](
         numbers,
@@ -33,6 +41,7 @@ def propose(logits: Tensor, is_banned: Tensor, measures: Tensor, temperatures: T
         num_blocks,
         BLOCK=triton.next_power_of_2(num_blocks),
         num_warps=1,
+        enable_fp_fusion=True,
     )
     return proposals
 

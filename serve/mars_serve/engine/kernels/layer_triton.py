@@ -30,6 +30,7 @@ def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: fl
         HAS_ADDED=added is not None,
         BLOCK=block,
         num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), 16),
+        enable_fp_fusion=True,  # by default it depends on Triton's version
     )
     return output
 
@@ -66,6 +67,7 @@ def rotate_and_write(
         BLOCK=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 
@@ -74,7 +76,7 @@ def silu_mul(merged: Tensor) -> Tensor:
     num_positions, size = len(merged), merged.shape[1] // 2
     output = merged.new_empty(num_positions, size)
     silu_mul_kernel[(num_positions, triton.cdiv(size, _ACTIVATION_BLOCK))](
-        merged, output, size, BLOCK=_ACTIVATION_BLOCK, num_warps=4
+        merged, output, size, BLOCK=_ACTIVATION_BLOCK, num_warps=4, enable_fp_fusion=True
     )
     return output
 
