@@ -18,7 +18,7 @@ without internet see ``bench/gpu_wheels.sh``.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import shutil
 import subprocess
@@ -37,7 +37,15 @@ sys.path[:0] = [
 
 from bench.gpu.machine import identity, missing_packages  # noqa: E402 -- needs the path above
 from bench.gpu.page import page  # noqa: E402
-from bench.gpu.steps import FAILED, Results, Setup, run_steps, watch, write_whole  # noqa: E402
+from bench.gpu.steps import (  # noqa: E402
+    FAILED,
+    Results,
+    Setup,
+    read_results,
+    run_steps,
+    watch,
+    write_whole,
+)
 
 _PAGE = "acceptance.md"
 
@@ -116,7 +124,7 @@ class Run:
     def write_page(self) -> None:
         """Write the page of all parts that have results."""
         files = sorted(self.out.glob("part*.json"))
-        contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        contents = [content for content in map(read_results, files) if content]
         write_whole(self.out / _PAGE, page(contents))
 
 
@@ -130,19 +138,43 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--earlier", type=Path, help="folder with results to go on from")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, to try the program")
-    parser.add_argument("--budget-s", type=float, default=390.0, help="seconds of each part")
+    parser.add_argument("--budget-s", type=_seconds, default=390.0, help="seconds of each part")
     parser.add_argument(
         "--isolate", action="store_true", help="run groups in processes of their own on a CPU, too"
     )
     for name, kind in (("group", str), ("since", float), ("until", float)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.earlier is not None and not chosen.earlier.is_dir():
+        parser.error(f"--earlier: there is no folder {chosen.earlier}; name one with results")
+    try:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {chosen.out} cannot be made ({error.strerror}); name another folder")
+    return chosen
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be a positive number of seconds, not {text}")
+    return value
+
+
+def _missing(device: str) -> str | None:
+    """Return what the machine lacks and the remedy, or None if it lacks nothing."""
+    message = missing_packages()
+    if message is None and device == "cuda" and not import_module("torch").cuda.is_available():
+        return (
+            "--device cuda: torch finds no GPU here; use a machine with one, or --device cpu --tiny"
+        )
+    return message
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts that the arguments name, and return the exit status."""
     chosen = _arguments(arguments)
-    message = missing_packages()
+    message = _missing(chosen.device)
     if message is not None:
         print(message, file=sys.stderr)
         return 2
@@ -152,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
         return run.run_group(chosen.group, chosen.until, ends_late_steps=True)
     for file in sorted(chosen.earlier.glob("part*.json")) if chosen.earlier else []:
         if not (run.out / file.name).exists():
-            run.out.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, run.out / file.name)
     parts = [1, 2, 3] if chosen.part == "all" else [int(chosen.part)]
     for part in parts:

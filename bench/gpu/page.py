@@ -96,7 +96,7 @@ def page(parts: list[Result]) -> str:
     """Return the page of all parts' results, as Markdown."""
     steps: Steps = {name: step for part in parts for name, step in part["steps"].items()}
     lines = ["# GPU acceptance", ""]
-    identity = parts[0]["identity"]
+    identity = _identity(parts)
     lines += [f"- {name}: {value}" for name, value in identity.items()]
     if identity["sizes"] != "full":
         lines += ["", "Sizes are tiny: the program was tried, and no figure says anything."]
@@ -133,6 +133,15 @@ def page(parts: list[Result]) -> str:
                 "```",
             ]
     return "\n".join(lines) + "\n"
+
+
+def _identity(parts: list[Result]) -> dict[str, str]:
+    """Return what the parts ran with; where they differ, the values of all in turn."""
+    names = dict.fromkeys(name for part in parts for name in part["identity"])
+    values = {
+        name: dict.fromkeys(str(part["identity"].get(name)) for part in parts) for name in names
+    }
+    return {name: " / ".join(each) for name, each in values.items()}
 
 
 def _decoding(steps: Steps) -> list[str]:

@@ -32,7 +32,7 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Setup:
-    """What all steps of a group share."""
+    """The device, the sizes and the objects that all steps of a group share."""
 
     device: str
     """``cuda`` or ``cpu``."""
@@ -63,13 +63,13 @@ class Results:
     def __init__(self, path: Path, identity: Result) -> None:
         self._path = path
         self._content: Result = {"identity": identity, "steps": {}}
-        earlier = _read(path)
+        earlier = read_results(path)
         if earlier.get("identity") == identity:
             self._content["steps"] = earlier["steps"]
 
     @property
     def steps(self) -> dict[str, Result]:
-        """What is known of each step, by its name."""
+        """Return the state and the result of each step, by the step's name."""
         steps: dict[str, Result] = self._content["steps"]
         return steps
 
@@ -231,9 +231,10 @@ def _wait(process: Any, results: Callable[[], Results], deadline_s: float) -> st
     return None
 
 
-def _read(path: Path) -> Result:
+def read_results(path: Path) -> Result:
+    """Return the content of a results file; a missing or damaged one is as good as empty."""
     try:
-        content: Result = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) and {"identity", "steps"} <= set(content) else {}

@@ -2,9 +2,9 @@
 
     python bench/kernels/compile.py --capability 8.0 --capability 9.0 --only "7B"
 
-Prints a table: registers of a thread, bytes of a thread that spill to memory, shared memory of a
-block, and the warps. Needs Triton (on a machine without a GPU: ``pip install triton``). To use
-another version, put it before the installed one on ``PYTHONPATH``.
+Prints a table: the warps of a block, the registers and the bytes of stack of a thread, to which
+registers spill, and the shared memory of a block. Needs Triton (on a machine without a GPU:
+``pip install triton``). To use another version, put it before the installed one on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
 
 
 def resources(kernel: Any) -> tuple[int, int]:
-    """Return a compiled kernel's registers and its bytes of spilled stores and loads."""
+    """Return a compiled kernel's registers and its bytes of stack, for each thread."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -95,7 +95,7 @@ def _found(pattern: str, text: str) -> str:
 
 
 def rows(names: Iterable[str], capabilities: list[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
-    """Yield launch, kernel, capability, warps, registers, spills, shared memory and seconds."""
+    """Yield launch, kernel, capability, warps, registers, stack, shared memory and seconds."""
     for name, capability in product(names, capabilities):
         if "8-bit" in name and capability < (8, 9):
             continue  # such GPUs cannot convert these numbers

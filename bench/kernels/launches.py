@@ -21,7 +21,7 @@ from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 Launch = Callable[[], object]
 MULTIPROCESSORS = 132
-"""Of an H100."""
+"""Multiprocessors of an H100, for which steps are cut into pieces."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What this project uses of torch beside its stable interface is there in all versions it allows.
+"""Every allowed version of torch has the unstable interfaces that this project uses.
 
 `torch_versions/used.txt` names what is used and with which parameters, `signatures.json` holds the
 parameters in each version, as `record.py` reads them from a wheel's sources.

@@ -478,11 +478,12 @@ class Engine:
         )
 
     def _fail(self, request: Request, error: Exception) -> StepOutput:
-        is_refused = isinstance(error, REFUSALS)
-        if not is_refused:
+        if isinstance(error, REFUSALS):
+            reason, message = FinishReason.REFUSED, refusal_of(request, error)
+        else:
             self.attention.recover()
-        self._end(request, FinishReason.REFUSED if is_refused else FinishReason.ERROR)
-        message = refusal_of(request, error) if isinstance(error, REFUSALS) else str(error)
+            reason, message = FinishReason.ERROR, str(error)
+        self._end(request, reason)
         return StepOutput(request.id, [], request.finish_reason, error=message)
 
     def _end(self, request: Request, reason: FinishReason) -> None:

@@ -60,7 +60,7 @@ def test_kernels_and_engine_are_compared_with_their_oracles(out: Path) -> None:
     steps = read_steps(out)
     found = steps["kernels float32"]["result"]["differences"]
     kernels = (ROOT / "serve/mars_serve/engine/kernels").glob("*.py")
-    define = re.compile(r'torch\.library\.define\(\s*"marsray::(\w+)"')
+    define = re.compile(r'define\(\s*"marsray::(\w+)"')
     operators = {name for path in kernels for name in define.findall(path.read_text())}
     assert {name.partition(":")[0] for name in found} == operators  # a new one needs its check
     assert all(0 <= value <= 1e-4 for value in found.values())
@@ -124,6 +124,32 @@ def test_a_part_without_time_says_what_it_left_out(tmp_path: Path) -> None:
         ["training", "engine process", "two engines on one GPU"], "left out"
     )
     assert "left out" in (tmp_path / "out" / "acceptance.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget-s", "0"], "--budget-s: it must be a positive number of seconds, not 0"),
+        (["--budget-s", "nan"], "--budget-s: it must be a positive number of seconds, not nan"),
+        (["--earlier", "no-folder"], "--earlier: there is no folder no-folder"),
+        (["--out", "/dev/null/out"], "--out: /dev/null/out cannot be made (Not a directory)"),
+    ],
+)
+def test_bad_options_are_named(tmp_path: Path, options: list[str], words: str) -> None:
+    run = run_acceptance(tmp_path / "out", *options)
+    assert run.returncode == 2
+    assert words in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_damaged_results_of_an_earlier_run_are_as_good_as_none(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "part1.json").write_text('{"identity": {')
+    (out / "part3.json").write_text("[]")
+    run = run_acceptance(out, "--part", "3", "--budget-s", "1")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "## Goals" in (out / "acceptance.md").read_text()
 
 
 # Steps that fail, crash and hang, in processes of their own
@@ -241,6 +267,15 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     assert "missing packages: llguidance, torch." in message
     assert "--find-links build/gpu-wheels llguidance`" in message
     assert (ROOT / "bench/gpu_wheels.sh").exists()
+
+
+def test_parts_of_different_sources_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.gpu.page import page
+
+    identities = [{"sizes": "full", "commit": each} for each in ("one", "two", "one")]
+    text = page([{"identity": each, "steps": {}} for each in identities])
+    assert "- sizes: full\n- commit: one / two\n" in text
 
 
 def test_goals_are_judged_by_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ class BlockSyncDecoder:
         """Return the number of accepted proposals of a row."""
         if self._draw is not None:
             return self._draw(row.request.id, row.num_output, len(confidences))
-        return num_sure(confidences, self.threshold)
+        return 1 + num_sure(confidences[1:], self.threshold)
 
     def _commit(self, row: BlockSyncRow, tokens: list[int]) -> None:
         ends = [index for index, token in enumerate(tokens) if token in self.special.eos]

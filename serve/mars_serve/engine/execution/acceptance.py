@@ -82,23 +82,21 @@ def num_accepted(row: ScheduledRow, tokens: list[int], confidences: list[float])
     if confidences[0] != confidences[0]:
         return 1
     if not row.request.checks_drafts:
-        return num_sure(confidences[: row.num_proposed], row.request.threshold)
+        return 1 + num_sure(confidences[1 : row.num_proposed], row.request.threshold)
     drafts = [draft.token for draft in row.request.drafts[: row.num_drafts]]
     right = zip(drafts, tokens, strict=False)
     return 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], right)))
 
 
 def num_sure(confidences: list[float], threshold: float) -> int:
-    """Count the first proposal and those of the run behind it that are sure enough.
+    """Count the leading proposals that are sure enough.
 
     Args:
         confidences: confidence of each proposal, from float32 numbers.
         threshold: τ, compared as a float32 number like them.
     """
-    if len(confidences) == 1:
-        return 1
     least = float(np.float32(threshold))
-    return 1 + len(list(takewhile(least.__le__, confidences[1:])))
+    return len(list(takewhile(least.__le__, confidences)))
 
 
 def _rejected(
@@ -141,7 +139,7 @@ def _accepted_by_mode(
     begin = sum(row.masks[:num_right])
     behind = groups[begin : begin + row.masks[num_right]] if groups else []
     if request.accepts_by_confidence:
-        run = list(takewhile(lambda draft: draft.confidence >= request.threshold, behind))
+        run = behind[: num_sure([draft.confidence for draft in behind], request.threshold)]
         return Accepted(
             tokens=[*tokens, *(draft.token for draft in run)],
             confidences=[*confidences, *(draft.confidence for draft in run)],

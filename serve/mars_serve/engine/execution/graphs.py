@@ -54,7 +54,7 @@ class ForwardOutput:
     reads: Reads | None
     """Description of the logits, on their device; None if the step reads none."""
     proposals: Tensor | None
-    """What `kernels.acceptance.propose` returns for the logits, if it has been computed."""
+    """int32 [reads, 2], the table of `kernels.acceptance.propose`; None if it is not computed."""
     scored: Tensor
     """[scored, hidden_size], hidden states of the positions that are scored."""
     next_tokens: Tensor
@@ -190,7 +190,7 @@ class _Foreseen:
 
 @dataclass(frozen=True)
 class CapturedGraphs:
-    """What the captured graphs took."""
+    """Number of the captured graphs, and the time and memory that they took."""
 
     num_graphs: int
     seconds: float

@@ -59,17 +59,17 @@ def test_pages_are_gathered_if_no_kernel_reads_them(
 
 # On a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_paged_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, head_dim=64)
+    is not None,
+    reason="needs a GPU on which the kernel reads pages",
+)
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The GPU, if the kernel reads pages on it."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = why_gathered(EngineSettings(), device, torch.bfloat16, head_dim=64)
-    if reason is not None:
-        pytest.skip(reason)
-    return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def paged_on(device: torch.device, num_pages: int) -> PagedAttention:
@@ -83,7 +83,7 @@ def paged_on(device: torch.device, num_pages: int) -> PagedAttention:
     )
 
 
-@needs_gpu
+@needs_paged_gpu
 @pytest.mark.parametrize("num_cached", [0, 1, 255, 256, 700])
 def test_a_gpu_kernel_equals_dense_attention(device: torch.device, num_cached: int) -> None:
     first = (num_cached, 3, (4,))
@@ -94,7 +94,7 @@ def test_a_gpu_kernel_equals_dense_attention(device: torch.device, num_cached: i
     torch.testing.assert_close(output.float(), step.expected(), rtol=2e-2, atol=2e-2)
 
 
-@needs_gpu
+@needs_paged_gpu
 def test_both_backends_agree_on_a_gpu(device: torch.device) -> None:
     torch.manual_seed(0)
     types = {"dtype": torch.bfloat16, "device": device}

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ def accepted_of(
     banned: Tensor,
     choose_tokens: ChooseTokens | None = None,
 ) -> list[Accepted]:
-    """What each row accepts from its logits."""
+    """Return the result of each row for its logits."""
     reads = build_reads(rows, None)
     tokens, confidences = unpack(propose(logits, reads, banned, choose_tokens))
     results, begin = [], 0
@@ -417,6 +418,15 @@ def test_masks_behind_drafts_are_accepted_up_to_the_first_below_the_threshold():
     request.has_drafter = True
     found = accepted_by_row(make_row(request, 1, (2, 2, 2)), [7], [0.5], GROUPS)
     assert (found.tokens, found.num_masks_tried, found.num_masks_accepted) == ([7, 30], 2, 1)
+
+
+def test_a_mask_behind_drafts_whose_confidence_is_the_threshold_is_accepted():
+    """Confidences are float32 numbers, of which the one for .9 is below that of float64."""
+    request = make_request(threshold=0.9)
+    request.has_drafter = True
+    groups = [Draft(30, float(np.float32(0.9))), Draft(31, float(np.float32(0.9) - 1e-6))]
+    found = accepted_by_row(make_row(request, 1, (2,)), [7], [0.5], groups)
+    assert found.tokens == [7, 30]
 
 
 def test_masks_without_drafts_are_counted_by_the_accepted_run():

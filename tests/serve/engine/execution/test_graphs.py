@@ -60,7 +60,7 @@ class CountingCapture:
 
 @dataclass(frozen=True)
 class Fed:
-    """What a step is run with."""
+    """Layout of a step and its reads."""
 
     batch: StepBatch
     reads: Reads | None
@@ -342,13 +342,16 @@ def test_the_engine_says_what_its_graphs_took(tiny_model: Models, make_engine: E
 
 # On a GPU
 
+needs_paged_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, head_dim=8) is not None,
+    reason="needs a GPU on which the kernel reads pages",
+)
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+@needs_paged_gpu
 def test_replayed_graphs_equal_eager_steps_on_a_gpu(tiny_model: Models) -> None:
-    device, page = torch.device("cuda", torch.cuda.current_device()), 256
-    reason = why_gathered(EngineSettings(), device, torch.bfloat16, head_dim=8)
-    if reason is not None:
-        pytest.skip(reason)
+    device, page = torch.device("cuda", torch.cuda.current_device()), 64
     model = copy.deepcopy(tiny_model("qwen2")).to(device, torch.bfloat16)
     pair = Pair(model, CudaCapture(), page_size=page, num_pages=MAX_ROWS)
     requests, source = new_requests(num_pages=1), random.Random(1)

@@ -220,7 +220,7 @@ def accepts_by_confidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the rule of acceptance by one that trusts the confidence of the next token."""
 
     def broken(row: ScheduledRow, _: list[int], confidences: list[float]) -> int:
-        return acceptance.num_sure(confidences[: row.num_proposed], 0.3)
+        return 1 + acceptance.num_sure(confidences[1 : row.num_proposed], 0.3)
 
     monkeypatch.setattr(forward, "num_accepted", broken)
 
