@@ -258,6 +258,10 @@ def test_a_cluster_that_was_idle_before_the_trace_knows_that_its_rate_was_low():
     cold, idle = run(0.0), run(-10.0)
     assert first(idle).requests_per_s < first(cold).requests_per_s / 5
     assert idle.replica_seconds <= cold.replica_seconds
+    one = Simulation(
+        trace, ONE_ROW, ReplicaSettings(max=1, initial=1), Script((1.0,)), begin_s=-10.0
+    )
+    assert one.run().replica_seconds == trace[-1].arrival_s, "the time before the trace is free"
     assert idle.samples[0].time_s == -10.0
 
 

@@ -89,6 +89,23 @@ def test_hidden_states_equal_transformers(family: str, kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("original", "num_tokens"), [(32, 60), (256, 60)])
+@torch.inference_mode()
+def test_longrope_settles_for_the_angles_of_the_models_longest_text(
+    original: int, num_tokens: int
+) -> None:
+    """Transformers takes the long angles for 60 tokens if the model was first trained on 32."""
+    words = rope("longrope")
+    words["rope_parameters"]["original_max_position_embeddings"] = original
+    model = build_model("llama", **words)
+    ids = torch.arange(4, 4 + num_tokens)[None]
+    expected = model(ids).logits
+    settled = copy.deepcopy(model)
+    settle_rotation(settled)
+    settled(ids[:, :3])
+    torch.testing.assert_close(settled(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
