@@ -100,9 +100,7 @@ def merge(parent: nn.Module, names: tuple[str, ...]) -> nn.Linear | FixedLinear:
         names: attributes of the layers, in the order of the merged rows.
     """
     layers = [parent.get_submodule(name) for name in names]
-    own: list[Any] = [
-        each.base_layer if isinstance(each, FixedLinear) else each for each in layers
-    ]
+    own: list[Any] = [each.base_layer if isinstance(each, FixedLinear) else each for each in layers]
     biases: list[Any] = [part.bias for part in own]
     weight = torch.cat([part.weight for part in own])
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -172,9 +172,7 @@ class GraphSizes:
         num_reads = len(batch.reads)
         most = self.max_rows if num_reads <= self.max_rows else len(batch.ids)
         is_adapted = self._adapts(len(batch.ids), batch.has_masks)
-        return self._shape(
-            len(batch.ids), min(length, self.max_pages), most, is_adapted=is_adapted
-        )
+        return self._shape(len(batch.ids), min(length, self.max_pages), most, is_adapted=is_adapted)
 
     def _shape(
         self, num_positions: int, num_pages: int, num_reads: int, *, is_adapted: bool

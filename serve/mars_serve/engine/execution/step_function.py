@@ -94,7 +94,9 @@ def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) ->
         return _gated(partial(decode_step, decode), gate)
     plain = _compile(decode, model.device)
     if gate is None:
-        return lambda ids, position_ids, metadata, _: decode_step(plain, ids, position_ids, metadata)
+        return lambda ids, position_ids, metadata, _: decode_step(
+            plain, ids, position_ids, metadata
+        )
     # Compiled code contains the gate's state, so each state has its own.
     with_masks = _compile(_setting(decode, gate), model.device, _COMPILED_FOR[:1])
     return lambda ids, position_ids, metadata, has_masks: decode_step(
