@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
@@ -130,7 +131,25 @@ class MarsStage(_StageSettings):
     block_size: int = Field(default=4, ge=1, le=64)
     """Block size B, in tokens."""
     ar_weight: float = Field(default=1.0, ge=0)
-    """Weight of the clean stream's AR loss."""
+    """Weight of the clean stream's AR loss; always 0 with an adapter, which leaves it as it is."""
+    adapter: AdapterSettings | None = None
+    """Weights to train beside the model's own, which act at masks only; null to train the model
+    itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_an_adapter(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or content.get("adapter") is None:
+            return content
+        return {"ar_weight": 0.0, **content}
+
+    @model_validator(mode="after")
+    def _adapter_leaves_the_ar_loss(self) -> MarsStage:
+        if self.adapter is not None and self.ar_weight:
+            raise ValueError(
+                "ar_weight: an adapter does not change the AR loss; leave the weight out"
+            )
+        return self
 
 
 Stage = Annotated[ArStage | MarsStage, Field(discriminator="objective")]
@@ -285,6 +304,26 @@ class Recipe(Settings):
                     f"stages.{index}.block_size: {stage.block_size} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_its_model(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            if not isinstance(stage, MarsStage) or stage.adapter is None:
+                continue
+            key = f"stages.{index}.adapter"
+            if index + 1 < len(self.stages):
+                raise ValueError(
+                    f"{key}: the next stage would train the model that the adapter belongs to; "
+                    "make it the last stage"
+                )
+            if self.model.scratch is not None and index == 0:
+                raise ValueError(
+                    f"{key}: a new model has learned nothing that masks could foresee; put a stage "
+                    "of objective ar before it, or give a trained model as model.base"
+                )
+            if self.compile:
+                raise ValueError("compile: layers with an adapter are not compiled; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -265,18 +265,22 @@ def _behind_stored(
     value: Tensor,  # [rows, kv_heads, slots, head_dim]
     attention_mask: Any,
     *,
-    stored: StoredStream,
+    stored: StoredStream | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in one layer, and keep its keys and values, or attend to kept ones as well."""
+    """Attend in one layer, and keep its keys and values, or attend to kept ones as well.
+
+    Without a stored stream this is SDPA, as if the model were used elsewhere.
+    """
     layer: Any = module.layer_idx
-    if stored.is_complete:
+    if stored is not None and stored.is_complete:
         earlier_keys, earlier_values = stored.layers[layer]
         key = torch.cat([earlier_keys, key], dim=2)
         value = torch.cat([earlier_values, value], dim=2)
-    else:
+    elif stored is not None:
         stored.layers[layer] = (key, value)
-    attend = _flex if stored.attention == "flex" else sdpa_attention_forward
+    is_flex = stored is not None and stored.attention == "flex"
+    attend = _flex if is_flex else sdpa_attention_forward
     attended: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **rest)
     return attended
 

@@ -40,7 +40,7 @@ from mars_train.data.encoding import check_vocabulary
 from mars_train.data.pipeline import prepare
 from mars_train.data.row_report import refuse_few_rows
 from mars_train.data.token_store import TokenStore
-from mars_train.recipe import Recipe, Stage
+from mars_train.recipe import MarsStage, Recipe, Stage
 from mars_train.run.curves import plot_curves
 from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
@@ -142,6 +142,7 @@ class _Run:
             stage=stage,
             storage=self.storage.path(stage.name),
             start=share(self.storage, _start_name(stage), self.start),
+            base=self._base(stage),
             data=share(self.storage, _DATA, self.directory.data),
             held_out=self.held_out,
             provenance=_provenance(self.recipe, stage),
@@ -156,6 +157,12 @@ class _Run:
             result = _fitted(trainer, stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
+
+    def _base(self, stage: Stage) -> str:
+        """Return the name of the model that a stage begins with; hub ids stay as they are."""
+        given = self.recipe.model.base
+        is_first = stage == self.recipe.stages[0]
+        return given if is_first and given and not Path(given).exists() else str(self.start)
 
     def _run_config(self, stage: Stage) -> RunConfig:
         """Configure Ray Train with a new name, because it would resume a run of the same name."""
@@ -186,6 +193,12 @@ class _Run:
         partial_target.rename(target)
         self.storage.remove(stage.name)
         self._plot()
+        if isinstance(stage, MarsStage) and stage.adapter is not None:
+            self.console.print(
+                f"stage {stage.name}: adapter in {target}, for the model {self._base(stage)}",
+                highlight=False,
+            )
+            return
         self.console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
         metadata = read_metadata(target)
         if metadata is not None and metadata.provenance["embedding_grown"]:

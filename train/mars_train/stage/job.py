@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_train.recipe import MarsStage, Recipe, Stage
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.progress import Progress
@@ -20,6 +21,8 @@ class StageJob:
     """Directory or fsspec URL of the stage's checkpoints."""
     start: str
     """Checkpoint that the stage begins with: a local directory, or a URL for `fetch_shared`."""
+    base: str
+    """Directory or hub id by which users know that checkpoint."""
     data: str
     """Token store: a local directory, or a URL for `fetch_shared`."""
     held_out: HeldOutSet | None
@@ -31,6 +34,11 @@ class StageJob:
     def block_size(self) -> int | None:
         """B, or None for plain AR training."""
         return self.stage.block_size if isinstance(self.stage, MarsStage) else None
+
+    @property
+    def adapter(self) -> AdapterSettings | None:
+        """Settings of the adapter that is trained; None if the model itself is."""
+        return self.stage.adapter if isinstance(self.stage, MarsStage) else None
 
     @property
     def ar_weight(self) -> float:

@@ -18,6 +18,9 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
+from mars_platform.checkpoint.adapter.files import save_adapter
+from mars_platform.checkpoint.adapter.layers import attach_adapter
+from mars_platform.checkpoint.adapter.settings import AdapterMetadata
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
@@ -28,10 +31,12 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
+from mars_train.method.adapted import AdapterObjective
 from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, Objective
+from mars_train.stage.adapter import add_adapter
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
@@ -60,13 +65,9 @@ class StageTrainer:
         self.model, self.checkpoint = self._load_start()
         attention = choose_attention(recipe.attention, self.model.config, workers.device)
         self.batches = self._make_batches(data, attention)
-        objective = Objective(
-            self.model,
-            masked=job.block_size is not None,
-            attention=attention,
-            compile=recipe.compile,
+        self.objective = workers.wrap(
+            self._make_objective(attention), self.model._no_split_modules or []
         )
-        self.objective = workers.wrap(objective, self.model._no_split_modules or [])
         self.state = self._initial_state()
         self.checkpoints = Checkpoints(job, data.fingerprint, workers, reporter)
         self._num_tokens, self._started_s = 0, time.monotonic()
@@ -107,7 +108,16 @@ class StageTrainer:
         job = self.job
         checkpoint = read_checkpoint(job.start)
         model = load_model(Path(job.start)).train()
-        if job.block_size is not None:
+        if job.adapter is not None and job.block_size is not None:
+            checkpoint = add_adapter(
+                model,
+                checkpoint,
+                job.adapter,
+                block_size=job.block_size,
+                base=job.base,
+                provenance=job.provenance,
+            )
+        elif job.block_size is not None:
             mask_id, grown = add_mask_token(model, checkpoint.tokenizer)
             metadata = MarsMetadata(
                 block_size=job.block_size,
@@ -118,6 +128,16 @@ class StageTrainer:
         if job.recipe.gradient_checkpointing:
             _checkpoint_activations(model)
         return model, checkpoint
+
+    def _make_objective(self, attention: Attention) -> Objective:
+        if self.job.adapter is not None:
+            return AdapterObjective(self.model, attention=attention)
+        return Objective(
+            self.model,
+            masked=self.job.block_size is not None,
+            attention=attention,
+            compile=self.job.recipe.compile,
+        )
 
     def _make_batches(self, data: TokenStore, attention: Attention) -> StageBatches:
         metadata = self.checkpoint.metadata
@@ -135,13 +155,14 @@ class StageTrainer:
 
     def _initial_state(self) -> TrainingState:
         stage = self.job.stage
+        trained = [item for item in self.objective.parameters() if item.requires_grad]
         optimizer = torch.optim.AdamW(
-            self.objective.parameters(),
+            trained,
             lr=stage.learning_rate,
             weight_decay=stage.weight_decay,
             fused=True,
         )
-        for parameter in self.objective.parameters():
+        for parameter in trained:
             # AdamW itself would allocate these in its first step, after a checkpoint is loaded.
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -271,19 +292,24 @@ class StageTrainer:
         copy = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, attn_implementation="sdpa"
         )
+        if self.job.adapter is not None and self.checkpoint.metadata is not None:
+            attach_adapter(copy, self.job.adapter, self.checkpoint.metadata.mask_token_id)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         assert isinstance(copy, PreTrainedModel)
         return copy.to(self.workers.device).eval()
 
     def _store_model(self) -> None:
-        """Store the trained model as a Hugging Face checkpoint."""
+        """Store the trained model as a Hugging Face checkpoint, or its adapter alone."""
         model = self._whole_model(keep=self.workers.rank == 0)
         checkpoint, storage = self.checkpoint, Storage(self.job.storage)
 
         def write(directory: Path) -> None:
             if model is not None:
-                save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
+                if isinstance(checkpoint.metadata, AdapterMetadata):
+                    save_adapter(directory, model, checkpoint.tokenizer, checkpoint.metadata)
+                else:
+                    save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
                 self.history.write(directory / HISTORY_FILE)
 
         if MODEL not in self.workers.gather(storage.names())[0]:
