@@ -87,9 +87,7 @@ def build_job(storage, start, data, *, stage=(), held_out=None, workers=1, strat
             **rest,
         }
     )
-    return StageJob(
-        recipe, recipe.stages[0], str(storage), str(start), str(start), str(data), held_out, {}
-    )
+    return StageJob(recipe, recipe.stages[0], str(storage), str(start), str(data), held_out, {})
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from mars_platform.checkpoint.adapter.layers import GatedEmbedding
 from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.errors import UserError
 from mars_platform.method.live import LiveDecoding
@@ -93,8 +94,9 @@ class Engine:
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
-        self._vocabulary = weights.get_input_embeddings().weight.shape[0]
-        if metadata is not None and metadata.mask_token_id >= self._vocabulary:
+        self._vocabulary = weights.get_output_embeddings().out_features
+        adapted = isinstance(weights.get_input_embeddings(), GatedEmbedding)
+        if metadata and not adapted and metadata.mask_token_id >= self._vocabulary:
             raise UserError(
                 f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
                 f"{self._vocabulary} embeddings; use one checkpoint's files"

@@ -25,43 +25,55 @@ from mars_train.method.attention import (
     use_stored_streams,
 )
 from mars_train.method.layout import PADDING_DOCUMENT, Batch
-from mars_train.method.objective import LossSums, Objective
+from mars_train.method.objective import MaskLoss, Objective
 
 
 class AdapterObjective(Objective):
     """The model with an adapter and the loss of its masks, as the module that is wrapped.
 
+    The clean loss, which is constant, is not computed and counts 0.
+
     Args:
         model: a model with an adapter attached; its kind of attention is changed in place.
+        mask_loss: see `Objective`.
         attention: see `Objective`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, attention: Attention = "sdpa") -> None:
-        super().__init__(model, masked=True, attention=attention)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        mask_loss: MaskLoss | None = None,
+        attention: Attention = "sdpa",
+    ) -> None:
+        super().__init__(model, masked=True, mask_loss=mask_loss, attention=attention)
         use_stored_streams(model)
+        self._multiple_of = FLEX_MULTIPLE if attention == "flex" else 1
+        self._clean: _CleanStream | None = None
 
-    def forward(self, batch: Batch) -> LossSums:
-        """Return the noisy loss of labels behind masks; the clean one, which is constant, is 0."""
-        hidden = self._hidden_states(batch)
-        masked = batch.depths > 0
-        noisy = self._cross_entropy(hidden[batch.noisy_sources[masked]], batch.labels[masked])
-        return LossSums(noisy.new_zeros(()), noisy.sum(), len(batch.labels))
-
-    def _hidden_states(self, batch: Batch) -> Tensor:
-        multiple_of = FLEX_MULTIPLE if self.attention == "flex" else 1
-        clean = _select(batch, ~batch.noisy, multiple_of)
-        noisy = _select(batch, batch.noisy, multiple_of)
-        stored = StoredStream(self.attention)
-        with torch.no_grad():
-            clean_hidden = self._pass(batch.tokens, clean, clean.slots, stored)
-        stored.is_complete = True
-        both = (torch.cat(pair, dim=1) for pair in zip(clean.slots, noisy.slots, strict=True))
-        noisy_hidden = self._pass(batch.tokens, noisy, RowSlots(*both), stored)
-        num_slots = batch.tokens.shape[1]
-        table = noisy_hidden.new_zeros(batch.tokens.numel(), noisy_hidden.shape[-1])
-        for stream, hidden in ((clean, clean_hidden), (noisy, noisy_hidden)):
-            table = table.index_copy(0, stream.flat_indices(num_slots), hidden[stream.is_used])
+    def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """See `Objective`; the clean stream of other tokens is that of the batch before."""
+        if tokens is None:
+            self._clean = self._clean_pass(batch)
+        assert self._clean is not None
+        clean, noisy = self._clean, _select(batch, batch.noisy, self._multiple_of)
+        pairs = zip(clean.stream.slots, noisy.slots, strict=True)
+        both = RowSlots(*(torch.cat(pair, dim=1) for pair in pairs))
+        tokens = batch.tokens if tokens is None else tokens
+        hidden = self._pass(tokens, noisy, both, clean.stored)
+        table = hidden.new_zeros(tokens.numel(), hidden.shape[-1])
+        for stream, states in ((clean.stream, clean.hidden), (noisy, hidden)):
+            indices = stream.flat_indices(tokens.shape[1])
+            table = table.index_copy(0, indices, states[stream.is_used])
         return table
+
+    @torch.no_grad()
+    def _clean_pass(self, batch: Batch) -> _CleanStream:
+        stream = _select(batch, ~batch.noisy, self._multiple_of)
+        stored = StoredStream(self.attention)
+        hidden = self._pass(batch.tokens, stream, stream.slots, stored)
+        stored.is_complete = True
+        return _CleanStream(stream, hidden, stored)
 
     def _pass(
         self, tokens: Tensor, stream: _Stream, keys: RowSlots, stored: StoredStream
@@ -77,6 +89,14 @@ class AdapterObjective(Objective):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        clean, masked = self._clean_losses(hidden, batch), batch.depths > 0
+        noisy = self._cross_entropy(hidden[batch.noisy_sources[masked]], batch.labels[masked])
+        return clean, clean.masked_scatter(masked, noisy)
+
+    def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return torch.zeros(len(batch.labels), device=hidden.device)
+
 
 @dataclass(frozen=True)
 class _Stream:
@@ -90,6 +110,15 @@ class _Stream:
         """Return the used slots as indices of the flattened ``rows * slots``, int64 [used]."""
         begins = torch.arange(len(self.indices), device=self.indices.device) * num_slots
         return (self.indices + begins[:, None])[self.is_used]
+
+
+@dataclass(frozen=True)
+class _CleanStream:
+    """The clean stream of a batch, computed."""
+
+    stream: _Stream
+    hidden: Tensor  # [rows, length, width], last hidden states
+    stored: StoredStream
 
 
 def _select(batch: Batch, wanted: Tensor, multiple_of: int) -> _Stream:
