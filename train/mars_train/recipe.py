@@ -395,13 +395,43 @@ class Recipe(Settings):
                     f"{key}: the next stage would train the model that the adapter belongs to; "
                     "make it the last stage"
                 )
-            if self.model.scratch is not None and index == 0:
+            if self.model.scratch is not None and self.stages[index] == self.trained_stages[0]:
                 raise ValueError(
                     f"{key}: a new model has learned nothing that masks could foresee; put a stage "
                     "of objective ar before it, or give a trained model as model.base"
                 )
             if self.compile:
                 raise ValueError("compile: layers with an adapter are not compiled; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _responses_are_written_before(self) -> Recipe:
+        writers = {s.name: i for i, s in enumerate(self.stages) if isinstance(s, GenerateStage)}
+        taken = set()
+        for index, stage in enumerate(self.stages):
+            name = stage.responses if isinstance(stage, MarsStage) else None
+            if name is None:
+                continue
+            if name not in writers:
+                raise ValueError(
+                    f"stages.{index}.responses: no stage of objective generate has the name "
+                    f"{name!r}; add one before this stage"
+                )
+            if writers[name] > index:
+                raise ValueError(
+                    f"stages.{index}.responses: stage {name} comes later; move it before this one"
+                )
+            taken.add(name)
+        for name in [name for name in writers if name not in taken]:
+            raise ValueError(
+                f"stages.{writers[name]}: no later stage has responses: {name}; name it in a stage "
+                "of objective mars, or leave it out"
+            )
+        if isinstance(self.stages[0], GenerateStage) and self.model.scratch is not None:
+            raise ValueError(
+                "stages.0: a new model has learned nothing that it could respond with; put a stage "
+                "of objective ar before this one"
+            )
         return self
 
     @model_validator(mode="after")
