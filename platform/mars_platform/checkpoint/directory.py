@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import (
     MASK_TOKEN,
     METADATA_FILE,
@@ -33,8 +34,10 @@ from mars_platform.checkpoint.metadata import (
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
-if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
+
+    from mars_platform.checkpoint.adapter.files import Adapter
 
 _REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -62,6 +65,25 @@ class Checkpoint:
     special: SpecialTokens
     calibration: Calibration | None = None
     """Content of ``calibration.json``; None if there is none or it was not to be read."""
+    adapter: Adapter | None = None
+    """Adapter that acts at masks, whose weights lie in a directory of its own; None for none."""
+
+    @property
+    def own_path(self) -> Path:
+        """Directory of what belongs to this model alone: that of its adapter, if it has one.
+
+        The files of ``marsray calibrate`` lie there, and the card.
+        """
+        return self.path if self.adapter is None else self.adapter.path
+
+    @property
+    def fingerprint(self) -> str:
+        """Sum, in hexadecimal, that identifies the weights, those of an adapter included.
+
+        Raises:
+            UserError: a weights file is damaged.
+        """
+        return weights_fingerprint(self.own_path)
 
     @property
     def max_length(self) -> int:

@@ -101,7 +101,7 @@ class Adapter:
     def adapt(self, base: Checkpoint) -> Checkpoint:
         """Return a model's checkpoint with this adapter's block size, mask token and tokenizer.
 
-        Its path stays that of the model, whose weights lie there. It has no calibration.
+        Its path stays that of the model, whose weights lie there. It has no calibration yet.
 
         Raises:
             UserError: the adapter belongs to another model.
@@ -114,7 +114,8 @@ class Adapter:
                 f"adapter: {self.path} belongs to another model than {base.path}, which differs in "
                 f"{', '.join(differing)}; give the model that it was trained on, {ours.name}"
             )
-        return replace(base, tokenizer=self.tokenizer).with_metadata(self.metadata)
+        adapted = replace(base, tokenizer=self.tokenizer, adapter=self)
+        return adapted.with_metadata(self.metadata)
 
     def attach(self, model: PreTrainedModel) -> None:
         """Attach this adapter, with its weights, to a model that `adapt` has accepted, in place.
