@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.adapter.files import identify_base
-from mars_platform.checkpoint.adapter.layers import attach_adapter
+from mars_platform.checkpoint.adapter.files import Adapter, identify_base
+from mars_platform.checkpoint.adapter.layers import adapter_settings, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
 from mars_platform.checkpoint.directory import Checkpoint, name_mask_token
 
@@ -33,7 +34,7 @@ def add_adapter(
         provenance: facts about the run.
 
     Returns:
-        The checkpoint with the adapter's metadata, which are an `AdapterMetadata`.
+        The checkpoint with the adapter.
 
     Raises:
         UserError: the model lacks a target module.
@@ -48,4 +49,6 @@ def add_adapter(
     metadata = AdapterMetadata(
         block_size=block_size, mask_token_id=mask_token_id, provenance=provenance, base=identity
     )
-    return checkpoint.with_metadata(metadata)
+    # It has no directory yet, and nobody reads one before the stage has ended.
+    adapter = Adapter(checkpoint.path, adapter_settings(model), metadata, checkpoint.tokenizer)
+    return replace(checkpoint, adapter=adapter).with_metadata(metadata)

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_sched
 
 from mars_platform.checkpoint.adapter.files import save_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter
-from mars_platform.checkpoint.adapter.settings import AdapterMetadata
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
@@ -309,8 +308,8 @@ class StageTrainer:
         copy = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, attn_implementation="sdpa"
         )
-        if self.job.adapter is not None and self.checkpoint.metadata is not None:
-            attach_adapter(copy, self.job.adapter, self.checkpoint.metadata.mask_token_id)
+        if adapter := self.checkpoint.adapter:
+            attach_adapter(copy, adapter.settings, adapter.metadata.mask_token_id)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         assert isinstance(copy, PreTrainedModel)
@@ -322,12 +321,14 @@ class StageTrainer:
         checkpoint, storage = self.checkpoint, Storage(self.job.storage)
 
         def write(directory: Path) -> None:
-            if model is not None:
-                if isinstance(checkpoint.metadata, AdapterMetadata):
-                    save_adapter(directory, model, checkpoint.tokenizer, checkpoint.metadata)
-                else:
-                    save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
-                self.history.write(directory / HISTORY_FILE)
+            if model is None:
+                return
+            if checkpoint.adapter is not None:
+                metadata = checkpoint.adapter.metadata
+                save_adapter(directory, model, checkpoint.tokenizer, metadata)
+            else:
+                save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
+            self.history.write(directory / HISTORY_FILE)
 
         if MODEL not in self.workers.gather(storage.names())[0]:
             try:
