@@ -19,6 +19,8 @@ _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a new model's configuration that follow from the tokenizer trained for it."""
 _OTHER_CONTENT = {"data", "ray", "start"}
 """Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
+_OF_ADAPTERS = {"ar_weight": 0.0, "distillation": {"weight": 1.0}, "learning_rate": 2e-4}
+"""Defaults of a stage that trains an adapter: its teacher is the model that it belongs to."""
 _MOST_TOKENS = 64
 """Largest block."""
 
@@ -108,7 +110,7 @@ class _TrainedStage(_NamedStage):
     micro_batch_size: int = Field(default=48, ge=1)
     """Conversations that a worker processes at once; gradients are accumulated over its share."""
     learning_rate: float = Field(default=5e-6, gt=0)
-    """Peak learning rate of the cosine schedule."""
+    """Peak learning rate of the cosine schedule; for an adapter, 2e-4 by default."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps during which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -169,7 +171,8 @@ class MarsStage(_TrainedStage):
     depth_decay: float = Field(default=1.0, gt=0, le=1)
     """Factor γ of the loss behind d masks, which counts γ^(d-1); 1 weighs all depths alike."""
     distillation: Distillation | None = None
-    """Learning masks from the clean stream; null for labels alone."""
+    """Learning masks from the clean stream; null for labels alone. By default an adapter learns
+    from the clean stream alone, with weight 1."""
     hidden_weight: float = Field(default=0.0, ge=0)
     """Weight of the squared distance between the last hidden states of a mask and of the clean
     stream at the same label, as a share of the latter's square; 0 for none."""
@@ -192,7 +195,7 @@ class MarsStage(_TrainedStage):
     def _defaults_of_an_adapter(cls, content: Any) -> Any:
         if not isinstance(content, dict) or content.get("adapter") is None:
             return content
-        return {"ar_weight": 0.0, **content}
+        return {**_OF_ADAPTERS, **content}
 
     @model_validator(mode="after")
     def _adapter_leaves_the_ar_loss(self) -> MarsStage:
