@@ -17,7 +17,7 @@ from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage
-from mars_train.stage.responses import generate_responses, prompt_of, respond
+from mars_train.stage.responses import Responder, generate_responses, prompt_of
 from stage_runs import write_start
 
 MAX_LENGTH = 20
@@ -49,6 +49,10 @@ def data(tmp_path_factory):
 
 def stage(**settings):
     return GenerateStage.model_validate({"objective": "generate", "max_num_seqs": 3, **settings})
+
+
+def responder_of(model, **settings):
+    return Responder(read_checkpoint(model), stage(**settings), MAX_LENGTH)
 
 
 @torch.no_grad()
@@ -101,13 +105,12 @@ def test_responses_are_the_models_own_up_to_its_end_token(model, data, tmp_path,
 
 
 def test_drawn_responses_depend_on_seed_and_row_alone(model, data):
-    checkpoint, drawn = read_checkpoint(model), stage(temperature=1.0)
-    whole = respond(checkpoint, data, range(NUM_ROWS), drawn, MAX_LENGTH)
-    parts = [respond(checkpoint, data, [row], drawn, MAX_LENGTH)[0] for row in (4, 1)]
-    assert parts == [whole[4], whole[1]]
-    other = respond(checkpoint, data, range(NUM_ROWS), stage(temperature=1.0, seed=1), MAX_LENGTH)
-    assert whole != other
-    assert whole != respond(checkpoint, data, range(NUM_ROWS), stage(), MAX_LENGTH)
+    responder = responder_of(model, temperature=1.0)
+    whole = responder.respond(data, range(NUM_ROWS))
+    assert [responder.respond(data, [row])[0] for row in (4, 1)] == [whole[4], whole[1]]
+    assert responder_of(model, temperature=1.0).respond(data, [1, 4]) == [whole[1], whole[4]]
+    assert responder_of(model, temperature=1.0, seed=1).respond(data, range(NUM_ROWS)) != whole
+    assert responder_of(model).respond(data, range(NUM_ROWS)) != whole
 
 
 def test_a_model_that_knows_masks_writes_what_it_writes_one_by_one(model, data, tmp_path):
@@ -115,10 +118,8 @@ def test_a_model_that_knows_masks_writes_what_it_writes_one_by_one(model, data, 
     mask_id, _ = add_mask_token(plain, tokenizer)
     metadata = MarsMetadata(block_size=4, mask_token_id=mask_id, provenance={})
     save_checkpoint(tmp_path / "mars", plain, tokenizer, metadata)
-    drawn = stage(temperature=0.7)
-    rows = range(NUM_ROWS)
-    ours = respond(read_checkpoint(tmp_path / "mars"), data, rows, drawn, MAX_LENGTH)
-    assert ours == respond(read_checkpoint(model), data, rows, drawn, MAX_LENGTH)
+    ours = responder_of(tmp_path / "mars", temperature=0.7).respond(data, range(NUM_ROWS))
+    assert ours == responder_of(model, temperature=0.7).respond(data, range(NUM_ROWS))
 
 
 def test_a_model_with_broken_weights_is_refused_and_leaves_nothing(model, data, tmp_path):
@@ -130,6 +131,12 @@ def test_a_model_with_broken_weights_is_refused_and_leaves_nothing(model, data, 
     with pytest.raises(UserError, match=r"stages.generate: the model cannot respond to row \d"):
         generate_responses(tmp_path / "broken", data, stage(), MAX_LENGTH, output)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_prompt_without_room_for_a_response_is_refused(model, data):
+    responder = Responder(read_checkpoint(model), stage(), 19)
+    with pytest.raises(UserError, match="19 leaves no room behind the prompt of row 3; raise it"):
+        responder.respond(data, range(NUM_ROWS))
 
 
 def test_some_rows_alone_can_be_answered(model, data, tmp_path):

@@ -121,12 +121,15 @@ class Objective(nn.Module):
             clean, noisy = self._taught(hidden, batch, teacher, self.mask_loss)
         else:
             clean, noisy = self._cross_entropies(hidden, batch)
-        # A label at depth 0 is one of the clean stream's.
+        clean_weights, noisy_weights = self.label_weights(batch)
+        return LossSums((clean * clean_weights).sum(), (noisy * noisy_weights).sum())
+
+    def label_weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weight of each label in the clean and noisy loss, float32 [labels] each."""
+        in_clean, in_noisy = batch.in_clean_loss.float(), batch.in_noisy_loss.float()
         decay = self.mask_loss.depth_decay ** (batch.depths - 1).clamp(min=0)
-        weights = torch.where(masked, decay, batch.in_clean_loss.to(decay.dtype))
-        return LossSums(
-            (clean * batch.in_clean_loss).sum(), (noisy * weights * batch.in_noisy_loss).sum()
-        )
+        # A label at depth 0 is the clean stream's.
+        return in_clean, in_noisy * torch.where(batch.depths > 0, decay, in_clean)
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
