@@ -230,3 +230,26 @@ def test_the_loss_compiles_as_one_graph_of_any_shape():
             arguments = student[:num], teacher[:num], labels[:num], 0.3
             ours, expected = compiled(*arguments, soft=soft), eager(*arguments, soft=soft)
             torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["soft", "all on drafts"])
+@pytest.mark.parametrize("max_logits", [4 * VOCABULARY, 2**26])
+def test_autocast_keeps_every_gradient(model, name, max_logits, monkeypatch):
+    """Autocast keeps its copy of a weight, which has no gradient if it was made without one."""
+    loss, on_policy = LOSSES[name]
+    batch = batch_of(sequences())
+    objective = Objective(model, masked=True, mask_loss=loss)
+    monkeypatch.setattr(objective_module, "MAX_LOGITS", max_logits)
+
+    def gradient(*, half):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            sums = objective(batch, on_policy=on_policy)
+        (sums.noisy + sums.clean).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    ours, expected = gradient(half=True), gradient(half=False)
+    assert ours.keys() == expected.keys()
+    for key, theirs in expected.items():
+        similarity = F.cosine_similarity(ours[key].flatten(), theirs.flatten(), dim=0)
+        assert similarity > 0.95, key

@@ -170,7 +170,6 @@ class Objective(nn.Module):
             noisy = noisy + loss.hidden_weight * _relative_distance(student, teacher)
         return clean, clean.masked_scatter(masked, noisy)
 
-    @torch.no_grad()
     def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return hidden states behind the model's own drafts in place of masks.
 
@@ -189,12 +188,12 @@ class Objective(nn.Module):
             batch: the batch.
 
         Returns:
-            [rows * slots, width]; slots of the clean stream are as before.
+            [rows * slots, width], without a gradient; slots of the clean stream are as before.
         """
-        tokens = batch.tokens.flatten()
-        drafts = self._in_chunks(self._chunk_likeliest, hidden[batch.draft_sources])
-        tokens = tokens.scatter(0, batch.mask_slots, drafts)
-        return self._hidden_states(batch, tokens.view_as(batch.tokens))
+        drafts = self._in_chunks(self._chunk_likeliest, hidden.detach()[batch.draft_sources])
+        tokens = batch.tokens.flatten().scatter(0, batch.mask_slots, drafts)
+        with torch.no_grad():
+            return self._hidden_states(batch, tokens.view_as(batch.tokens))
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
@@ -235,8 +234,9 @@ class Objective(nn.Module):
     def _chunk_taught(
         self, student: Tensor, teacher: Tensor, labels: Tensor, *, loss: MaskLoss
     ) -> Tensor:
-        with torch.no_grad():
-            taught = self._logits(teacher)
+        # Not under no_grad: autocast keeps its copy of a weight for later calls, and older torch
+        # would keep one without a gradient.
+        taught = self._logits(teacher).detach()
         share, soft = loss.teacher_weight, loss.target == "soft"
         return self._taught_losses(self._logits(student), taught, labels, share, soft=soft)
 

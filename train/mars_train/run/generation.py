@@ -82,9 +82,8 @@ class Generation:
         recipe: the recipe of the run.
         stage: the stage.
         model: checkpoint that responds.
-        shared_model: the same, for `fetch_shared`.
         data: token store that gives the prompts.
-        shared_data: the same, for `fetch_shared`.
+        share: makes both available to writers and returns them for `fetch_shared`, model first.
         shards: storage of the shards.
         results: storage of the finished stages, on local disk.
         console: console for progress and messages.
@@ -93,9 +92,8 @@ class Generation:
     recipe: Recipe
     stage: GenerateStage
     model: Path
-    shared_model: str
     data: Path
-    shared_data: str
+    share: Callable[[], tuple[str, str]]
     shards: Storage
     results: Storage
     console: Console
@@ -113,14 +111,6 @@ class Generation:
             self._say("written already")
             return
         data, started = TokenStore(self.data), time.monotonic()
-        job = _Job(
-            stage=self.stage,
-            scaling=self.recipe.scaling,
-            origin=origin,
-            model=self.shared_model,
-            data=self.shared_data,
-            storage=self.shards.root,
-        )
         total = _num_shards(self.stage, data)
         self.shards.remove_partial()
         missing = [
@@ -130,9 +120,14 @@ class Generation:
         ]
         if len(missing) < total:
             self._say(f"{total - len(missing)} of {total} shards are there")
-        self._write_shards(job, missing, total, terminated)
+        if missing:
+            self._write_shards(self._job(origin), missing, total, terminated)
         self._join(data, origin)
         self._say(f"{len(data):,} responses; {time.monotonic() - started:.0f} s")
+
+    def _job(self, origin: Origin) -> _Job:
+        model, data = self.share()
+        return _Job(self.stage, self.recipe.scaling, origin, model, data, self.shards.root)
 
     def _say(self, text: str, *, warning: bool = False) -> None:
         self.console.print(
