@@ -355,7 +355,7 @@ class Recipe(Settings):
     """Most steps of a stage that are skipped for a non-finite loss or gradient; with more the run
     fails."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initial weights, data order and block borders."""
+    """Seed of initial weights, data order, block sizes and block borders."""
 
     @property
     def trained_stages(self) -> list[TrainedStage]:

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
@@ -51,34 +52,37 @@ class Work:
     """A stage of objective generate in a directory of its own."""
 
     def __init__(self, path, model, prompts):
-        self.path, self.model, self.prompts = path, model, prompts
+        self.model, self.prompts = model, prompts
         self.shards, self.results = path / "shards", path / "stages"
+        self.printed = ""
 
     def run(self, terminated=lambda: False, **changes):
-        """Run the stage; return what it printed."""
+        """Run the stage, and keep what it printed."""
         recipe = Recipe.model_validate(
             {
                 "model": {"base": str(self.model)},
                 "data": {"train": ["rows.jsonl"], "max_length": 64},
                 "stages": [STAGE | changes, {"objective": "mars", "responses": "generate"}],
-                "output": str(self.path),
+                "output": "unused",
                 "scaling": {"threads_per_worker": 1},
             }
         )
         stage, printed = recipe.stages[0], io.StringIO()
         assert isinstance(stage, GenerateStage)
-        Generation(
+        generation = Generation(
             recipe=recipe,
             stage=stage,
             model=self.model,
-            shared_model=str(self.model),
             data=self.prompts.path,
-            shared_data=str(self.prompts.path),
+            share=lambda: (str(self.model), str(self.prompts.path)),
             shards=Storage(str(self.shards)),
             results=Storage(str(self.results)),
             console=Console(file=printed, width=200),
-        ).run(terminated)
-        return printed.getvalue()
+        )
+        try:
+            generation.run(terminated)
+        finally:
+            self.printed = printed.getvalue()
 
     @property
     def store(self):
@@ -90,9 +94,16 @@ class Work:
         return {path.name: path.stat().st_ino for path in self.shards.glob("shard-*")}
 
 
-@pytest.fixture
-def work(trained, prompts, tmp_path):
-    return Work(tmp_path, trained.ar_model, prompts)
+def kill_writers():
+    """Kill the processes that write; return their number."""
+    found = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "ray::_Writer" in " ".join(process.cmdline())
+    ]
+    for process in found:
+        process.kill()
+    return len(found)
 
 
 def flip_bit(path):
@@ -101,38 +112,76 @@ def flip_bit(path):
     path.write_bytes(content)
 
 
-def test_a_stopped_stage_goes_on_and_writes_again_what_is_damaged_or_stale(work, expected):
-    with pytest.raises(Stopped, match=r"stage generate is stopped with 2 of 3 shards; the same"):
-        work.run(terminated=lambda: len(work.whole) >= 2)
-    before = work.whole
+@pytest.fixture(scope="module")
+def finished(trained, prompts, tmp_path_factory):
+    """A stage that was stopped, then resumed."""
+    return Work(tmp_path_factory.mktemp("finished"), trained.ar_model, prompts)
+
+
+@pytest.fixture
+def work(finished, prompts, tmp_path):
+    """A copy of the finished stage with its shards."""
+    for path in (finished.shards, finished.results):
+        shutil.copytree(path, tmp_path / path.name)
+    return Work(tmp_path, finished.model, prompts)
+
+
+def test_a_stage_survives_its_writer_and_goes_on_after_a_stop(finished, expected):
+    killed = []
+
+    def stop_at_2():
+        if finished.whole and not killed:
+            killed.append(kill_writers())
+        return len(finished.whole) >= 2
+
+    with pytest.raises(Stopped, match=r"stage generate is stopped with [12] of 3 shards; the same"):
+        finished.run(terminated=stop_at_2)
+    before = finished.whole
+    assert killed == [1]
     assert before.keys() == {"shard-000000", "shard-000001"}
-    flip_bit(work.shards / "shard-000000" / "tokens.npy")
-    printed = work.run()
-    assert f"{work.shards}/shard-000000 is damaged and written again: tokens.npy" in printed
-    assert "1 of 3 shards are there" in printed
-    assert work.whole["shard-000001"] == before["shard-000001"]
-    assert work.store.fingerprint == expected.fingerprint
-    assert "stage generate: written already" in work.run()
-
-    # The result of another setting or model is named and made again; so are shards.
-    printed = work.run(seed=1)
-    assert f"{work.results}/generate is of another seed and written again" in printed
-    assert f"{work.shards}/shard-000001 is of another seed and written again" in printed
-    assert work.store.fingerprint != expected.fingerprint
-    flip_bit(work.results / "generate" / STORE / "tokens.bin")
-    assert "generate is damaged and written again" in work.run(seed=1)
+    flip_bit(finished.shards / "shard-000000" / "tokens.npy")
+    finished.run()
+    path = finished.shards / "shard-000000"
+    assert f"warning: stage generate: {path} is damaged and written again" in finished.printed
+    assert "1 of 3 shards are there" in finished.printed
+    assert finished.whole["shard-000001"] == before["shard-000001"]
+    assert finished.whole["shard-000000"] != before["shard-000000"]
+    assert finished.store.fingerprint == expected.fingerprint
+    finished.run()
+    assert "stage generate: written already" in finished.printed
 
 
-def test_responses_are_bound_to_the_weights_of_the_model(work, tmp_path):
+def rejected(work, **changes):
+    """Return what is said about the responses that are there, by a run that is stopped at once."""
+    with pytest.raises(Stopped):
+        work.run(terminated=lambda: True, **changes)
+    assert not work.whole
+    assert not (work.results / "generate").exists()
+    return work.printed
+
+
+def test_responses_of_another_setting_are_named_and_removed(work):
+    printed = rejected(work, seed=1, max_tokens=11)
+    for path in (work.results / "generate", work.shards / "shard-000002"):
+        assert f"{path} is of another max_tokens, seed and written again" in printed
+
+
+def test_responses_of_another_model_are_named_and_removed(work, tmp_path):
     work.model = shutil.copytree(work.model, tmp_path / "model")
-    work.run()
     model = load_model(work.model)
     model.get_input_embeddings().weight.data += 0.01
     model.save_pretrained(work.model)
-    assert f"{work.results}/generate is of another model and written again" in work.run()
+    assert f"{work.results}/generate is of another model and written again" in rejected(work)
 
 
-def test_a_recipe_trains_masks_on_responses_from_the_model_before(trained, tmp_path, recipe_file):
+def test_a_damaged_result_is_named_and_removed(work):
+    shutil.rmtree(work.shards)  # as a run does once the result is there
+    flip_bit(work.results / "generate" / STORE / "tokens.bin")
+    printed = rejected(work)
+    assert f"{work.results}/generate is damaged and written again: store/tokens.bin" in printed
+
+
+def test_a_recipe_trains_masks_on_responses_from_the_model_before(trained, tmp_path):
     mars = {"objective": "mars", "responses": "own", "batch_size": 8, "max_steps": 2, "epochs": 9}
     content = {
         "model": {"base": str(trained.ar_model)},

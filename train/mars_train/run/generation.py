@@ -1,4 +1,4 @@
-"""Runs a stage of objective generate: Ray tasks write responses in shards, which are kept.
+"""Runs a stage of objective generate: Ray actors write responses in shards, which are kept.
 
 A run that was stopped goes on with the shards that lack. Each shard, and the token store that they
 make up, says what it was made from: one of another model, data or setting is written again.
@@ -28,7 +28,7 @@ from mars_platform.errors import Stopped, UserError, one_line
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe, Scaling
 from mars_train.run.worker import set_threads
-from mars_train.stage.responses import append_responses, respond
+from mars_train.stage.responses import Responder, append_responses
 from mars_train.storage.directories import SaveFailed, SingleWriter, Storage, fetch_shared
 
 STORE = "store"
@@ -61,7 +61,7 @@ class Origin(Settings):
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything that a task needs to know to write a shard."""
+    """Everything that a writer needs to know."""
 
     stage: GenerateStage
     scaling: Scaling
@@ -82,9 +82,8 @@ class Generation:
         recipe: the recipe of the run.
         stage: the stage.
         model: checkpoint that responds.
-        shared_model: the same, for `fetch_shared`.
         data: token store that gives the prompts.
-        shared_data: the same, for `fetch_shared`.
+        share: makes both available to writers and returns them for `fetch_shared`, model first.
         shards: storage of the shards.
         results: storage of the finished stages, on local disk.
         console: console for progress and messages.
@@ -93,9 +92,8 @@ class Generation:
     recipe: Recipe
     stage: GenerateStage
     model: Path
-    shared_model: str
     data: Path
-    shared_data: str
+    share: Callable[[], tuple[str, str]]
     shards: Storage
     results: Storage
     console: Console
@@ -106,21 +104,13 @@ class Generation:
         Raises:
             UserError: the model is unusable, or a shard cannot be written.
             Stopped: the process was told to terminate; the run can be resumed.
-            RuntimeError: tasks failed too often.
+            RuntimeError: writers failed too often.
         """
         name, origin = self.stage.name, self._origin()
         if self._is_usable(self.results, name, origin):
             self._say("written already")
             return
         data, started = TokenStore(self.data), time.monotonic()
-        job = _Job(
-            stage=self.stage,
-            scaling=self.recipe.scaling,
-            origin=origin,
-            model=self.shared_model,
-            data=self.shared_data,
-            storage=self.shards.root,
-        )
         total = _num_shards(self.stage, data)
         self.shards.remove_partial()
         missing = [
@@ -130,9 +120,14 @@ class Generation:
         ]
         if len(missing) < total:
             self._say(f"{total - len(missing)} of {total} shards are there")
-        self._write_shards(job, missing, total, terminated)
+        if missing:
+            self._write_shards(self._job(origin), missing, total, terminated)
         self._join(data, origin)
         self._say(f"{len(data):,} responses; {time.monotonic() - started:.0f} s")
+
+    def _job(self, origin: Origin) -> _Job:
+        model, data = self.share()
+        return _Job(self.stage, self.recipe.scaling, origin, model, data, self.shards.root)
 
     def _say(self, text: str, *, warning: bool = False) -> None:
         self.console.print(
@@ -179,44 +174,49 @@ class Generation:
     def _write_shards(
         self, job: _Job, missing: Sequence[int], total: int, terminated: Callable[[], bool]
     ) -> None:
-        """Let Ray's tasks write the missing shards, as many at once as the run has workers."""
-        task = ray.remote(_write_shard).options(**_task_options(job.scaling))
-        waiting, running = deque(missing), list[Any]()
-        title, done = f"stage {self.stage.name}", total - len(missing)
-        with progress_display(self.console) as display:
-            while waiting or running:
-                if terminated():
-                    for each in running:
-                        ray.cancel(each, force=True)
-                    raise Stopped(
-                        f"stage {self.stage.name} is stopped with {done} of {total} shards; the "
-                        "same command resumes it"
-                    )
-                while waiting and len(running) < job.scaling.most_workers:
-                    running.append(task.remote(job, waiting.popleft()))
+        """Let as many writers as the run has workers write the missing shards."""
+        num_writers = min(job.scaling.most_workers, len(missing))
+        create = ray.remote(_Writer).options(**_writer_options(job.scaling))
+        writers = [create.remote(job) for _ in range(num_writers)]
+        # A shard goes to a writer that runs, because the cluster may not hold all of them yet.
+        running = {writer.start.remote(): writer for writer in writers}
+        waiting, title, done = deque(missing), f"stage {self.stage.name}", total - len(missing)
+        try:
+            with progress_display(self.console) as display:
+                while done < total:
+                    if terminated():
+                        raise Stopped(
+                            f"stage {self.stage.name} is stopped with {done} of {total} shards; "
+                            "the same command resumes it"
+                        )
+                    display.update(title, done, total, "shards of responses")
+                    for finished in ray.wait(list(running), timeout=_POLL_S)[0]:
+                        writer = running.pop(finished)
+                        done += self._num_written(finished)
+                        if waiting:
+                            running[writer.write.remote(waiting.popleft())] = writer
                 display.update(title, done, total, "shards of responses")
-                finished, running = ray.wait(running, timeout=_POLL_S)
-                for each in finished:
-                    self._check(each)
-                    done += 1
-            display.update(title, done, total, "shards of responses")
+        finally:
+            for writer in writers:
+                ray.kill(writer)  # frees the memory of its GPU for the workers of the next stage
 
-    def _check(self, finished: Any) -> None:
-        """Refuse a shard that could not be written.
+    def _num_written(self, finished: Any) -> int:
+        """Return how many shards a finished call of a writer has written.
 
         Raises:
-            UserError: its task names a mistake of the user's.
-            RuntimeError: its task failed, or its process was lost too often.
+            UserError: the call names a mistake of the user's.
+            RuntimeError: it failed, or its process was lost too often.
         """
         try:
-            refusal = ray.get(finished)
+            found: int | str = ray.get(finished)
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
                 f"stage {self.stage.name} failed ({lines[-1]}); the same command resumes it"
             ) from error
-        if refusal is not None:
-            raise UserError(refusal)
+        if isinstance(found, str):
+            raise UserError(found)
+        return found
 
     def _join(self, data: TokenStore, origin: Origin) -> None:
         """Make one token store of all shards, and clear their storage."""
@@ -255,42 +255,60 @@ def _number_type(recipe: Recipe) -> str:
     return "bfloat16" if is_half else "float32"
 
 
-def _task_options(scaling: Scaling) -> dict[str, Any]:
-    """Return Ray's options of a task with one worker's resources.
-
-    On GPUs Ray ends a task's process behind the task, which frees the GPU's memory.
-    """
+def _writer_options(scaling: Scaling) -> dict[str, Any]:
+    """Return Ray's options of an actor with one worker's resources."""
     resources = dict(scaling.worker_resources)
     return {
         "num_cpus": resources.pop("CPU"),
         "num_gpus": resources.pop("GPU", 0),
         "memory": resources.pop("memory", None),
         "resources": resources,
-        "max_retries": scaling.max_failures,
+        "max_restarts": scaling.max_failures,
+        "max_task_retries": scaling.max_failures,
     }
 
 
-def _write_shard(job: _Job, index: int) -> str | None:
-    """Write one shard; return why the user must act instead, or None."""
-    set_threads(job.scaling)
-    try:
-        data = TokenStore(Path(fetch_shared(job.data)))
-        found = respond(
-            read_checkpoint(fetch_shared(job.model)),
-            data,
-            _rows_of(index, job.stage, data),
-            job.stage,
-            job.origin.max_length,
-            dtype=getattr(torch, job.origin.number_type),
-            device="cuda" if job.scaling.use_gpu else "cpu",
-        )
-        write = partial(_write_responses, found, job.origin)
-        Storage(job.storage).save(_shard_name(index), write, SingleWriter())
-    except SaveFailed as error:
-        return f"checkpoints.storage: {error}; make room and run again"
-    except UserError as error:
-        return str(error)
-    return None
+class _Writer:
+    """Actor that writes shards; a user's mistake is returned as its message, not raised."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._parts: tuple[TokenStore, Responder] | None = None
+
+    def start(self) -> int | str:
+        """Load data and model; return 0, the number of shards written."""
+        job = self._job
+        set_threads(job.scaling)
+        try:
+            self._parts = (
+                TokenStore(Path(fetch_shared(job.data))),
+                Responder(
+                    read_checkpoint(fetch_shared(job.model)),
+                    job.stage,
+                    job.origin.max_length,
+                    dtype=getattr(torch, job.origin.number_type),
+                    device="cuda" if job.scaling.use_gpu else "cpu",
+                ),
+            )
+        except UserError as error:
+            return str(error)
+        return 0
+
+    def write(self, index: int) -> int | str:
+        """Write one shard; return 1."""
+        if self._parts is None and isinstance(refusal := self.start(), str):  # a restarted actor
+            return refusal
+        assert self._parts is not None
+        data, responder = self._parts
+        try:
+            responses = responder.respond(data, _rows_of(index, self._job.stage, data))
+            write = partial(_write_responses, responses, self._job.origin)
+            Storage(self._job.storage).save(_shard_name(index), write, SingleWriter())
+        except SaveFailed as error:
+            return f"checkpoints.storage: {error}; make room and run again"
+        except UserError as error:
+            return str(error)
+        return 1
 
 
 def _write_responses(responses: Sequence[Sequence[int]], origin: Origin, directory: Path) -> None:

@@ -123,15 +123,19 @@ class _Run:
     def generate(self, stage: GenerateStage, terminated: Callable[[], bool]) -> None:
         """Write responses of the model so far, unless they are there; the model stays."""
         self.directory.stages.mkdir(exist_ok=True)
-        shards = Storage(self.storage.path(stage.name))
+        start = self.start
+
+        def shared() -> tuple[str, str]:
+            model = share(self.storage, _start_name(stage), start)
+            return model, share(self.storage, _DATA, self.directory.data)
+
         generation = Generation(
             recipe=self.recipe,
             stage=stage,
-            model=self.start,
-            shared_model=share(self.storage, _start_name(stage), self.start),
+            model=start,
             data=self.directory.data,
-            shared_data=share(self.storage, _DATA, self.directory.data),
-            shards=shards,
+            share=shared,
+            shards=Storage(self.storage.path(stage.name)),
             results=Storage(str(self.directory.stages)),
             console=self.console,
         )

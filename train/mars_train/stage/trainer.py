@@ -56,6 +56,9 @@ class StageTrainer:
         UserError: the start model is unusable, or too many steps were not finite.
     """
 
+    objective_type = Objective
+    """Class of the objective, which a subclass may change."""
+
     def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter
         recipe = job.recipe
@@ -137,7 +140,7 @@ class StageTrainer:
             return AdapterObjective(
                 self.model, mask_loss=_mask_loss(self.job.stage), attention=attention
             )
-        return Objective(
+        return self.objective_type(
             self.model,
             masked=self.job.block_size is not None,
             mask_loss=_mask_loss(self.job.stage),
