@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.adapters import with_adapter
-from decoding.engines import Engines, oracle, output_of, paged_attention, passes_of, run
+from decoding.engines import Engines, oracle, paged_attention, passes_of, run
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode

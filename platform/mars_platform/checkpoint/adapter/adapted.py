@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE, Adapter, load_adapted, read_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter, fill_adapter
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.errors import UserError, one_line
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
 
 
 def read_model(

@@ -10,14 +10,14 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.adapter.layers import (
     adapter_parameters,
@@ -36,6 +36,9 @@ from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
 from mars_platform.checkpoint.metadata import MASK_TOKEN, METADATA_FILE
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _REMEDY = "copy all of the adapter's files again"

@@ -12,13 +12,16 @@ tied to the embedding. The model's forward needs no change. Imports no Ray or HT
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -119,8 +119,9 @@ def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLine
         each.up if isinstance(each, FixedLinear) else first.up.new_zeros(each.out_features, 0)
         for each in layers
     ]
+    up: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
     down = torch.cat([each.down for each in adapted])
-    return FixedLinear(merged, down, torch.block_diag(*blocks), first.scale, first.gate)
+    return FixedLinear(merged, down, up, first.scale, first.gate)
 
 
 def step_gate(model: PreTrainedModel) -> StepGate | None:

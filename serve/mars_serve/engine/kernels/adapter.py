@@ -1,7 +1,7 @@
 """The operator that adds an adapter's product to a layer's output at the positions of masks.
 
-It has a twin in plain torch, which other devices run and which is the oracle of the Triton kernel. Rows of
-other positions are neither read nor written, so that they keep their bits.
+It has a twin in plain torch, which other devices run and which is the oracle of the Triton kernel.
+Rows of other positions are neither read nor written, so that they keep their bits.
 """
 
 from __future__ import annotations
