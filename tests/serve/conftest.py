@@ -110,6 +110,17 @@ def adapter_dir(plain_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def full_dir(plain_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain checkpoint without rows beyond its tokenizer's tokens."""
+    path = tmp_path_factory.mktemp("full") / "model"
+    model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def mars_dir(plain_dir: Path) -> Path:
     """The same checkpoint with a mask token and mars.json."""
     path = plain_dir.with_name("mars")

@@ -14,20 +14,8 @@ import pytest
 from decoding.adapters import write_adapter
 from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.adapter.adapted import read_model
-from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from rest.rest_requests import PROMPT
 from rest.rest_server import LoopBackend, app_of, client_of, served
-
-
-@pytest.fixture(scope="module")
-def full_dir(plain_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plain checkpoint without rows beyond its tokenizer's tokens."""
-    path = tmp_path_factory.mktemp("full") / "model"
-    model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture
