@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from decoding.adapters import write_adapter
 from decoding.tiny_models import SIZES, build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
@@ -100,6 +101,12 @@ def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = ScratchModel(config={"model_type": "qwen2", **sizes}, vocabulary_size=300)
     create_model(scratch, _TEXTS, max_length=128, path=path, seed=0)
     return path
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(plain_dir: Path) -> Path:
+    """An adapter of the plain checkpoint."""
+    return write_adapter(plain_dir, plain_dir.with_name("adapter"))
 
 
 @pytest.fixture(scope="session")

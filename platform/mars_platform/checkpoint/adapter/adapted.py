@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE, Adapter, load_adapted, read_adapter
-from mars_platform.checkpoint.adapter.layers import attach_adapter, fill_adapter
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.errors import UserError, one_line
@@ -76,8 +75,7 @@ def check_fit(checkpoint: Checkpoint) -> None:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
-    attach_adapter(model, adapter.settings, adapter.metadata.mask_token_id)
-    fill_adapter(model, _tensors_without_numbers(adapter), str(adapter.path / WEIGHTS_FILE))
+    adapter.fill(model, _tensors_without_numbers(adapter))
 
 
 def _tensors_without_numbers(adapter: Adapter) -> dict[str, Tensor]:

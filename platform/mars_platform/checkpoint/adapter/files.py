@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.adapter.layers import (
@@ -133,8 +135,25 @@ class Adapter:
             raise UserError(
                 f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}"
             ) from error
-        attach_adapter(model, self.settings, self.metadata.mask_token_id)
-        fill_adapter(model, tensors, str(file))
+        self.fill(model, tensors)
+
+    def fill(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        """Attach layers of this adapter to a model, in place, and copy weights into them.
+
+        Args:
+            model: as for `attach`.
+            tensors: weights by peft's names; without numbers if the model has none either.
+
+        Raises:
+            UserError: the weights do not fit the model or the settings.
+        """
+        try:
+            attach_adapter(model, self.settings, self.metadata.mask_token_id)
+        except UserError as error:
+            raise UserError(
+                f"adapter: {self.path / CONFIG_FILE} does not fit the model ({error}); {_REMEDY}"
+            ) from error
+        fill_adapter(model, tensors, str(self.path / WEIGHTS_FILE))
 
 
 def read_adapter(path: str | Path) -> Adapter:

@@ -28,7 +28,7 @@ class Child:
         adapter: directory of an adapter of the model; None for none.
     """
 
-    def __init__(self, group: str, model: Path | None, adapter: Path | None) -> None:
+    def __init__(self, group: str, model: Path | None, adapter: Path | None = None) -> None:
         self.group = group
         self._began_s = time.monotonic()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it

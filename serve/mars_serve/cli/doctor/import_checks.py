@@ -25,7 +25,7 @@ _FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16", "asimdbf16")
 _INSTALL_TORCH = "install a build of torch that fits this machine: https://pytorch.org/get-started"
 
 
-def torch_findings(model: Path | None, adapter: Path | None) -> Iterator[Finding]:
+def torch_findings(model: Path | None, adapter: Path | None = None) -> Iterator[Finding]:
     """Check torch, its threads and device, and how the engine would run the checkpoint."""
     try:
         import torch
@@ -277,7 +277,7 @@ def _has_fast_types() -> bool:
     return not words.isdisjoint(_FAST_TYPES)
 
 
-def ray_findings(_model: Path | None, _adapter: Path | None) -> Iterator[Finding]:
+def ray_findings(_model: Path | None, _adapter: Path | None = None) -> Iterator[Finding]:
     """Check that Ray and Ray Serve can be imported, and whether a cluster answers."""
     try:
         import ray
