@@ -199,7 +199,7 @@ def serve(
     settings = serve_settings(
         config,
         model or [],
-        adapter or [],
+        adapters=adapter or [],
         host=host,
         port=port,
         replicas=replicas,

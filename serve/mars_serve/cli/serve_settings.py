@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from mars_serve.config.settings import ServeSettings
 def serve_settings(
     config: Path | None,
     models: list[str],
-    adapters: list[str],
     *,
+    adapters: Sequence[str] = (),
     host: str | None,
     port: int | None,
     replicas: int | None,

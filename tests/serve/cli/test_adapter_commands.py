@@ -82,7 +82,7 @@ def refused(capsys: Capture, *arguments: Any) -> str:
 
 def settings_of(*, models: list[str], adapters: list[str]) -> ServeSettings:
     absent: dict[str, Any] = {"host": None, "port": None, "replicas": None}
-    return serve_settings(None, models, adapters, **absent, insecure=False, overrides=[])
+    return serve_settings(None, models, adapters=adapters, **absent, insecure=False, overrides=[])
 
 
 def test_an_adapter_goes_to_the_only_model_or_to_the_one_that_it_names() -> None:

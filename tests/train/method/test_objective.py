@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import mars_train.method.attention as attention_module
 import mars_train.method.objective as objective_module
@@ -25,49 +25,12 @@ from mars_train.method.attention import (
     compiled_flex_attention,
     slots_of,
 )
-from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
+from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out
 from mars_train.method.objective import Objective
+from packed import MASK, PAD, VOCABULARY, build_batch, build_model, checkpoint_layers, silent_layout
 from stage_runs import run_group
 
-MASK, PAD, VOCABULARY = 60, 0, 64
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
-
-
-def build_model(family="qwen2", head_dim=8, **settings):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        head_dim=head_dim,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,  # not a power of two; three per key-value head
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        **settings,
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def build_batch(num=8, row_slots=128, multiple_of=1, block_size=4, seed=0):
-    rng = np.random.default_rng(seed)
-    layouts = [
-        lay_out(
-            rng.integers(1, MASK, length),
-            np.arange(length) >= rng.integers(1, length),
-            block_size,
-            MASK,
-            block_offset=int(rng.integers(block_size or 1)),
-        )
-        for length in rng.integers(4, 40, num)
-    ]
-    return collate(pack(layouts, row_slots, multiple_of), PAD, multiple_of)
-
-
-def silent_layout():
-    return lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)
 
 
 def gradients(objective, batch):
@@ -96,13 +59,6 @@ def assert_same(ours, expected):
 
 def blocks_of(batch):
     return block_mask(slots_of(batch), slots_of(batch))
-
-
-def checkpoint_layers(model):
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @pytest.fixture
