@@ -4,7 +4,9 @@
 
 Two engines of one model, one of them with an adapter, run the same steps in turns, so that other
 programs disturb both alike. The table gives the median step of each and the median of the ratios
-of neighbours, with its quartiles: for steps of mode ar, and for steps that feed masks.
+of neighbours, with its quartiles: for steps of mode ar, and for steps that feed masks. On a busy
+machine, ``--clock cpu --threads 1`` counts the seconds that this process computes, which is the
+whole step where nothing else runs.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -61,16 +64,19 @@ def _rows(engine: Engine, count: int, cached: int, masks: int) -> list[Scheduled
 
 
 def _times(
-    engines: list[Engine], rows: list[list[ScheduledRow]], repeats: int
+    engines: list[Engine],
+    rows: list[list[ScheduledRow]],
+    repeats: int,
+    clock: Callable[[], float],
 ) -> list[list[float]]:
     """Return the seconds of each engine's steps, which take turns."""
     times = [list[float]() for _ in engines]
     for turn in range(repeats + 3):
         for index in (0, 1) if turn % 2 else (1, 0):
-            begin = time.perf_counter()
+            begin = clock()
             engines[index]._runner.run(rows[index])
             if turn >= 3:
-                times[index].append(time.perf_counter() - begin)
+                times[index].append(clock() - begin)
     return times
 
 
@@ -83,12 +89,14 @@ def main(
     cached: Annotated[int, typer.Option(min=1, help="Cached tokens of a row.")] = 256,
     repeats: Annotated[int, typer.Option(min=2, help="Timed steps of each engine.")] = 40,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    clock: Annotated[Literal["wall", "cpu"], typer.Option(help="Clock to time by.")] = "wall",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile both models.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time steps with and without an adapter, in turns."""
     if threads is not None:
         torch.set_num_threads(threads)
+    clock_of = {"wall": time.perf_counter, "cpu": time.process_time}
     batches = batch or [1, 4, 16]
     model = untrained_model(untrained, getattr(torch, dtype), "cpu", 0)
     metadata = model.checkpoint.metadata
@@ -102,7 +110,7 @@ def main(
     for count in batches:
         for num_masks in (0, masks):
             rows = [_rows(engine, count, cached, num_masks) for engine in engines]
-            alone, adapted = _times(engines, rows, repeats)
+            alone, adapted = _times(engines, rows, repeats, clock_of[clock])
             for engine, own in zip(engines, rows, strict=True):
                 for row in own:
                     engine._pool.release(row.request.pages)
