@@ -55,8 +55,8 @@ def data(tmp_path_factory):
 
 
 def adapter_job(path, start, data, *, stage=(), **rest):
-    stage = {"max_steps": 8, "learning_rate": 0.03, "adapter": ADAPTER, **dict(stage)}
-    return build_job(path, start, data, stage=stage, **rest)
+    own = {"max_steps": 8, "learning_rate": 0.03, "adapter": ADAPTER, "distillation": None}
+    return build_job(path, start, data, stage=own | dict(stage), **rest)
 
 
 @pytest.fixture
