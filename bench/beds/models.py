@@ -1,0 +1,199 @@
+"""Makes the models of the varied bed: data, a start model a seed, stages trained without Ray."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import typer
+import yaml
+from bench.beds.variants import Variant
+
+from mars_train.data.demo import write_demo_data
+from mars_train.data.encoding import encode_rows
+from mars_train.data.files import read_conversations, read_rows
+from mars_train.data.token_store import TokenStoreWriter
+from mars_train.data.varied_tasks import draw_varied
+from mars_train.recipe import DataSettings, MarsStage, Recipe
+from mars_train.run.scratch import create_model
+from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.parallel import Workers
+from mars_train.stage.progress import Progress
+from mars_train.stage.trainer import MODEL, StageTrainer
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "varied.yaml"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers that make a bed smaller, for a trial; None leaves those of the recipe."""
+
+    examples: int = 40_000
+    """Training conversations."""
+    items: int = 300
+    """Held-out conversations."""
+    ar_steps: int | None = None
+    """Steps of stage ar."""
+    mars_steps: int | None = None
+    """Steps of today's stage mars; those of a variant are a multiple of it."""
+
+
+class Quiet:
+    """A reporter for the trainer that shows warnings only."""
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        if warning:
+            typer.echo(text)
+
+    def notice_due(self) -> bool:
+        return False
+
+    def notice(self) -> Notice:
+        return Notice()
+
+    def report(self, metrics: dict[str, Any]) -> None: ...
+
+
+class Bed:
+    """The directory of a bed: its data, start models, checkpoints and results."""
+
+    def __init__(self, work: Path, sizes: Sizes) -> None:
+        self.work = work
+        self.sizes = sizes
+
+    @property
+    def held_out(self) -> Path:
+        """File of the held-out conversations."""
+        return self.work / "data/eval.jsonl"
+
+    @property
+    def tokens(self) -> Path:
+        """Token store of the training conversations as they were drawn."""
+        return self.work / "tokens"
+
+    def start(self, seed: int) -> Path:
+        """Return the directory of a seed's untrained model."""
+        return self.work / "start" / f"seed{seed}"
+
+    def model(self, seed: int, name: str) -> Path:
+        """Return the directory of a seed's trained model."""
+        return self.storage(seed, name) / MODEL
+
+    def storage(self, seed: int, name: str) -> Path:
+        """Return the directory of a training run's checkpoints."""
+        return self.work / "models" / f"seed{seed}-{name}"
+
+    def recipe(self, seed: int, stage: dict[str, Any] | None = None) -> Recipe:
+        """Return the bed's recipe, or that of one stage alone."""
+        content = yaml.safe_load(RECIPE.read_text())
+        content["data"]["train"] = [str(self.work / "data/train.jsonl")]
+        content |= {"output": str(self.work), "seed": seed}
+        content["checkpoints"] = {"every_steps": 1_000}
+        for each, steps in zip(
+            content["stages"], (self.sizes.ar_steps, self.sizes.mars_steps), strict=True
+        ):
+            each["max_steps"] = steps or each["max_steps"]
+        if stage is not None:
+            content["stages"] = [stage]
+        return Recipe.model_validate(content)
+
+    @property
+    def window(self) -> int:
+        """Masks of a step when models are scored: the block size of the recipe's stage mars."""
+        stage = self.recipe(0).stages[1]
+        assert isinstance(stage, MarsStage)
+        return int(stage.block_size)
+
+    def train_ar(self, seed: int) -> dict[str, Any]:
+        """Train a seed's AR checkpoint, and return the time that it took."""
+        stage = self.recipe(seed).stages[0].model_dump()
+        return self._train(seed, "ar", stage, self.start(seed), self.tokens)
+
+    def train_variant(self, seed: int, variant: Variant) -> dict[str, Any]:
+        """Train a variant from the seed's AR checkpoint, and return the time that it took."""
+        stage = self.recipe(seed).stages[1].model_dump()
+        stage |= {"max_steps": round(stage["max_steps"] * variant.steps), **variant.stage}
+        return self._train(seed, variant.name, stage, self.model(seed, "ar"), self.tokens)
+
+    def _train(
+        self, seed: int, name: str, stage: dict[str, Any], start: Path, tokens: Path
+    ) -> dict[str, Any]:
+        """Train one stage, unless its model is there; its time is kept beside it."""
+        seconds = self.storage(seed, name) / "seconds.json"
+        if not seconds.exists():
+            used = train(self.recipe(seed, stage), start, tokens, self.storage(seed, name))
+            seconds.write_text(json.dumps(used))
+        return {"train": json.loads(seconds.read_text())}
+
+    def make_ready(self, num_seeds: int) -> None:
+        """Make data, tokens and start models, unless they are there; all seeds share the tokens."""
+        if not self.held_out.exists():
+            write_demo_data(
+                self.work / "data",
+                draw_varied,
+                num_train=self.sizes.examples,
+                num_eval=self.sizes.items,
+                seed=0,
+            )
+        recipe = self.recipe(0)
+        assert recipe.model.scratch is not None
+        for seed in range(num_seeds):
+            if not self.start(seed).exists():
+                conversations = read_conversations(recipe.data.train)
+                texts = (message.content for talk in conversations for message in talk.messages)
+                create_model(
+                    recipe.model.scratch, texts, recipe.data.max_length, self.start(seed), seed
+                )
+        if not self.tokens.exists():
+            store_tokens(recipe.data, self.start(0), self.tokens)
+
+
+def store_tokens(data: DataSettings, tokenizer: Path, out: Path) -> None:
+    """Tokenise conversations into a store, as ``marsray train`` does, in this process."""
+    with TokenStoreWriter(out) as writer:
+        for file, name in enumerate(data.train):
+            lines = [
+                {"file": file, "line": line, "content": content}
+                for line, content in read_rows(name)
+            ]
+            table = encode_rows(
+                pa.Table.from_pylist(lines), str(tokenizer), data.loss_on, data.max_length
+            )
+            assert set(table["status"].to_pylist()) == {"used"}, "every conversation fits"
+            writer.append(
+                keys=np.stack([table["file"].to_numpy(), table["line"].to_numpy()], axis=1),
+                lengths=pc.list_value_length(table["input_ids"]).to_numpy(),
+                tokens=pc.list_flatten(table["input_ids"]).to_numpy(),
+                supervised=pc.list_flatten(table["supervised"]).to_numpy(),
+            )
+        writer.finish()
+
+
+def train(recipe: Recipe, start: Path, tokens: Path, storage: Path) -> dict[str, float]:
+    """Train the recipe's only stage on one thread; return wall-clock and CPU seconds."""
+    began, began_cpu = time.perf_counter(), _cpu_seconds()
+    job = StageJob(
+        recipe=recipe,
+        stage=recipe.stages[0],
+        storage=str(storage),
+        start=str(start),
+        data=str(tokens),
+        held_out=None,
+        provenance={},
+    )
+    StageTrainer(job, Workers("ddp", use_gpu=False, precision="no"), Quiet()).run()
+    return {"wall_s": time.perf_counter() - began, "cpu_s": _cpu_seconds() - began_cpu}
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

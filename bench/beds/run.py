@@ -1,0 +1,117 @@
+"""Compares ways of training on the varied tasks: every variant of `variants.py`, for every seed.
+
+For each seed one AR checkpoint is trained; all variants continue from it, each on one thread. A
+variant and seed that has its result in ``WORK/results`` is not run again, so an interrupted run
+goes on where it was. The tables are printed and written to ``WORK/table.md``.
+
+    python -m bench.beds.run WORK [--seeds 3] [--jobs 2] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench.beds.models import Bed, Sizes
+from bench.beds.report import Result, table
+from bench.beds.scores import score_checkpoint
+from bench.beds.variants import BASELINE, VARIANTS, Variant
+
+from mars_platform.errors import UserError
+
+AR = "ar"
+"""Name of the AR checkpoint's result."""
+
+
+def run_ar(seed: int, bed: Bed) -> None:
+    """Train and score a seed's AR checkpoint, unless that is done."""
+    _run(bed, seed, AR, partial(bed.train_ar, seed))
+
+
+def run_variant(task: tuple[int, Variant], bed: Bed) -> None:
+    """Train and score a variant, unless that is done."""
+    seed, variant = task
+    _run(bed, seed, variant.name, partial(bed.train_variant, seed, variant))
+
+
+def _run(bed: Bed, seed: int, name: str, train: Any) -> None:
+    result = _result(bed, seed, name)
+    if result.exists():
+        return
+    torch.set_num_threads(1)
+    found = train()
+    found |= score_checkpoint(bed.model(seed, name), bed.model(seed, AR), bed.held_out, bed.window)
+    result.parent.mkdir(exist_ok=True)
+    partial_file = result.with_suffix(".partial")
+    partial_file.write_text(json.dumps(found))
+    partial_file.rename(result)
+    typer.echo(f"seed {seed}, {name}: trained in {found['train']['cpu_s']:.0f} s of CPU time, "
+               f"scored in {found['score_s']:.0f} s")  # fmt: skip
+
+
+def _result(bed: Bed, seed: int, name: str) -> Path:
+    return bed.work / "results" / f"seed{seed}-{name}.json"
+
+
+def read_results(bed: Bed, seeds: int) -> dict[str, dict[int, Result]]:
+    """Return the results that there are, by variant in the order of the table, and by seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for name in (AR, *(variant.name for variant in VARIANTS)):
+        files = {seed: _result(bed, seed, name) for seed in range(seeds)}
+        there = {
+            seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()
+        }
+        if there:
+            found[name] = there
+    return found
+
+
+def chosen(only: list[str]) -> list[Variant]:
+    """Return the variants of these names; all of them without a name.
+
+    Raises:
+        UserError: there is no variant of a name.
+    """
+    names = [variant.name for variant in VARIANTS]
+    if unknown := [name for name in only if name not in names]:
+        raise UserError(f"--only: there is no variant {unknown[0]}; name one of {', '.join(names)}")
+    return [variant for variant in VARIANTS if variant.name in only or not only]
+
+
+def main(
+    work: Annotated[Path, typer.Argument(help="Directory for data, models and results.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, each on one thread.")] = 2,
+    only: Annotated[list[str] | None, typer.Option(help="Variants to run; all if none.")] = None,
+    examples: Annotated[int, typer.Option(min=16, help="Training conversations.")] = 40_000,
+    items: Annotated[int, typer.Option(min=1, help="Conversations to score.")] = 300,
+    ar_steps: Annotated[int | None, typer.Option(help="Steps of stage ar, for a trial.")] = None,
+    mars_steps: Annotated[
+        int | None, typer.Option(help="Steps of the baseline's stage mars, for a trial.")
+    ] = None,
+) -> None:
+    """Train and score every variant, then print the tables."""
+    try:
+        variants = chosen(only or [])
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from error
+    bed = Bed(work.resolve(), Sizes(examples, items, ar_steps, mars_steps))
+    bed.make_ready(seeds)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        list(pool.map(partial(run_ar, bed=bed), range(seeds)))
+        tasks = [(seed, variant) for variant in variants for seed in range(seeds)]
+        list(pool.map(partial(run_variant, bed=bed), tasks))
+    text = table(read_results(bed, seeds), BASELINE, AR)
+    (bed.work / "table.md").write_text(text)
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
