@@ -40,7 +40,7 @@ from mars_train.data.encoding import check_vocabulary
 from mars_train.data.pipeline import prepare
 from mars_train.data.row_report import refuse_few_rows
 from mars_train.data.token_store import TokenStore
-from mars_train.recipe import Recipe, Stage
+from mars_train.recipe import GenerateStage, Recipe, Stage
 from mars_train.run.curves import plot_curves
 from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
@@ -137,6 +137,7 @@ class _Run:
         """Run Ray Train's workers until the stage has ended."""
         if terminated():
             raise Stopped(f"stopped before stage {stage.name}; the same command resumes the run")
+        assert not isinstance(stage, GenerateStage)
         job = StageJob(
             recipe=self.recipe,
             stage=stage,
@@ -251,7 +252,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         highlight=False,
     )
     check_vocabulary(counts.max_token_id, checkpoint.config.vocab_size)
-    refuse_few_rows(counts.num_examples, recipe.stages)
+    refuse_few_rows(counts.num_examples, recipe)
 
 
 def _scaling_config(recipe: Recipe) -> ScalingConfig:
