@@ -14,20 +14,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 import yaml
-from bench.beds.variants import Variant
+from bench.beds.variants import Responses, Variant
 
 from mars_train.data.demo import write_demo_data
 from mars_train.data.encoding import encode_rows
 from mars_train.data.files import read_conversations, read_rows
-from mars_train.data.token_store import TokenStoreWriter
+from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.data.varied_tasks import draw_varied
-from mars_train.recipe import DataSettings, MarsStage, Recipe
+from mars_train.recipe import DataSettings, GenerateStage, MarsStage, Recipe
 from mars_train.run.scratch import create_model
 from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers
 from mars_train.stage.progress import Progress
+from mars_train.stage.responses import generate_responses
 from mars_train.stage.trainer import MODEL, StageTrainer
 
+AR = "ar"
+"""Name of a seed's AR checkpoint, which all variants continue from."""
+MAX_TOKENS = 160
+"""Most tokens of an output; those of the data have fewer."""
+TEMPERATURES: dict[Responses, float] = {"greedy": 0.0, "sampled": 1.0}
+"""Temperature of each kind of responses."""
 RECIPE = Path(__file__).parents[1] / "recipes" / "varied.yaml"
 
 
@@ -39,6 +46,8 @@ class Sizes:
     """Training conversations."""
     items: int = 300
     """Held-out conversations."""
+    responses: int = 8_000
+    """Training prompts that the AR checkpoint responds to, for variants that train on responses."""
     ar_steps: int | None = None
     """Steps of stage ar."""
     mars_steps: int | None = None
@@ -116,23 +125,53 @@ class Bed:
     def train_ar(self, seed: int) -> dict[str, Any]:
         """Train a seed's AR checkpoint, and return the time that it took."""
         stage = self.recipe(seed).stages[0].model_dump()
-        return self._train(seed, "ar", stage, self.start(seed), self.tokens)
+        return self._train(seed, AR, stage, self.start(seed))
 
     def train_variant(self, seed: int, variant: Variant) -> dict[str, Any]:
         """Train a variant from the seed's AR checkpoint, and return the time that it took."""
         stage = self.recipe(seed).stages[1].model_dump()
         stage |= {"max_steps": round(stage["max_steps"] * variant.steps), **variant.stage}
-        return self._train(seed, variant.name, stage, self.model(seed, "ar"), self.tokens)
+        responses = None
+        if variant.responses is not None:
+            responses = self.responses(seed, variant.responses)
+        return self._train(seed, variant.name, stage, self.model(seed, AR), responses)
 
     def _train(
-        self, seed: int, name: str, stage: dict[str, Any], start: Path, tokens: Path
+        self,
+        seed: int,
+        name: str,
+        stage: dict[str, Any],
+        start: Path,
+        responses: Path | None = None,
     ) -> dict[str, Any]:
         """Train one stage, unless its model is there; its time is kept beside it."""
-        seconds = self.storage(seed, name) / "seconds.json"
+        storage = self.storage(seed, name)
+        seconds = storage / "seconds.json"
         if not seconds.exists():
-            used = train(self.recipe(seed, stage), start, tokens, self.storage(seed, name))
+            used = train(self.recipe(seed, stage), start, self.tokens, storage, responses)
             seconds.write_text(json.dumps(used))
         return {"train": json.loads(seconds.read_text())}
+
+    def responses(self, seed: int, kind: Responses) -> Path:
+        """Return the directory of responses that a seed's AR checkpoint wrote."""
+        return self.work / "responses" / f"seed{seed}-{kind}"
+
+    def generate(self, seed: int, kind: Responses) -> None:
+        """Write responses of a seed's AR checkpoint to training prompts, unless they are there."""
+        out = self.responses(seed, kind)
+        if not out.exists():
+            out.parent.mkdir(exist_ok=True)
+            data = TokenStore(self.tokens)
+            stage = GenerateStage(
+                objective="generate",
+                temperature=TEMPERATURES[kind],
+                max_tokens=MAX_TOKENS,
+                seed=seed,
+                max_num_seqs=64,
+            )
+            rows = range(min(len(data), self.sizes.responses))
+            max_length = self.recipe(seed).data.max_length
+            generate_responses(self.model(seed, AR), data, stage, max_length, out, rows=rows)
 
     def make_ready(self, num_seeds: int) -> None:
         """Make data, tokens and start models, unless they are there; all seeds share the tokens."""
@@ -178,17 +217,20 @@ def store_tokens(data: DataSettings, tokenizer: Path, out: Path) -> None:
         writer.finish()
 
 
-def train(recipe: Recipe, start: Path, tokens: Path, storage: Path) -> dict[str, float]:
+def train(
+    recipe: Recipe, start: Path, tokens: Path, storage: Path, responses: Path | None = None
+) -> dict[str, float]:
     """Train the recipe's only stage on one thread; return wall-clock and CPU seconds."""
     began, began_cpu = time.perf_counter(), _cpu_seconds()
     job = StageJob(
         recipe=recipe,
-        stage=recipe.stages[0],
+        stage=recipe.trained_stages[0],
         storage=str(storage),
         start=str(start),
         data=str(tokens),
         held_out=None,
         provenance={},
+        responses=None if responses is None else str(responses),
     )
     StageTrainer(job, Workers("ddp", use_gpu=False, precision="no"), Quiet()).run()
     return {"wall_s": time.perf_counter() - began, "cpu_s": _cpu_seconds() - began_cpu}

@@ -18,20 +18,23 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench.beds.models import Bed, Sizes
+from bench.beds.models import AR, Bed, Sizes
 from bench.beds.report import Result, table
 from bench.beds.scores import score_checkpoint
-from bench.beds.variants import BASELINE, VARIANTS, Variant
+from bench.beds.variants import BASELINE, VARIANTS, Responses, Variant
 
 from mars_platform.errors import UserError
-
-AR = "ar"
-"""Name of the AR checkpoint's result."""
 
 
 def run_ar(seed: int, bed: Bed) -> None:
     """Train and score a seed's AR checkpoint, unless that is done."""
     _run(bed, seed, AR, partial(bed.train_ar, seed))
+
+
+def generate(task: tuple[int, Responses], bed: Bed) -> None:
+    """Write responses of a seed's AR checkpoint, unless they are there."""
+    torch.set_num_threads(1)
+    bed.generate(*task)
 
 
 def run_variant(task: tuple[int, Variant], bed: Bed) -> None:
@@ -106,6 +109,9 @@ def main(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         list(pool.map(partial(run_ar, bed=bed), range(seeds)))
+        kinds = {each.responses for each in variants} - {None}
+        needed = [(seed, kind) for kind in sorted(kinds) for seed in range(seeds)]
+        list(pool.map(partial(generate, bed=bed), needed))
         tasks = [(seed, variant) for variant in variants for seed in range(seeds)]
         list(pool.map(partial(run_variant, bed=bed), tasks))
     text = table(read_results(bed, seeds), BASELINE, AR)

@@ -22,6 +22,7 @@ from bench.beds.agreement import (
     mask_drafts,
     right_drafts,
 )
+from bench.beds.models import MAX_TOKENS
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,7 +43,6 @@ from mars_train.data.files import read_conversations
 
 TEMPERATURE = 0.7
 THRESHOLDS = (0.95, 0.8)
-MAX_TOKENS = 160
 _BATCH = 32
 
 Row = tuple[NDArray[np.int64], NDArray[np.bool_]]

@@ -11,6 +11,11 @@ from typing import Any, Literal
 
 BASELINE = "baseline"
 """Name of the variant with which the others are compared: today's recipe."""
+SOFT: dict[str, Any] = {"distillation": {"weight": 1.0, "target": "soft"}}
+"""Distillation from the clean stream alone, without labels."""
+
+Responses = Literal["greedy", "sampled"]
+"""Ways in which the AR checkpoint writes responses: at temperature 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Variant:
     name: str
     stage: dict[str, Any] = field(default_factory=dict)
     """Fields of the stage that differ from the recipe's."""
-    responses: Literal["greedy", "sampled"] | None = None
+    responses: Responses | None = None
     """How the AR checkpoint writes the responses to train on; None for those of the data."""
     steps: float = 1.0
     """Number of steps as a multiple of the baseline's."""
@@ -29,4 +34,22 @@ class Variant:
 VARIANTS = [
     Variant(BASELINE),
     Variant("twice-the-steps", steps=2.0),
+    Variant("soft-.5", {"distillation": {"weight": 0.5, "target": "soft"}}),
+    Variant("soft-1", SOFT),
+    Variant("argmax-.5", {"distillation": {"weight": 0.5, "target": "argmax"}}),
+    Variant("argmax-1", {"distillation": {"weight": 1.0, "target": "argmax"}}),
+    Variant("decay-.8", {"depth_decay": 0.8}),
+    Variant("blocks-2-4-8", {"block_size": [2, 4, 8]}),
+    Variant("hidden-.1", {"hidden_weight": 0.1}),
+    Variant("on-policy-.3", {"on_policy": {"share": 0.3}}),
+    Variant("greedy", responses="greedy"),
+    Variant("sampled", responses="sampled"),
+    Variant("soft-1-decay-.8", {**SOFT, "depth_decay": 0.8}),
+    Variant("soft-1-greedy", SOFT, responses="greedy"),
+    Variant("soft-1-sampled", SOFT, responses="sampled"),
+    Variant("soft-1-decay-.8-greedy", {**SOFT, "depth_decay": 0.8}, responses="greedy"),
+    Variant("soft-1-decay-.8-sampled", {**SOFT, "depth_decay": 0.8}, responses="sampled"),
+    Variant(
+        "soft-1-greedy-on-policy-.3", {**SOFT, "on_policy": {"share": 0.3}}, responses="greedy"
+    ),
 ]
