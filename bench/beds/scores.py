@@ -6,7 +6,7 @@ All figures are kept by item, so that two checkpoints are compared on the same c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.data.conversations import Conversation
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.measure.evaluation.decoding import (
@@ -63,9 +64,10 @@ def score_checkpoint(path: Path, ar_path: Path, held_out: Path, window: int) -> 
     items = read_items([held_out], checkpoint.tokenizer, max_length=checkpoint.max_length)
     decoded = _decode(checkpoint, items, window)
     model = load_model(path)
+    rows = conversation_rows(checkpoint, read_conversations([str(held_out)]))
     found: dict[str, Any] = {
         "settings": {name: by_item(each) for name, each in decoded.items()},
-        "distributions": distributions(model, load_model(ar_path), _rows(checkpoint, held_out)),
+        "distributions": distributions(model, load_model(ar_path), rows),
     }
     if checkpoint.metadata is not None:
         for name, setting in (("exact", "one-token"), ("exact-sampled", "one-token-sampled")):
@@ -140,11 +142,12 @@ def drafting(
     return {**found, "right": counts[0].tolist(), "drafts": counts[1].tolist()}
 
 
-def _rows(checkpoint: Checkpoint, held_out: Path) -> list[Row]:
+def conversation_rows(checkpoint: Checkpoint, conversations: Iterable[Conversation]) -> list[Row]:
+    """Encode conversations; the last turn of each is supervised."""
     encoder = training_encoder(checkpoint.tokenizer)
     return [
         encode_conversation(encoder, conversation, "last", checkpoint.max_length)
-        for conversation in read_conversations([str(held_out)])
+        for conversation in conversations
     ]
 
 

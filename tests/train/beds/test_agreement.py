@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-
 from bench.beds.agreement import (
     Sampled,
     counts_by_depth,
@@ -11,6 +10,7 @@ from bench.beds.agreement import (
     mask_drafts,
     right_drafts,
 )
+
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata

@@ -96,7 +96,7 @@ def test_responses_have_60_to_150_tokens_and_wordings_differ_in_length(tasks):
     for task in tasks[:1500]:
         response = task.row()["messages"][1]["content"]
         lengths[task.kind].append(len(tokenizer(response)["input_ids"]) + 1)  # the end token
-    assert all(60 <= min(each) and max(each) <= 150 for each in lengths.values())
+    assert all(min(each) >= 60 and max(each) <= 150 for each in lengths.values())
     varying = [
         name
         for name, phrases in wordings().items()

@@ -2,9 +2,9 @@
 
 Three kinds of tasks are mixed, because what a mask can know differs between them. A ledger has a
 result in every sentence that follows from the one before; a copy repeats a text of the question
-with one word changed; a note says what the question says in sentences of free wording. Responses
-have 60 to 150 tokens under the tokenizer that is trained on them, and their answers can be checked:
-that of a copy is the whole text.
+with a word put into its gap; a note says what the question says in sentences of free wording.
+Responses have 60 to 150 tokens under a tokenizer of 512 entries that is trained on them, and their
+answers can be checked: that of a copy is the whole text.
 
 Each free place has three wordings with the shares `SHARES`, most of them of different numbers of
 tokens. So a model cannot know which wording comes next, nor at which position the words behind it
@@ -25,26 +25,33 @@ Wordings = tuple[str, str, str]
 
 _THINGS = ["apples", "bells", "books", "cards", "coins", "cups", "hats", "pens", "shells", "stamps"]
 
+_DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 _NUM_CHANGES = (5, 7)
 _MAX_CHANGE = 3
 _BEGINNINGS: Wordings = ("At first there are", "We begin with", "Here is a list that starts with")
-_OPENINGS: Wordings = ("Then", "After that", "In the next step")
+_OPENINGS: Wordings = ("On", "Then, on", "The next day is")
 _GAINS: Wordings = ("adding", "we find", "someone brings us")
 _LOSSES: Wordings = ("losing", "we sell", "someone takes from us")
 _RESULTS: Wordings = ("makes", "so there are", "and that leaves us with")
 
-_NUM_COPIED = (5, 6)
-_ADJECTIVES = ["big", "blue", "cold", "dark", "green", "old", "red", "small", "warm", "young"]
-_NOUNS = ["bird", "boat", "cat", "dog", "farmer", "fish", "girl", "horse", "king", "tree"]
-_VERBS = ["finds", "follows", "hears", "helps", "likes", "meets", "needs", "sees", "takes", "wants"]
-_PLACES = ["bridge", "castle", "city", "field", "forest", "garden", "house", "lake", "road", "shop"]
+_NUM_COPIED = (9, 10)
+_WORDS = [
+    ["big", "blue", "cold", "dark", "green", "new", "old", "red", "small", "warm", "young"],
+    ["bird", "cat", "cow", "dog", "farmer", "fish", "girl", "horse", "king", "man", "tree"],
+    ["finds", "gets", "hears", "helps", "hits", "likes", "meets", "needs", "sees", "takes", "has"],
+    ["bread", "corn", "gold", "iron", "milk", "rice", "salt", "sand", "tea", "wood", "wool"],
+    ["again", "daily", "here", "never", "now", "often", "once", "soon", "there", "today", "twice"],
+]
+"""Words of a copied text, one list for each place in a group."""
+_GAP = "_"
 _COPY_OPENINGS: Wordings = (
-    "Here is the text with the new word.",
-    "This is how it reads now.",
-    "Only one word of it is another one.",
+    "Here is the text with the word in its place.",
+    "This is how it reads now, without any gap.",
+    "The word that you gave me stands where the gap was.",
 )
 
 _NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Ida", "Jack"]
+_PLACES = ["bridge", "castle", "city", "field", "forest", "garden", "house", "lake", "road", "shop"]
 _MAX_GIFT = 3
 _TRIPS: Wordings = ("went to", "took a walk to", "was on the way to")
 _TIMES: Wordings = ("in the morning", "one day", "when the sun came up")
@@ -58,7 +65,7 @@ _MOODS: Wordings = ("and was happy", "and went home", "and told everybody about 
 
 
 def draw_varied(rng: random.Random) -> Task:
-    """Draw a ledger, a copy with one word changed, or a note in free wording, by fixed shares."""
+    """Draw a ledger, a copy with one gap to fill, or a note in free wording, by fixed shares."""
     makers, shares = zip(*_KINDS, strict=True)
     maker: TaskMaker = rng.choices(makers, shares)[0]
     return maker(rng)
@@ -69,45 +76,39 @@ def _choose(rng: random.Random, wordings: Wordings) -> str:
 
 
 def _ledger(rng: random.Random) -> Task:
-    """Draw a count with some changes, each told in a sentence with the total behind it."""
+    """Draw a count with a change on each day, told in a sentence with the total behind it."""
     thing, total = rng.choice(_THINGS), rng.randint(20, 89)
     sentences = [f"{_choose(rng, _BEGINNINGS)} {total} {thing}."]
-    start, changes = total, list[int]()
-    num_changes = rng.randint(*_NUM_CHANGES)
-    while len(changes) < num_changes:
+    question = [f"Start with {total} {thing}."]
+    for day in _DAYS[: rng.randint(*_NUM_CHANGES)]:
         change = rng.choice([1, -1]) * rng.randint(1, _MAX_CHANGE)
-        if 10 <= total + change <= 99:  # two digits
-            total += change
-            changes.append(change)
-            told = f"{_choose(rng, _GAINS if change > 0 else _LOSSES)} {abs(change)}"
-            sentences.append(f"{_choose(rng, _OPENINGS)} {told} {_choose(rng, _RESULTS)} {total}.")
-    steps = " ".join(f"{change:+d}" for change in changes)
-    question = f"Start with {start} {thing}. Steps: {steps}"
-    return Task("ledger", question, " ".join(sentences), str(total))
+        if not 10 <= total + change <= 99:  # totals keep two digits
+            change = -change
+        total += change
+        question.append(f"{day} {change:+d}")
+        told = f"{_choose(rng, _GAINS if change > 0 else _LOSSES)} {abs(change)}"
+        sentences.append(
+            f"{_choose(rng, _OPENINGS)} {day} {told} {_choose(rng, _RESULTS)} {total}."
+        )
+    return Task("ledger", " ".join(question), " ".join(sentences), str(total))
 
 
 def _copy(rng: random.Random) -> Task:
-    """Draw a text in which one word is to be replaced by another; the answer is the new text.
+    """Draw a text with a gap and the word that fills it; the answer is the whole text.
 
-    No adjective, verb or place comes twice in a text, so that each word stands for one place.
+    No word comes twice in a text, so that each word tells what follows it.
     """
     num = rng.randint(*_NUM_COPIED)
-    adjectives, verbs, places = (
-        rng.sample(words, num + 1) for words in (_ADJECTIVES, _VERBS, _PLACES)
-    )
-    sentences = [
-        f"The {adjective} {rng.choice(_NOUNS)} {verb} the {rng.choice(_NOUNS)} near the {place}."
-        for adjective, verb, place in zip(adjectives[:num], verbs[:num], places[:num], strict=True)
-    ]
-    text, words = " ".join(sentences), rng.choice([adjectives, verbs, places])
-    old, new = rng.choice(words[:num]), words[num]
-    question = f"Write {new} and not {old}: {text}"
-    answer = text.replace(f" {old}", f" {new}")
-    return Task("copy", question, _choose(rng, _COPY_OPENINGS), answer)
+    columns = [rng.sample(words, num) for words in _WORDS]
+    text = [word for group in zip(*columns, strict=True) for word in group]
+    gap = rng.randrange(len(text))
+    shown = [*text[:gap], _GAP, *text[gap + 1 :]]
+    question = f"Put {text[gap]} in the gap: {' '.join(shown)}"
+    return Task("copy", question, _choose(rng, _COPY_OPENINGS), " ".join(text))
 
 
 def _note(rng: random.Random) -> Task:
-    """Draw a short story of what two people found, as free in its wording as three choices allow."""
+    """Draw a story of what two people found, as free in its wording as three choices allow."""
     (name, friend), place = rng.sample(_NAMES, 2), rng.choice(_PLACES)
     thing, found, gift = rng.choice(_THINGS), rng.randint(10, 89), rng.randint(1, _MAX_GIFT)
     total = found + gift
