@@ -120,7 +120,7 @@ class Bed:
         """Masks of a step when models are scored: the block size of the recipe's stage mars."""
         stage = self.recipe(0).stages[1]
         assert isinstance(stage, MarsStage)
-        return int(stage.block_size)
+        return stage.block_sizes[-1]
 
     def train_ar(self, seed: int) -> dict[str, Any]:
         """Train a seed's AR checkpoint, and return the time that it took."""

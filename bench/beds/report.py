@@ -41,7 +41,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def tokens_a_pass(found: dict[str, Any], passes: str = "passes") -> float:
     """Return the tokens of all items over their passes."""
-    return sum(found["tokens"]) / sum(found[passes])
+    return float(sum(found["tokens"]) / sum(found[passes]))
 
 
 def closed_gap(ours: float, baseline: float, ideal: float) -> float:
@@ -93,7 +93,7 @@ def _quality(results: dict[str, dict[int, Result]]) -> str:
 
 
 def _percent(setting: dict[str, Any]) -> float:
-    return 100 * statistics.mean(setting["correct"])
+    return float(100 * statistics.mean(setting["correct"]))
 
 
 def _a_label(result: Result, key: str) -> float:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +90,19 @@ def chosen(only: list[str]) -> list[Variant]:
     return [variant for variant in VARIANTS if variant.name in only or not only]
 
 
+@contextmanager
+def _workers(jobs: int) -> Iterator[Callable[[Callable[[Any], None], Iterable[Any]], object]]:
+    """Give a function that runs another one on all tasks, by as many processes as there are jobs.
+
+    A single job runs in this process.
+    """
+    if jobs == 1:
+        yield lambda run, tasks: deque(map(run, tasks), maxlen=0)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda run, tasks: deque(pool.map(run, tasks), maxlen=0)
+
+
 def main(
     work: Annotated[Path, typer.Argument(help="Directory for data, models and results.")],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
@@ -104,16 +120,15 @@ def main(
         variants = chosen(only or [])
     except UserError as error:
         raise typer.BadParameter(str(error)) from error
-    bed = Bed(work.resolve(), Sizes(examples, items, ar_steps, mars_steps))
+    bed = Bed(work.resolve(), Sizes(examples, items, ar_steps=ar_steps, mars_steps=mars_steps))
     bed.make_ready(seeds)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(partial(run_ar, bed=bed), range(seeds)))
-        kinds = {each.responses for each in variants} - {None}
+    kinds = {each.responses for each in variants if each.responses is not None}
+    with _workers(jobs) as run_all:
+        run_all(partial(run_ar, bed=bed), range(seeds))
         needed = [(seed, kind) for kind in sorted(kinds) for seed in range(seeds)]
-        list(pool.map(partial(generate, bed=bed), needed))
+        run_all(partial(generate, bed=bed), needed)
         tasks = [(seed, variant) for variant in variants for seed in range(seeds)]
-        list(pool.map(partial(run_variant, bed=bed), tasks))
+        run_all(partial(run_variant, bed=bed), tasks)
     text = table(read_results(bed, seeds), BASELINE, AR)
     (bed.work / "table.md").write_text(text)
     typer.echo(text)
