@@ -333,7 +333,7 @@ class Recipe(Settings):
     """Most steps of a stage that are skipped for a non-finite loss or gradient; with more the run
     fails."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initial weights, data order and block borders."""
+    """Seed of initial weights, data order, block sizes and block borders."""
 
     @property
     def trained_stages(self) -> list[TrainedStage]:
@@ -363,6 +363,36 @@ class Recipe(Settings):
                     f"stages.{index}.block_size: {stage.block_sizes[-1]} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _responses_are_written_before(self) -> Recipe:
+        writers = {s.name: i for i, s in enumerate(self.stages) if isinstance(s, GenerateStage)}
+        taken = set()
+        for index, stage in enumerate(self.stages):
+            name = stage.responses if isinstance(stage, MarsStage) else None
+            if name is None:
+                continue
+            if name not in writers:
+                raise ValueError(
+                    f"stages.{index}.responses: no stage of objective generate has the name "
+                    f"{name!r}; add one before this stage"
+                )
+            if writers[name] > index:
+                raise ValueError(
+                    f"stages.{index}.responses: stage {name} comes later; move it before this one"
+                )
+            taken.add(name)
+        for name in [name for name in writers if name not in taken]:
+            raise ValueError(
+                f"stages.{writers[name]}: no later stage has responses: {name}; name it in a stage "
+                "of objective mars, or leave it out"
+            )
+        if isinstance(self.stages[0], GenerateStage) and self.model.scratch is not None:
+            raise ValueError(
+                "stages.0: a new model has learned nothing that it could respond with; put a stage "
+                "of objective ar before this one"
+            )
         return self
 
     @model_validator(mode="after")

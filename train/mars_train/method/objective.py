@@ -121,12 +121,15 @@ class Objective(nn.Module):
             clean, noisy = self._taught(hidden, batch, teacher, self.mask_loss)
         else:
             clean, noisy = self._cross_entropies(hidden, batch)
-        # A label at depth 0 is one of the clean stream's.
+        clean_weights, noisy_weights = self.label_weights(batch)
+        return LossSums((clean * clean_weights).sum(), (noisy * noisy_weights).sum())
+
+    def label_weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weight of each label in the clean and noisy loss, float32 [labels] each."""
+        in_clean, in_noisy = batch.in_clean_loss.float(), batch.in_noisy_loss.float()
         decay = self.mask_loss.depth_decay ** (batch.depths - 1).clamp(min=0)
-        weights = torch.where(masked, decay, batch.in_clean_loss.to(decay.dtype))
-        return LossSums(
-            (clean * batch.in_clean_loss).sum(), (noisy * weights * batch.in_noisy_loss).sum()
-        )
+        # A label at depth 0 is the clean stream's.
+        return in_clean, in_noisy * torch.where(batch.depths > 0, decay, in_clean)
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
@@ -167,7 +170,6 @@ class Objective(nn.Module):
             noisy = noisy + loss.hidden_weight * _relative_distance(student, teacher)
         return clean, clean.masked_scatter(masked, noisy)
 
-    @torch.no_grad()
     def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return hidden states behind the model's own drafts in place of masks.
 
@@ -186,12 +188,12 @@ class Objective(nn.Module):
             batch: the batch.
 
         Returns:
-            [rows * slots, width]; slots of the clean stream are as before.
+            [rows * slots, width], without a gradient; slots of the clean stream are as before.
         """
-        tokens = batch.tokens.flatten()
-        drafts = self._in_chunks(self._chunk_likeliest, hidden[batch.draft_sources])
-        tokens = tokens.scatter(0, batch.mask_slots, drafts)
-        return self._hidden_states(batch, tokens.view_as(batch.tokens))
+        drafts = self._in_chunks(self._chunk_likeliest, hidden.detach()[batch.draft_sources])
+        tokens = batch.tokens.flatten().scatter(0, batch.mask_slots, drafts)
+        with torch.no_grad():
+            return self._hidden_states(batch, tokens.view_as(batch.tokens))
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
@@ -232,8 +234,9 @@ class Objective(nn.Module):
     def _chunk_taught(
         self, student: Tensor, teacher: Tensor, labels: Tensor, *, loss: MaskLoss
     ) -> Tensor:
-        with torch.no_grad():
-            taught = self._logits(teacher)
+        # Not under no_grad: autocast keeps its copy of a weight for later calls, and older torch
+        # would keep one without a gradient.
+        taught = self._logits(teacher).detach()
         share, soft = loss.teacher_weight, loss.target == "soft"
         return self._taught_losses(self._logits(student), taught, labels, share, soft=soft)
 

@@ -58,63 +58,82 @@ def generate_responses(
     """
     chosen = range(len(data)) if rows is None else rows
     with TokenStoreWriter(output) as writer:
-        found = respond(
-            read_checkpoint(model),
-            data,
-            chosen,
-            stage,
-            max_length,
-            device=device,
-            on_progress=on_progress,
-        )
+        responder = Responder(read_checkpoint(model), stage, max_length, device=device)
+        found = responder.respond(data, chosen, on_progress=on_progress)
         append_responses(writer, data, chosen, found)
         return writer.finish()
 
 
-def respond(
-    checkpoint: Checkpoint,
-    data: TokenStore,
-    rows: Sequence[int],
-    stage: GenerateStage,
-    max_length: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    on_progress: Callable[[int, str], None] | None = None,
-) -> list[tuple[int, ...]]:
-    """Return the model's response to each row's prompt, the end token included.
+class Responder:
+    """A model that responds to prompts of token stores.
 
     A model that knows masks decodes in mode exact, which is faster and gives the output of mode ar.
 
+    Args:
+        checkpoint: the model.
+        stage: settings of the responses.
+        max_length: most tokens of a conversation, at most the model's context.
+        dtype: type of the weights.
+        device: device to run on.
+
     Raises:
-        UserError: the weights cannot be loaded, or give no finite logits.
+        UserError: the weights cannot be loaded.
     """
-    items = [_item(data, row) for row in rows]
-    most = max(max_length - len(item.prompt) for item in items)
-    max_tokens = min(most, stage.max_tokens or most)
-    exact = checkpoint.metadata is not None
-    engine = evaluation_engine(
-        checkpoint,
-        items,
-        max_tokens=max_tokens,
-        max_num_seqs=stage.max_num_seqs,
-        exact=exact,
-        dtype=dtype,
-        device=device,
-    )
-    setting = DecodingSetting(Mode.EXACT if exact else Mode.AR, 1.0)
-    setting = setting.sampled(stage.temperature, stage.seed)
-    decoded = run_setting(engine, items, setting, max_tokens=max_tokens, on_progress=on_progress)
-    for each in decoded:
-        if not each.is_whole:
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        stage: GenerateStage,
+        max_length: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self._stage, self._max_length = stage, max_length
+        exact = checkpoint.metadata is not None
+        setting = DecodingSetting(Mode.EXACT if exact else Mode.AR, 1.0)
+        self._setting = setting.sampled(stage.temperature, stage.seed)
+        longest = EvalItem("longest", (0,) * max_length, answer=None, states_answer=False)
+        self._engine = evaluation_engine(
+            checkpoint,
+            [longest] * stage.max_num_seqs,  # room for any that run at once
+            max_tokens=0,
+            max_num_seqs=stage.max_num_seqs,
+            exact=exact,
+            dtype=dtype,
+            device=device,
+        )
+
+    def respond(
+        self,
+        data: TokenStore,
+        rows: Sequence[int],
+        *,
+        on_progress: Callable[[int, str], None] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Return the response to the prompt of each row, the end token included.
+
+        Raises:
+            UserError: the model gives no finite logits, or a prompt leaves no room.
+        """
+        items = [_item(data, row) for row in rows]
+        room = [self._max_length - len(item.prompt) for item in items]
+        if min(room) < 1:
             raise UserError(
-                f"stages.{stage.name}: the model cannot respond to {each.source} of the data "
-                f"({each.finish_reason}); look for broken weights"
+                f"data.max_length: {self._max_length} leaves no room behind the prompt of "
+                f"{items[room.index(min(room))].source}; raise it, or prepare the data with it"
             )
-    return [
-        each.tokens[: max_length - len(item.prompt)]
-        for item, each in zip(items, decoded, strict=True)
-    ]
+        most = min(max(room), self._stage.max_tokens or max(room))
+        decoded = run_setting(
+            self._engine, items, self._setting, max_tokens=most, on_progress=on_progress
+        )
+        for each in decoded:
+            if not each.is_whole:
+                raise UserError(
+                    f"stages.{self._stage.name}: the model cannot respond to {each.source} of the "
+                    f"data ({each.finish_reason}); look for broken weights"
+                )
+        return [each.tokens[:limit] for limit, each in zip(room, decoded, strict=True)]
 
 
 def append_responses(

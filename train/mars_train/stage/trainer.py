@@ -52,6 +52,9 @@ class StageTrainer:
         UserError: the start model is unusable, or too many steps were not finite.
     """
 
+    objective_type = Objective
+    """Class of the objective, which a subclass may change."""
+
     def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter
         recipe = job.recipe
@@ -62,7 +65,7 @@ class StageTrainer:
         attention = choose_attention(recipe.attention, self.model.config, workers.device)
         responses = None if job.responses is None else TokenStore(Path(job.responses))
         self.batches = self._make_batches(data, responses, attention)
-        objective = Objective(
+        objective = self.objective_type(
             self.model,
             masked=job.block_size is not None,
             mask_loss=_mask_loss(job.stage),
