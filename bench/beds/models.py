@@ -15,7 +15,9 @@ import pyarrow.compute as pc
 import typer
 import yaml
 from bench.beds.variants import Responses, Variant
+from bench.training.published import PerConversationTrainer, fill_last_block
 
+from mars_platform.checkpoint.directory import read_tokenizer
 from mars_train.data.demo import write_demo_data
 from mars_train.data.encoding import encode_rows
 from mars_train.data.files import read_conversations, read_rows
@@ -89,6 +91,11 @@ class Bed:
         """Token store of the training conversations as they were drawn."""
         return self.work / "tokens"
 
+    @property
+    def filled_tokens(self) -> Path:
+        """Token store of the same conversations, filled up with end tokens."""
+        return self.work / "tokens-filled"
+
     def start(self, seed: int) -> Path:
         """Return the directory of a seed's untrained model."""
         return self.work / "start" / f"seed{seed}"
@@ -125,7 +132,7 @@ class Bed:
     def train_ar(self, seed: int) -> dict[str, Any]:
         """Train a seed's AR checkpoint, and return the time that it took."""
         stage = self.recipe(seed).stages[0].model_dump()
-        return self._train(seed, AR, stage, self.start(seed))
+        return self._train(seed, AR, stage, self.start(seed), tokens=self.tokens)
 
     def train_variant(self, seed: int, variant: Variant) -> dict[str, Any]:
         """Train a variant from the seed's AR checkpoint, and return the time that it took."""
@@ -134,7 +141,18 @@ class Bed:
         responses = None
         if variant.responses is not None:
             responses = self.responses(seed, variant.responses)
-        return self._train(seed, variant.name, stage, self.model(seed, AR), responses)
+        filled = variant.convention == "end-filling"
+        return self._train(
+            seed,
+            variant.name,
+            stage,
+            self.model(seed, AR),
+            tokens=self.filled_tokens if filled else self.tokens,
+            responses=responses,
+            trainer=PerConversationTrainer
+            if variant.convention == "per-conversation"
+            else StageTrainer,
+        )
 
     def _train(
         self,
@@ -142,13 +160,13 @@ class Bed:
         name: str,
         stage: dict[str, Any],
         start: Path,
-        responses: Path | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Train one stage, unless its model is there; its time is kept beside it."""
         storage = self.storage(seed, name)
         seconds = storage / "seconds.json"
         if not seconds.exists():
-            used = train(self.recipe(seed, stage), start, self.tokens, storage, responses)
+            used = train(self.recipe(seed, stage), start, storage, **kwargs)
             seconds.write_text(json.dumps(used))
         return {"train": json.loads(seconds.read_text())}
 
@@ -194,6 +212,14 @@ class Bed:
                 )
         if not self.tokens.exists():
             store_tokens(recipe.data, self.start(0), self.tokens)
+        if not self.filled_tokens.exists():
+            fill_last_block(
+                TokenStore(self.tokens),
+                self.filled_tokens,
+                block_size=self.window,
+                end_token=read_tokenizer(self.start(0)).eos_token_id,
+                max_length=recipe.data.max_length,
+            )
 
 
 def store_tokens(data: DataSettings, tokenizer: Path, out: Path) -> None:
@@ -218,7 +244,13 @@ def store_tokens(data: DataSettings, tokenizer: Path, out: Path) -> None:
 
 
 def train(
-    recipe: Recipe, start: Path, tokens: Path, storage: Path, responses: Path | None = None
+    recipe: Recipe,
+    start: Path,
+    storage: Path,
+    *,
+    tokens: Path,
+    responses: Path | None = None,
+    trainer: type[StageTrainer] = StageTrainer,
 ) -> dict[str, float]:
     """Train the recipe's only stage on one thread; return wall-clock and CPU seconds."""
     began, began_cpu = time.perf_counter(), _cpu_seconds()
@@ -232,7 +264,7 @@ def train(
         provenance={},
         responses=None if responses is None else str(responses),
     )
-    StageTrainer(job, Workers("ddp", use_gpu=False, precision="no"), Quiet()).run()
+    trainer(job, Workers("ddp", use_gpu=False, precision="no"), Quiet()).run()
     return {"wall_s": time.perf_counter() - began, "cpu_s": _cpu_seconds() - began_cpu}
 
 

@@ -17,6 +17,9 @@ SOFT: dict[str, Any] = {"distillation": {"weight": 1.0, "target": "soft"}}
 Responses = Literal["greedy", "sampled"]
 """Ways in which the AR checkpoint writes responses: at temperature 0 or 1."""
 
+Convention = Literal["end-filling", "per-conversation"]
+"""Ways in which the paper's code differs; see `bench/training/published.py`."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -27,6 +30,8 @@ class Variant:
     """Fields of the stage that differ from the recipe's."""
     responses: Responses | None = None
     """How the AR checkpoint writes the responses to train on; None for those of the data."""
+    convention: Convention | None = None
+    """Convention of the paper's code to train with; None for the project's own."""
     steps: float = 1.0
     """Number of steps as a multiple of the baseline's."""
 
@@ -44,6 +49,8 @@ VARIANTS = [
     Variant("on-policy-.3", {"on_policy": {"share": 0.3}}),
     Variant("greedy", responses="greedy"),
     Variant("sampled", responses="sampled"),
+    Variant("end-filling", convention="end-filling"),
+    Variant("per-conversation", convention="per-conversation"),
     Variant("soft-1-decay-.8", {**SOFT, "depth_decay": 0.8}),
     Variant("soft-1-greedy", SOFT, responses="greedy"),
     Variant("soft-1-sampled", SOFT, responses="sampled"),
