@@ -1,5 +1,6 @@
 import pytest
 import torch
+from bench.beds.code import measure, tables
 from bench.beds.models import AR, Bed, Sizes
 from bench.beds.report import closed_gap, table
 from bench.beds.run import chosen, generate, main, read_results
@@ -8,6 +9,7 @@ from bench.beds.variants import BASELINE, VARIANTS
 from typer import BadParameter
 
 from decoding.tiny_models import build_model
+from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
 
 
@@ -98,3 +100,24 @@ def test_distributions_are_those_of_the_models():
     entropy = torch.distributions.Categorical(p).entropy().sum()
     assert found["entropy"] == pytest.approx([float(entropy)], rel=1e-5)
     assert found["divergence"] == pytest.approx([float((q * (q / p).log()).sum())], rel=1e-4)
+
+
+def test_real_text_is_measured_greedy_and_sampled(bed):
+    found = measure(
+        str(bed.model(0, BASELINE)), bed.held_out, num_items=2, max_tokens=12, num_timed=1, rounds=1
+    )
+    assert [*found["outputs"]] == [*found["speed"]] == ["0", "0.7", "1"]
+    for each in found["outputs"].values():
+        assert len(each["right"]) == found["block_size"] == 8
+        assert all(tokens <= 12 for tokens in each["tokens"])
+    fit = found["likelihood"]
+    assert fit["nats_per_token"] > fit["bits_per_byte"] > 0  # a token has several bytes
+    text = tables(found)
+    assert len([line for line in text.splitlines() if line.startswith("| greedy |")]) == 3
+
+
+def test_a_plain_checkpoint_is_refused(bed):
+    with pytest.raises(UserError, match="is a plain AR checkpoint"):
+        measure(
+            str(bed.model(0, AR)), bed.held_out, num_items=1, max_tokens=8, num_timed=1, rounds=1
+        )
