@@ -110,13 +110,11 @@ def output_figures(
     checkpoint: Checkpoint, items: Sequence[EvalItem], temperature: float, max_tokens: int
 ) -> dict[str, Any]:
     """Return agreement and tokens a pass over one-token outputs at a temperature."""
-    assert checkpoint.metadata is not None
-    window = checkpoint.metadata.block_size
     engine = evaluation_engine(checkpoint, items, max_tokens=max_tokens, max_num_seqs=_BATCH)
     setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
     outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
     model = load_model(checkpoint.path)
-    found = drafting(checkpoint, model, items, outputs, window, temperature)
+    found = drafting(checkpoint, model, items, outputs, temperature)
     loops = [ends_in_loop(output.tokens) for output in outputs]
     return found | {"ends_in_loop": loops}
 

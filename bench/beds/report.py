@@ -106,13 +106,16 @@ def _agreement_title(kind: str) -> str:
 
 
 def _agreement(results: dict[str, dict[int, Result]], key: str) -> str:
-    depths = range(len(next(iter(next(iter(results.values())).values()))[key]["right"]))
-    rows = [
-        [name, *(_spread(found, lambda each, d=depth: _agreed(each[key], d), 1)  # type: ignore[misc]
-                 for depth in depths)]
-        for name, found in results.items()
-    ]  # fmt: skip
-    return markdown(["variant", *(str(depth + 1) for depth in depths)], rows)
+    sizes = {name: len(next(iter(found.values()))[key]["right"]) for name, found in results.items()}
+    most = max(sizes.values())
+    rows = []
+    for name, found in results.items():
+        agreed = [
+            _spread(found, lambda each, d=depth: _agreed(each[key], d), 1)  # type: ignore[misc]
+            for depth in range(sizes[name])
+        ]
+        rows.append([name, *agreed, *[""] * (most - len(agreed))])
+    return markdown(["variant", *(str(depth + 1) for depth in range(most))], rows)
 
 
 def _agreed(found: dict[str, Any], depth: int) -> float:

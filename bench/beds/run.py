@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +53,7 @@ def _run(bed: Bed, seed: int, name: str, train: Any) -> None:
         return
     torch.set_num_threads(1)
     found = train()
-    found |= score_checkpoint(bed.model(seed, name), bed.model(seed, AR), bed.held_out, bed.window)
+    found |= score_checkpoint(bed.model(seed, name), bed.model(seed, AR), bed.held_out)
     result.parent.mkdir(exist_ok=True)
     partial_file = result.with_suffix(".partial")
     partial_file.write_text(json.dumps(found))
@@ -65,17 +66,17 @@ def _result(bed: Bed, seed: int, name: str) -> Path:
     return bed.work / "results" / f"seed{seed}-{name}.json"
 
 
-def read_results(bed: Bed, seeds: int) -> dict[str, dict[int, Result]]:
-    """Return the results that there are, by variant in the order of the table, and by seed."""
+def read_results(bed: Bed) -> dict[str, dict[int, Result]]:
+    """Return the results that there are, by variant in the order of the list, and by seed."""
     found: dict[str, dict[int, Result]] = {}
-    for name in (AR, *(variant.name for variant in VARIANTS)):
-        files = {seed: _result(bed, seed, name) for seed in range(seeds)}
-        there = {
-            seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()
-        }
-        if there:
-            found[name] = there
-    return found
+    for file in sorted((bed.work / "results").glob("seed*.json")):
+        seed, _, name = file.stem.removeprefix("seed").partition("-")
+        found.setdefault(name, {})[int(seed)] = json.loads(file.read_text())
+    order = [AR, *(variant.name for variant in VARIANTS)]
+    return {
+        name: found[name]
+        for name in (*(n for n in order if n in found), *sorted({*found} - {*order}))
+    }
 
 
 def chosen(only: list[str]) -> list[Variant]:
@@ -88,6 +89,12 @@ def chosen(only: list[str]) -> list[Variant]:
     if unknown := [name for name in only if name not in names]:
         raise UserError(f"--only: there is no variant {unknown[0]}; name one of {', '.join(names)}")
     return [variant for variant in VARIANTS if variant.name in only or not only]
+
+
+def with_blocks(variant: Variant, block_size: int) -> Variant:
+    """Return a variant with another block size, under a name of its own."""
+    stage = {**variant.stage, "block_size": block_size}
+    return replace(variant, name=f"{variant.name}-b{block_size}", stage=stage)
 
 
 @contextmanager
@@ -110,6 +117,9 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Variants to run; all if none.")] = None,
     examples: Annotated[int, typer.Option(min=16, help="Training conversations.")] = 40_000,
     items: Annotated[int, typer.Option(min=1, help="Conversations to score.")] = 300,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Block size to train with, part of the names then.")
+    ] = None,
     ar_steps: Annotated[int | None, typer.Option(help="Steps of stage ar, for a trial.")] = None,
     mars_steps: Annotated[
         int | None, typer.Option(help="Steps of the baseline's stage mars, for a trial.")
@@ -120,6 +130,8 @@ def main(
         variants = chosen(only or [])
     except UserError as error:
         raise typer.BadParameter(str(error)) from error
+    if block_size is not None:
+        variants = [with_blocks(variant, block_size) for variant in variants]
     bed = Bed(work.resolve(), Sizes(examples, items, ar_steps=ar_steps, mars_steps=mars_steps))
     bed.make_ready(seeds)
     kinds = {each.responses for each in variants if each.responses is not None}
@@ -129,7 +141,7 @@ def main(
         run_all(partial(generate, bed=bed), needed)
         tasks = [(seed, variant) for variant in variants for seed in range(seeds)]
         run_all(partial(run_variant, bed=bed), tasks)
-    text = table(read_results(bed, seeds), BASELINE, AR)
+    text = table(read_results(bed), BASELINE, AR)
     (bed.work / "table.md").write_text(text)
     typer.echo(text)
 

@@ -50,19 +50,18 @@ Row = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Token ids of a conversation, and which of them are labels, both [length]."""
 
 
-def score_checkpoint(path: Path, ar_path: Path, held_out: Path, window: int) -> dict[str, Any]:
+def score_checkpoint(path: Path, ar_path: Path, held_out: Path) -> dict[str, Any]:
     """Return all figures of a checkpoint as JSON.
 
     Args:
         path: checkpoint directory; without ``mars.json`` nothing is drafted.
         ar_path: checkpoint from whose distributions the divergence is measured.
         held_out: JSONL file of conversations with answers.
-        window: masks of a step, B.
     """
     began = time.perf_counter()
     checkpoint = read_checkpoint(path)
     items = read_items([held_out], checkpoint.tokenizer, max_length=checkpoint.max_length)
-    decoded = _decode(checkpoint, items, window)
+    decoded = _decode(checkpoint, items)
     model = load_model(path)
     rows = conversation_rows(checkpoint, read_conversations([str(held_out)]))
     found: dict[str, Any] = {
@@ -72,14 +71,12 @@ def score_checkpoint(path: Path, ar_path: Path, held_out: Path, window: int) -> 
     if checkpoint.metadata is not None:
         for name, setting in (("exact", "one-token"), ("exact-sampled", "one-token-sampled")):
             temperature = TEMPERATURE if setting.endswith("sampled") else 0.0
-            found[name] = drafting(checkpoint, model, items, decoded[setting], window, temperature)
+            found[name] = drafting(checkpoint, model, items, decoded[setting], temperature)
     found["score_s"] = time.perf_counter() - began
     return found
 
 
-def _decode(
-    checkpoint: Checkpoint, items: Sequence[EvalItem], window: int
-) -> dict[str, list[DecodedItem]]:
+def _decode(checkpoint: Checkpoint, items: Sequence[EvalItem]) -> dict[str, list[DecodedItem]]:
     sampling = Sampling(temperature=TEMPERATURE)
     settings = {
         "one-token": ONE_TOKEN,
@@ -87,7 +84,9 @@ def _decode(
     }
     if checkpoint.metadata is not None:
         settings |= {
-            f"tau-{each:g}": DecodingSetting(Mode.THRESHOLD, each, window=window)
+            f"tau-{each:g}": DecodingSetting(
+                Mode.THRESHOLD, each, window=checkpoint.metadata.block_size
+            )
             for each in THRESHOLDS
         }
     engine = evaluation_engine(checkpoint, items, max_tokens=MAX_TOKENS, max_num_seqs=_BATCH)
@@ -111,16 +110,18 @@ def drafting(
     model: PreTrainedModel,
     items: Sequence[EvalItem],
     outputs: Sequence[DecodedItem],
-    window: int,
     temperature: float,
 ) -> dict[str, Any]:
     """Return what mode exact takes for the outputs, and the agreement of masks with them.
+
+    As many masks are fed as the model knows.
 
     Returns:
         ``tokens``, ``passes`` and ``ideal_passes`` by item; ``right`` and ``drafts`` by depth,
         summed over every position of every output.
     """
     assert checkpoint.metadata is not None
+    window = checkpoint.metadata.block_size
     found: dict[str, list[int]] = {"tokens": [], "passes": [], "ideal_passes": []}
     counts = np.zeros((2, window), np.int64)
     for item, output in zip(items, outputs, strict=True):

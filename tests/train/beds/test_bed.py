@@ -3,7 +3,7 @@ import torch
 from bench.beds.code import measure, tables
 from bench.beds.models import AR, Bed, Sizes
 from bench.beds.report import closed_gap, table
-from bench.beds.run import chosen, generate, main, read_results
+from bench.beds.run import chosen, generate, main, read_results, with_blocks
 from bench.beds.scores import distributions
 from bench.beds.variants import BASELINE, VARIANTS
 from typer import BadParameter
@@ -26,7 +26,7 @@ def bed(tmp_path_factory):
 
 
 def test_each_variant_of_a_seed_is_trained_from_its_ar_checkpoint_and_scored(bed):
-    results = read_results(bed, 1)
+    results = read_results(bed)
     assert [*results] == [AR, BASELINE, "decay-.8"]
     for name in (BASELINE, "decay-.8"):
         found = results[name][0]
@@ -58,7 +58,7 @@ def test_responses_are_those_of_the_ar_checkpoint(bed):
 
 
 def test_the_table_has_paired_differences(bed):
-    results = read_results(bed, 1)
+    results = read_results(bed)
     text = table(results, BASELINE, AR)
     *_, last = [line for line in text.splitlines() if line.startswith("| decay-.8 |")]
     assert last.count("to") >= 6
@@ -76,6 +76,13 @@ def test_unknown_variants_are_refused():
     assert chosen([]) == VARIANTS
     with pytest.raises(BadParameter, match="no variant nothing; name one of baseline"):
         main("unused", only=["nothing"])
+
+
+def test_another_block_size_has_a_name_of_its_own():
+    variant = with_blocks(VARIANTS[-1], 16)
+    assert variant.name.endswith("-b16")
+    assert variant.stage == {**VARIANTS[-1].stage, "block_size": 16}
+    assert variant.responses == VARIANTS[-1].responses
 
 
 def test_every_variant_is_a_valid_stage(bed):

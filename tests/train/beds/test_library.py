@@ -91,7 +91,7 @@ def test_a_function_is_split_at_the_beginning_of_its_body():
 
 
 def test_a_method_far_from_its_class_is_shown_with_it():
-    method = "    def put(self, book):\n        return [self.find(book)] * 2 + [book]\n"
+    method = "    def put(self, book):\n        return [self.find(book)] * 2 + [book, book]\n"
     source = "class Shelf(Furniture):\n" + "\n".join([method] * 9)
     *_, last = functions_of("shop", source.encode())
     assert last.beginning.startswith("class Shelf(Furniture):\n    ...\n")
