@@ -34,14 +34,15 @@ _GAINS: Wordings = ("adding", "we find", "someone brings us")
 _LOSSES: Wordings = ("losing", "we sell", "someone takes from us")
 _RESULTS: Wordings = ("makes", "so there are", "and that leaves us with")
 
-_NUM_COPIED = (48, 54)
-_WORDS = (
-    "again big bird blue bread cat cold corn cow daily dark dog farmer finds fish gets girl gold "
-    "green hears helps here hits horse iron king likes man meets milk needs never new now often "
-    "old once red rice salt sand sees small soon takes tea there today tree twice wants warm white "
-    "wine wolf wood wool yard year young"
-)
-"""Words of copied texts."""
+_NUM_COPIED = (9, 10)
+_WORDS = [
+    ["big", "blue", "cold", "dark", "green", "new", "old", "red", "small", "warm", "young"],
+    ["bird", "cat", "cow", "dog", "farmer", "fish", "girl", "horse", "king", "man", "tree"],
+    ["finds", "gets", "hears", "helps", "hits", "likes", "meets", "needs", "sees", "takes", "has"],
+    ["bread", "corn", "gold", "iron", "milk", "rice", "salt", "sand", "tea", "wood", "wool"],
+    ["again", "daily", "here", "never", "now", "often", "once", "soon", "there", "today", "twice"],
+]
+"""Words of a copied text, one list for each place in a group."""
 _GAP = "_"
 _COPY_OPENINGS: Wordings = (
     "Here is the text with the word in its place.",
@@ -97,7 +98,9 @@ def _copy(rng: random.Random) -> Task:
 
     No word comes twice in a text, so that each word tells what follows it.
     """
-    text = rng.sample(_WORDS.split(), rng.randint(*_NUM_COPIED))
+    num = rng.randint(*_NUM_COPIED)
+    columns = [rng.sample(words, num) for words in _WORDS]
+    text = [word for group in zip(*columns, strict=True) for word in group]
     gap = rng.randrange(len(text))
     shown = [*text[:gap], _GAP, *text[gap + 1 :]]
     question = f"Put {text[gap]} in the gap: {' '.join(shown)}"
