@@ -1,4 +1,4 @@
-"""Makes the models of the varied bed: data, a start model a seed, stages trained without Ray."""
+"""Makes the models of the varied bed: data, a start model, and stages trained without Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mars_train.stage.responses import generate_responses
 from mars_train.stage.trainer import MODEL, StageTrainer
 
 AR = "ar"
-"""Name of a seed's AR checkpoint, which all variants continue from."""
+"""Name of the AR checkpoint, which all variants of all seeds continue from."""
 MAX_TOKENS = 160
 """Most tokens of an output; those of the data have fewer."""
 TEMPERATURES: dict[Responses, float] = {"greedy": 0.0, "sampled": 1.0}
@@ -96,9 +96,15 @@ class Bed:
         """Token store of the same conversations, filled up with end tokens."""
         return self.work / "tokens-filled"
 
-    def start(self, seed: int) -> Path:
-        """Return the directory of a seed's untrained model."""
-        return self.work / "start" / f"seed{seed}"
+    @property
+    def start(self) -> Path:
+        """Directory of the untrained model."""
+        return self.work / "start"
+
+    @property
+    def ar_model(self) -> Path:
+        """Directory of the AR checkpoint."""
+        return self.model(0, AR)
 
     def model(self, seed: int, name: str) -> Path:
         """Return the directory of a seed's trained model."""
@@ -129,24 +135,24 @@ class Bed:
         assert isinstance(stage, MarsStage)
         return stage.block_sizes[-1]
 
-    def train_ar(self, seed: int) -> dict[str, Any]:
-        """Train a seed's AR checkpoint, and return the time that it took."""
-        stage = self.recipe(seed).stages[0].model_dump()
-        return self._train(seed, AR, stage, self.start(seed), tokens=self.tokens)
+    def train_ar(self) -> dict[str, Any]:
+        """Train the AR checkpoint, and return the time that it took."""
+        stage = self.recipe(0).stages[0].model_dump()
+        return self._train(0, AR, stage, self.start, tokens=self.tokens)
 
     def train_variant(self, seed: int, variant: Variant) -> dict[str, Any]:
-        """Train a variant from the seed's AR checkpoint, and return the time that it took."""
+        """Train a variant from the AR checkpoint, and return the time that it took."""
         stage = self.recipe(seed).stages[1].model_dump()
         stage |= {"max_steps": round(stage["max_steps"] * variant.steps), **variant.stage}
         responses = None
         if variant.responses is not None:
-            responses = self.responses(seed, variant.responses)
+            responses = self.responses(variant.responses)
         filled = variant.convention == "end-filling"
         return self._train(
             seed,
             variant.name,
             stage,
-            self.model(seed, AR),
+            self.ar_model,
             tokens=self.filled_tokens if filled else self.tokens,
             responses=responses,
             trainer=PerConversationTrainer
@@ -170,13 +176,13 @@ class Bed:
             seconds.write_text(json.dumps(used))
         return {"train": json.loads(seconds.read_text())}
 
-    def responses(self, seed: int, kind: Responses) -> Path:
-        """Return the directory of responses that a seed's AR checkpoint wrote."""
-        return self.work / "responses" / f"seed{seed}-{kind}"
+    def responses(self, kind: Responses) -> Path:
+        """Return the directory of responses that the AR checkpoint wrote."""
+        return self.work / "responses" / kind
 
-    def generate(self, seed: int, kind: Responses) -> None:
-        """Write responses of a seed's AR checkpoint to training prompts, unless they are there."""
-        out = self.responses(seed, kind)
+    def generate(self, kind: Responses) -> None:
+        """Write responses of the AR checkpoint to training prompts, unless they are there."""
+        out = self.responses(kind)
         if not out.exists():
             out.parent.mkdir(exist_ok=True)
             data = TokenStore(self.tokens)
@@ -184,15 +190,14 @@ class Bed:
                 objective="generate",
                 temperature=TEMPERATURES[kind],
                 max_tokens=MAX_TOKENS,
-                seed=seed,
                 max_num_seqs=64,
             )
             rows = range(min(len(data), self.sizes.responses))
-            max_length = self.recipe(seed).data.max_length
-            generate_responses(self.model(seed, AR), data, stage, max_length, out, rows=rows)
+            max_length = self.recipe(0).data.max_length
+            generate_responses(self.ar_model, data, stage, max_length, out, rows=rows)
 
-    def make_ready(self, num_seeds: int) -> None:
-        """Make data, tokens and start models, unless they are there; all seeds share the tokens."""
+    def make_ready(self) -> None:
+        """Make data, tokens and the start model, unless they are there."""
         if not self.held_out.exists():
             write_demo_data(
                 self.work / "data",
@@ -203,21 +208,18 @@ class Bed:
             )
         recipe = self.recipe(0)
         assert recipe.model.scratch is not None
-        for seed in range(num_seeds):
-            if not self.start(seed).exists():
-                conversations = read_conversations(recipe.data.train)
-                texts = (message.content for talk in conversations for message in talk.messages)
-                create_model(
-                    recipe.model.scratch, texts, recipe.data.max_length, self.start(seed), seed
-                )
+        if not self.start.exists():
+            conversations = read_conversations(recipe.data.train)
+            texts = (message.content for talk in conversations for message in talk.messages)
+            create_model(recipe.model.scratch, texts, recipe.data.max_length, self.start, seed=0)
         if not self.tokens.exists():
-            store_tokens(recipe.data, self.start(0), self.tokens)
+            store_tokens(recipe.data, self.start, self.tokens)
         if not self.filled_tokens.exists():
             fill_last_block(
                 TokenStore(self.tokens),
                 self.filled_tokens,
                 block_size=self.window,
-                end_token=read_tokenizer(self.start(0)).eos_token_id,
+                end_token=read_tokenizer(self.start).eos_token_id,
                 max_length=recipe.data.max_length,
             )
 

@@ -1,6 +1,6 @@
 """Compares ways of training on the varied tasks: every variant of `variants.py`, for every seed.
 
-For each seed one AR checkpoint is trained; all variants continue from it, each on one thread. A
+One AR checkpoint is trained; all variants continue from it, each seed on one thread. A
 variant and seed that has its result in ``WORK/results`` is not run again, so an interrupted run
 goes on where it was. The tables are printed and written to ``WORK/table.md``.
 
@@ -30,15 +30,15 @@ from bench.beds.variants import BASELINE, VARIANTS, Responses, Variant
 from mars_platform.errors import UserError
 
 
-def run_ar(seed: int, bed: Bed) -> None:
-    """Train and score a seed's AR checkpoint, unless that is done."""
-    _run(bed, seed, AR, partial(bed.train_ar, seed))
+def run_ar(bed: Bed) -> None:
+    """Train and score the AR checkpoint, unless that is done."""
+    _run(bed, 0, AR, bed.train_ar)
 
 
-def generate(task: tuple[int, Responses], bed: Bed) -> None:
-    """Write responses of a seed's AR checkpoint, unless they are there."""
+def generate(kind: Responses, bed: Bed) -> None:
+    """Write responses of the AR checkpoint, unless they are there."""
     torch.set_num_threads(1)
-    bed.generate(*task)
+    bed.generate(kind)
 
 
 def run_variant(task: tuple[int, Variant], bed: Bed) -> None:
@@ -53,7 +53,7 @@ def _run(bed: Bed, seed: int, name: str, train: Any) -> None:
         return
     torch.set_num_threads(1)
     found = train()
-    found |= score_checkpoint(bed.model(seed, name), bed.model(seed, AR), bed.held_out)
+    found |= score_checkpoint(bed.model(seed, name), bed.ar_model, bed.held_out)
     result.parent.mkdir(exist_ok=True)
     partial_file = result.with_suffix(".partial")
     partial_file.write_text(json.dumps(found))
@@ -133,12 +133,11 @@ def main(
     if block_size is not None:
         variants = [with_blocks(variant, block_size) for variant in variants]
     bed = Bed(work.resolve(), Sizes(examples, items, ar_steps=ar_steps, mars_steps=mars_steps))
-    bed.make_ready(seeds)
+    bed.make_ready()
+    run_ar(bed)
     kinds = {each.responses for each in variants if each.responses is not None}
     with _workers(jobs) as run_all:
-        run_all(partial(run_ar, bed=bed), range(seeds))
-        needed = [(seed, kind) for kind in sorted(kinds) for seed in range(seeds)]
-        run_all(partial(generate, bed=bed), needed)
+        run_all(partial(generate, bed=bed), sorted(kinds))
         tasks = [(seed, variant) for variant in variants for seed in range(seeds)]
         run_all(partial(run_variant, bed=bed), tasks)
     text = table(read_results(bed), BASELINE, AR)

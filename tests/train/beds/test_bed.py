@@ -25,7 +25,7 @@ def bed(tmp_path_factory):
     return bed
 
 
-def test_each_variant_of_a_seed_is_trained_from_its_ar_checkpoint_and_scored(bed):
+def test_each_variant_is_trained_from_the_ar_checkpoint_and_scored(bed):
     results = read_results(bed)
     assert [*results] == [AR, BASELINE, "decay-.8"]
     for name in (BASELINE, "decay-.8"):
@@ -51,10 +51,10 @@ def test_a_finished_run_repeats_nothing(bed, capsys):
 
 
 def test_responses_are_those_of_the_ar_checkpoint(bed):
-    generate((0, "greedy"), bed)
-    store = TokenStore(bed.responses(0, "greedy"))
+    generate("greedy", bed)
+    store = TokenStore(bed.responses("greedy"))
     assert len(store) == 3
-    generate((0, "greedy"), bed)  # they are there
+    generate("greedy", bed)  # they are there
 
 
 def test_the_table_has_paired_differences(bed):
