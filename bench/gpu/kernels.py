@@ -217,6 +217,15 @@ def _products(dtype: torch.dtype, is_tiny: bool) -> Calls:
         yield (torch.randn(rows, 2 * size).to(dtype),)
 
 
+def _low_ranks(dtype: torch.dtype, is_tiny: bool) -> Calls:
+    sizes = [(3, 32, 64, 16)] if is_tiny else [(9, 3584, 4608, 96), (144, 3584, 37888, 64)]
+    for rows, width, columns, rank in sizes:
+        outputs, inputs = torch.randn(rows, columns), torch.randn(rows, width)
+        down, up = torch.randn(rank, width) / width**0.5, torch.randn(columns, rank) / rank**0.5
+        is_mask = torch.arange(rows) % 9 > 0
+        yield *(each.to(dtype) for each in (outputs, inputs, down, up)), is_mask, 2.0
+
+
 def _proposals(dtype: torch.dtype, is_tiny: bool) -> Calls:
     for rows, size in [(3, 64)] if is_tiny else [(1, 152064), (160, 151936)]:
         logits = (3 * torch.randn(rows, size)).to(dtype)
@@ -232,6 +241,7 @@ def _read_proposals(output: Tensor) -> list[Tensor]:
 
 
 OPERATORS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
+    "add_low_rank": _low_ranks,
     "add_rms_norm": _norms,
     "rotate_and_write": _rotations,
     "silu_mul": _products,

@@ -16,7 +16,12 @@ from torch import Tensor
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import tiling_of
 from mars_serve.engine.attention.plan import StepShape
-from mars_serve.engine.kernels import acceptance_triton, attention_triton, layer_triton
+from mars_serve.engine.kernels import (
+    acceptance_triton,
+    adapter_triton,
+    attention_triton,
+    layer_triton,
+)
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 Launch = Callable[[], object]
@@ -112,6 +117,30 @@ class Layer:
         layer_triton.silu_mul(empty(self.positions, 2 * self.intermediate))
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """The product that an adapter adds to a merged product."""
+
+    columns: int
+    """Columns of the merged product."""
+    rank: int
+    """Ranks of all products that were merged."""
+    hidden: int = 3584
+    positions: int = 9
+
+    def __call__(self) -> None:
+        """Launch the kernel."""
+        empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        adapter_triton.add_low_rank(
+            empty(self.positions, self.columns),
+            empty(self.positions, self.hidden),
+            empty(self.rank, self.hidden),
+            empty(self.columns, self.rank),
+            torch.empty(self.positions, dtype=torch.bool, device="meta"),
+            2.0,
+        )
+
+
 def propose() -> None:
     """Launch the kernels that read the logits of a step."""
     logits = torch.empty(9, 152064, dtype=torch.bfloat16, device="meta")
@@ -147,7 +176,15 @@ LAUNCHES: dict[str, Launch] = {
     "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),
     "layer 7B": Layer(28, 4, 128, hidden=3584, intermediate=18944),
     "layer with norms of heads": Layer(32, 8, 128, hidden=4096, intermediate=12288, has_norms=True),
+    "adapter 7B attention": Adapter(columns=4608, rank=96),
+    "adapter 7B MLP": Adapter(columns=37888, rank=64),
     "proposals": propose,
 }
-QUICK = ("attention 7B decoding", "attention window and sinks", "layer 7B", "proposals")
+QUICK = (
+    "attention 7B decoding",
+    "attention window and sinks",
+    "layer 7B",
+    "adapter 7B MLP",
+    "proposals",
+)
 """Launches that the suite compiles."""

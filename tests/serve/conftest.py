@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from decoding.adapters import write_adapter
 from decoding.tiny_models import SIZES, build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
@@ -99,6 +100,23 @@ def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {key: value for key, value in SIZES.items() if "vocab" not in key and "max" not in key}
     scratch = ScratchModel(config={"model_type": "qwen2", **sizes}, vocabulary_size=300)
     create_model(scratch, _TEXTS, max_length=128, path=path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(plain_dir: Path) -> Path:
+    """An adapter of the plain checkpoint."""
+    return write_adapter(plain_dir, plain_dir.with_name("adapter"))
+
+
+@pytest.fixture(scope="session")
+def full_dir(plain_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain checkpoint without rows beyond its tokenizer's tokens."""
+    path = tmp_path_factory.mktemp("full") / "model"
+    model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 

@@ -300,3 +300,42 @@ def test_an_ar_stage_has_no_block_size():
 def test_a_recipe_of_the_project_lacks_nothing_but_data(file):
     recipe = load_settings(file, Recipe, ["data.train=[train.jsonl]", "output=out"])
     assert [stage.objective for stage in recipe.stages] == ["ar", "mars"]
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def test_an_adapter_learns_from_its_model_unless_told_otherwise():
+    (stage,) = Recipe.model_validate(content(stages=stages(adapter={}))).stages
+    assert (stage.ar_weight, stage.learning_rate) == (0.0, 2e-4)
+    assert (stage.distillation.weight, stage.distillation.target) == (1.0, "soft")
+    assert (stage.adapter.rank, stage.adapter.scale) == (32, 2.0)
+    given = stages(adapter={"rank": 8, "alpha": 8}, distillation=None, learning_rate=1e-3)
+    recipe = Recipe.model_validate(content(stages=given))
+    assert recipe.stages[0].distillation is None
+    assert recipe.stages[0].adapter.scale == 1.0
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+AR = {"objective": "ar"}
+ADAPTED = {"objective": "mars", "adapter": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"stages": [ADAPTED, AR]}, "stages.0.adapter: the next stage would train the model"),
+        ({"model": scratch(), "stages": [ADAPTED]}, "stages.0.adapter: a new model has learned"),
+        ({"stages": [ADAPTED | {"ar_weight": 1}]}, "stages.0: ar_weight: an adapter does not"),
+        ({"stages": [ADAPTED], "compile": True}, "compile: layers with an adapter are not"),
+        ({"stages": stages(adapter={"rank": 0})}, "stages.0.adapter.rank: "),
+        ({"stages": stages(adapter={"applies_to": "all"})}, "stages.0.adapter.applies_to: "),
+        ({"stages": stages(adapter={"target_modules": []})}, "stages.0.adapter.target_modules: "),
+    ],
+)
+def test_an_adapter_without_its_model_or_with_a_loss_of_it_is_refused(changes, problem):
+    assert problem in refusal(**changes)
+
+
+def test_an_adapter_of_a_new_model_comes_behind_an_ar_stage():
+    assert len(Recipe.model_validate(content(model=scratch(), stages=[AR, ADAPTED])).stages) == 2

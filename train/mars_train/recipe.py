@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
@@ -18,6 +19,8 @@ _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a new model's configuration that follow from the tokenizer trained for it."""
 _OTHER_CONTENT = {"data", "ray", "start"}
 """Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
+_OF_ADAPTERS = {"ar_weight": 0.0, "distillation": {"weight": 1.0}, "learning_rate": 2e-4}
+"""Defaults of a stage that trains an adapter: its teacher is the model that it belongs to."""
 _MOST_TOKENS = 64
 """Largest block."""
 
@@ -107,7 +110,7 @@ class _TrainedStage(_NamedStage):
     micro_batch_size: int = Field(default=48, ge=1)
     """Conversations that a worker processes at once; gradients are accumulated over its share."""
     learning_rate: float = Field(default=5e-6, gt=0)
-    """Peak learning rate of the cosine schedule."""
+    """Peak learning rate of the cosine schedule; for an adapter, 2e-4 by default."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps during which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -164,11 +167,12 @@ class MarsStage(_TrainedStage):
     """Block size B, in tokens, 1 to 64. Of a list such as [4, 8, 16] a size is drawn for each
     conversation and epoch, and the largest is the model's."""
     ar_weight: float = Field(default=1.0, ge=0)
-    """Weight of the clean stream's AR loss."""
+    """Weight of the clean stream's AR loss; always 0 with an adapter, which leaves it as it is."""
     depth_decay: float = Field(default=1.0, gt=0, le=1)
     """Factor γ of the loss behind d masks, which counts γ^(d-1); 1 weighs all depths alike."""
     distillation: Distillation | None = None
-    """Learning masks from the clean stream; null for labels alone."""
+    """Learning masks from the clean stream; null for labels alone. By default an adapter learns
+    from the clean stream alone, with weight 1."""
     hidden_weight: float = Field(default=0.0, ge=0)
     """Weight of the squared distance between the last hidden states of a mask and of the clean
     stream at the same label, as a share of the latter's square; 0 for none."""
@@ -177,11 +181,29 @@ class MarsStage(_TrainedStage):
     responses: str | None = None
     """Name of an earlier stage of objective generate, whose responses take the noisy loss; the AR
     loss stays on the training data. Null for the training data in both."""
+    adapter: AdapterSettings | None = None
+    """Weights to train beside the model's own, which act at masks only; null to train the model
+    itself."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Block sizes that a conversation's is drawn from, ascending."""
         return (self.block_size,) if isinstance(self.block_size, int) else self.block_size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_an_adapter(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or content.get("adapter") is None:
+            return content
+        return {**_OF_ADAPTERS, **content}
+
+    @model_validator(mode="after")
+    def _adapter_leaves_the_ar_loss(self) -> MarsStage:
+        if self.adapter is not None and self.ar_weight:
+            raise ValueError(
+                "ar_weight: an adapter does not change the AR loss; leave the weight out"
+            )
+        return self
 
 
 class GenerateStage(_NamedStage):
@@ -363,6 +385,26 @@ class Recipe(Settings):
                     f"stages.{index}.block_size: {stage.block_sizes[-1]} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_its_model(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            if not isinstance(stage, MarsStage) or stage.adapter is None:
+                continue
+            key = f"stages.{index}.adapter"
+            if index + 1 < len(self.stages):
+                raise ValueError(
+                    f"{key}: the next stage would train the model that the adapter belongs to; "
+                    "make it the last stage"
+                )
+            if self.model.scratch is not None and self.stages[index] == self.trained_stages[0]:
+                raise ValueError(
+                    f"{key}: a new model has learned nothing that masks could foresee; put a stage "
+                    "of objective ar before it, or give a trained model as model.base"
+                )
+            if self.compile:
+                raise ValueError("compile: layers with an adapter are not compiled; leave it out")
         return self
 
     @model_validator(mode="after")

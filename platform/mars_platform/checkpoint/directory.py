@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import (
     MASK_TOKEN,
     METADATA_FILE,
@@ -33,8 +34,10 @@ from mars_platform.checkpoint.metadata import (
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
-if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
+
+    from mars_platform.checkpoint.adapter.files import Adapter
 
 _REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -62,6 +65,25 @@ class Checkpoint:
     special: SpecialTokens
     calibration: Calibration | None = None
     """Content of ``calibration.json``; None if there is none or it was not to be read."""
+    adapter: Adapter | None = None
+    """Adapter that acts at masks, whose weights lie in a directory of its own; None for none."""
+
+    @property
+    def own_path(self) -> Path:
+        """Directory of what belongs to this model alone: that of its adapter, if it has one.
+
+        The files of ``marsray calibrate`` lie there, and the card.
+        """
+        return self.path if self.adapter is None else self.adapter.path
+
+    @property
+    def fingerprint(self) -> str:
+        """Sum, in hexadecimal, that identifies the weights, those of an adapter included.
+
+        Raises:
+            UserError: a weights file is damaged.
+        """
+        return weights_fingerprint(self.own_path)
 
     @property
     def max_length(self) -> int:
@@ -73,7 +95,7 @@ class Checkpoint:
 
         It has no calibration. The tokenizer must already have the mask token.
         """
-        special = _special_tokens(self.path, self.tokenizer, metadata)
+        special = _special_tokens(self.path, self.tokenizer, metadata, self.config)
         return replace(self, metadata=metadata, special=special, calibration=None)
 
 
@@ -98,7 +120,7 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     refuse_unsupported(config, path)
     if metadata is not None:
         check_mask_token(path, metadata, _token_id(tokenizer, MASK_TOKEN))
-    special = _special_tokens(path, tokenizer, metadata)
+    special = _special_tokens(path, tokenizer, metadata, config)
     calibration = None
     if with_calibration and metadata is not None:
         calibration = read_calibration(path, metadata.block_size)
@@ -177,15 +199,10 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     Returns:
         The token's id, and whether the embedding has grown.
     """
-    present = _token_id(tokenizer, MASK_TOKEN)
-    if present is not None:
-        return present, False
     num_used = len(tokenizer)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [MASK_TOKEN]}, replace_extra_special_tokens=False
-    )
-    token_id = _token_id(tokenizer, MASK_TOKEN)
-    assert token_id is not None
+    token_id, is_new = name_mask_token(tokenizer)
+    if not is_new:
+        return token_id, False
     grown = token_id >= model.get_input_embeddings().weight.shape[0]
     if grown:
         model.resize_token_embeddings(token_id + 1, mean_resizing=False)
@@ -195,6 +212,23 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     # plain transformers must not emit the mask either
     model.generation_config.suppress_tokens = [token_id]
     return token_id, grown
+
+
+def name_mask_token(tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:
+    """Add the ``<|mask|>`` token to a tokenizer alone, unless it has it.
+
+    Returns:
+        The token's id, and whether it is new.
+    """
+    present = _token_id(tokenizer, MASK_TOKEN)
+    if present is not None:
+        return present, False
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [MASK_TOKEN]}, replace_extra_special_tokens=False
+    )
+    token_id = _token_id(tokenizer, MASK_TOKEN)
+    assert token_id is not None
+    return token_id, True
 
 
 def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
@@ -218,7 +252,10 @@ def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
 
 
 def _special_tokens(
-    path: Path, tokenizer: PreTrainedTokenizerBase, metadata: MarsMetadata | None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    metadata: MarsMetadata | None,
+    config: PreTrainedConfig,
 ) -> SpecialTokens:
     file = path / "generation_config.json"
     generation = read_json(file, _REMEDY) if file.is_file() else {}
@@ -227,7 +264,8 @@ def _special_tokens(
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     banned = {tokenizer.pad_token_id} if tokenizer.pad_token_id is not None else set()
-    if metadata is not None:
+    # an adapter's mask may lie past the output layer, which then has no logit to ban
+    if metadata is not None and metadata.mask_token_id < config.vocab_size:
         banned.add(metadata.mask_token_id)
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))

@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
 
@@ -16,12 +19,13 @@ def weights_fingerprint(path: Path) -> str:
 
     It covers the name, type and shape of every tensor and the first row of each matrix, not all
     bytes: reading a large model takes longer than loading it. Training changes every matrix and
-    therefore the sum; editing a few weights by hand may not.
+    therefore the sum; editing a few weights by hand may not. In an adapter's directory it covers
+    the sum of the adapter's model as well, which ``mars.json`` names.
 
     Raises:
-        UserError: a weights file is damaged.
+        UserError: a weights file, or an adapter's ``mars.json``, is damaged.
     """
-    sums: dict[str, bytes] = {}
+    sums = _sum_of_base(path)
     for file in path.glob("*.safetensors"):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -35,3 +39,11 @@ def weights_fingerprint(path: Path) -> str:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({one_line(error)}); copy it again") from error
     return hashlib.sha256(b"".join(sums[name] for name in sorted(sums))).hexdigest()
+
+
+def _sum_of_base(path: Path) -> dict[str, bytes]:
+    """Return the sum of the model that an adapter belongs to; nothing for a whole model."""
+    if not (path / ADAPTER_FILE).is_file():
+        return {}
+    base = read_json(path / METADATA_FILE, "copy the adapter's file again").get("base")
+    return {"": str(base.get("weights")).encode()} if isinstance(base, dict) else {}

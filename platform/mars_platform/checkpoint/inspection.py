@@ -33,6 +33,8 @@ class Inspection:
     """Rows of the embedding."""
     mask_token_id: int | None
     """Id of the mask token; None also if the tokenizer has none."""
+    layers: frozenset[str]
+    """Names of the layers that have a weight, such as q_proj; empty if the files do not say."""
 
 
 def inspect_model(model: str) -> Inspection:
@@ -48,8 +50,9 @@ def inspect_model(model: str) -> Inspection:
     path, metadata = read_metadata_of(model)
     config = read_json(path / "config.json", _REMEDY)
     _refuse_quantized(path, config)
+    tensors: set[str] = set()
     if "transformers_weights" not in config:  # the rare key names other files
-        check_weights(path)
+        tensors = set().union(*check_weights(path).values())
     check_chat_template(path)
     mask_token_id = read_mask_token_id(path)
     if metadata is not None and mask_token_id is not None:
@@ -59,6 +62,7 @@ def inspect_model(model: str) -> Inspection:
         max_length=_whole_number(config, "max_position_embeddings"),
         vocabulary_size=_whole_number(config, "vocab_size"),
         mask_token_id=mask_token_id,
+        layers=frozenset(name.split(".")[-2] for name in tensors if name.endswith(".weight")),
     )
 
 

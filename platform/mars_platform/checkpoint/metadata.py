@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mars_platform.checkpoint.references import refuse_foreign_files
+from mars_platform.checkpoint.references import refuse_adapter, refuse_foreign_files
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 
@@ -42,12 +42,14 @@ def locate_model(model: str) -> Path:
         model: directory or hub id.
 
     Raises:
-        UserError: there is no such model, or the hub cannot be reached and the model is not cached.
+        UserError: there is no such model, it is an adapter, or the hub cannot be reached and the
+            model is not cached.
     """
     path = Path(model)
     if (path / "config.json").is_file():
         return path
     if path.exists():
+        refuse_adapter(path)
         raise UserError(f"model: {model} holds no config.json, so it is not a model directory")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(f"model: there is no directory {model}; give an existing one or a hub id")

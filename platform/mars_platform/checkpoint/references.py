@@ -24,7 +24,8 @@ from mars_platform.config import read_json
 from mars_platform.errors import UserError
 
 _REMEDY = "copy the checkpoint's file again"
-_ADAPTER = "adapter_config.json"
+ADAPTER_FILE = "adapter_config.json"
+_METADATA = "mars.json"  # without it, an adapter acts at all positions
 
 
 def refuse_foreign_files(path: Path) -> None:
@@ -37,17 +38,30 @@ def refuse_foreign_files(path: Path) -> None:
         UserError: a file names one elsewhere, the manifest does not list a file, or the checkpoint
             is an adapter of another model; the message names the file and the remedy.
     """
-    if (path / _ADAPTER).exists():
-        raise UserError(
-            f"model: {path / _ADAPTER} makes this an adapter of another model, which is not "
-            "supported; merge the adapter into its model's weights and give the result"
-        )
+    refuse_adapter(path)
     for source, name in _named(path):
         try:
             _refuse_hidden(plain_name(name))
         except ValueError as error:
             raise UserError(f"{source}: {error}; {_REMEDY}") from error
     _refuse_unlisted_files(path)
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse an adapter where a whole model is needed.
+
+    Raises:
+        UserError: the directory holds an adapter; the message says how to use it.
+    """
+    if not (path / ADAPTER_FILE).exists():
+        return
+    remedy = "merge the adapter into its model's weights and give the result"
+    if (path / _METADATA).is_file():
+        remedy = "give its model here, and the adapter beside it: --adapter, or adapter in a file"
+    raise UserError(
+        f"model: {path / ADAPTER_FILE} makes this an adapter of another model, not a model; "
+        f"{remedy}"
+    )
 
 
 def _named(path: Path) -> Iterator[tuple[Path, str]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mars_platform.cli.main import show_help_without_command
-from mars_serve.cli.options import AsJson, KeyEnv
+from mars_serve.cli.options import Adapter, AsJson, KeyEnv
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
@@ -29,6 +29,7 @@ def decode(
         str | None,
         typer.Argument(help="Checkpoint directory or hub id; leave it out with --untrained."),
     ] = None,
+    adapter: Adapter = None,
     untrained: Annotated[
         str | None,
         typer.Option(
@@ -131,6 +132,7 @@ def decode(
     check_output_files({"--plot": plot, "--html": page})
     options = DecodeOptions(
         model=model,
+        adapter=adapter,
         untrained=untrained,
         prompts=prompts,
         contenders=contender or CONTENDERS,

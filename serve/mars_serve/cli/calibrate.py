@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mars_serve.cli.options import (
+    Adapter,
     AsJson,
     Data,
     Device,
@@ -21,8 +22,11 @@ _FILE_WIDTH = 120  # columns of a table in a file or pipe
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id, with mars.json.")],
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory or hub id, with mars.json or an adapter.")
+    ],
     data: Data,
+    adapter: Adapter = None,
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -67,7 +71,7 @@ def calibrate(
     First fits a temperature for each depth, so that 95 % of the tokens proposed with confidence .95
     are right, which means that mode ar gives the same token. Temperatures are fitted on one half of
     the held-out conversations and evaluated on the other. They are written to calibration.json in
-    the checkpoint.
+    the checkpoint, or beside the adapter.
 
     Then measures quality and tokens per forward pass in each mode and at each threshold, and step
     times on this machine, and writes frontier.json for the autoscaler. A stopped run continues when
@@ -87,6 +91,7 @@ def calibrate(
     options = CalibrateOptions(
         model,
         data,
+        adapter=adapter,
         max_items=max_items,
         max_cursors=max_cursors,
         max_tokens=max_tokens,

@@ -10,6 +10,7 @@ import typer
 from mars_platform.method.mode import Mode
 from mars_serve.cli.options import (
     MAX_SEED,
+    Adapter,
     AsJson,
     Data,
     Device,
@@ -29,6 +30,7 @@ _FILE_WIDTH = 128  # columns of a table in a file or pipe
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Prompt to complete.")],
+    adapter: Adapter = None,
     mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.THRESHOLD,
     threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
     temperature: Temperature = 0.0,
@@ -65,6 +67,7 @@ def generate(
         result = generate_once(
             model,
             prompt,
+            adapter=adapter,
             mode=mode,
             threshold=threshold,
             max_tokens=max_tokens,
@@ -79,6 +82,7 @@ def generate(
 def eval_(
     model: Model,
     data: Data,
+    adapter: Adapter = None,
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -138,6 +142,7 @@ def eval_(
     options = EvalOptions(
         model,
         data,
+        adapter=adapter,
         thresholds=threshold or (),
         modes=mode or (),
         outcomes=outcomes or (),
@@ -167,6 +172,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Checkpoint directory or hub id, or NAME=DIR. May be repeated."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Directory of an adapter of the model, or NAME=DIR where there are several models."
+        ),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     replicas: Annotated[
@@ -188,6 +199,7 @@ def serve(
     settings = serve_settings(
         config,
         model or [],
+        adapters=adapter or [],
         host=host,
         port=port,
         replicas=replicas,

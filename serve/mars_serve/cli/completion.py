@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
@@ -56,6 +56,7 @@ def generate_once(
     model: str,
     prompt: str,
     *,
+    adapter: Path | None = None,
     mode: Mode,
     threshold: float,
     max_tokens: int | None,
@@ -70,7 +71,7 @@ def generate_once(
         UserError: the model or an option is unusable.
     """
     _check_ranges(threshold, sampling, stop)
-    checkpoint = read_checkpoint(model)
+    checkpoint = read_model(model, adapter)
     tokenizer = checkpoint.tokenizer
     if chat:
         ids = PromptEncoder(tokenizer).chat([{"role": "user", "content": prompt}])

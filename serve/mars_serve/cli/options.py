@@ -23,6 +23,13 @@ Model = Annotated[
     str,
     typer.Argument(help="Checkpoint directory or hub id.", autocompletion=complete_directories),
 ]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory of an adapter of the checkpoint, by marsray train; it acts at masks only.",
+        autocompletion=complete_directories,
+    ),
+]
 Data = Annotated[
     list[Path], typer.Option(help="Conversations in JSONL or Parquet. May be repeated.")
 ]

@@ -11,7 +11,9 @@ from mars_serve.cli.options import AsJson
 
 
 def promote(
-    candidate: Annotated[Path, typer.Argument(help="Checkpoint directory with frontier.json.")],
+    candidate: Annotated[
+        Path, typer.Argument(help="Directory of a checkpoint or an adapter, with frontier.json.")
+    ],
     service: Annotated[
         Path,
         typer.Option(help="Symbolic link to the checkpoint in service; it is created if missing."),

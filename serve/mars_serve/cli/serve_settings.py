@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ def serve_settings(
     config: Path | None,
     models: list[str],
     *,
+    adapters: Sequence[str] = (),
     host: str | None,
     port: int | None,
     replicas: int | None,
@@ -23,13 +25,16 @@ def serve_settings(
     """Merge the sources: options override the file, ``--set`` overrides both.
 
     Raises:
-        UserError: neither a file nor a model is given, or a value is invalid.
+        UserError: neither a file nor a model is given, an adapter names none of the models, or a
+            value is invalid.
     """
     if config is None and not models:
         raise UserError("give a config file, or a model with --model DIR")
     content: dict[str, Any] = read_yaml(config) if config else {}
     if models:
         content["models"] = [_model_entry(model) for model in models]
+    for adapter in adapters:
+        _add_adapter(content.get("models"), adapter)
     if replicas is not None and isinstance(content.get("models"), list):
         entries = [entry for entry in content["models"] if isinstance(entry, dict)]
         for entry in entries:
@@ -46,3 +51,24 @@ def _model_entry(text: str) -> dict[str, Any]:
     if not separator:
         name, path = Path(text).resolve().name if Path(text).exists() else text, text
     return {"name": name, "path": path}
+
+
+def _add_adapter(models: Any, text: str) -> None:
+    """Give the adapter ``NAME=DIR`` to the model of that name, or ``DIR`` to the only model.
+
+    Raises:
+        UserError: it is not clear which model the adapter belongs to.
+    """
+    listed = models if isinstance(models, list) else []
+    entries = {str(entry.get("name")): entry for entry in listed if isinstance(entry, dict)}
+    name, separator, path = text.partition("=")
+    if not separator:
+        if len(entries) != 1:
+            raise UserError(
+                f"--adapter: {text} belongs to one model of {len(entries)}; give it as NAME=DIR"
+            )
+        name, path = next(iter(entries)), text
+    elif name not in entries:
+        known = ", ".join(entries) or "none"
+        raise UserError(f"--adapter: there is no model {name!r}; the models are {known}")
+    entries[name]["adapter"] = path

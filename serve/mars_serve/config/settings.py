@@ -99,6 +99,9 @@ class ModelSettings(Settings):
     """Name that requests give as ``model``."""
     path: str
     """Checkpoint directory or Hugging Face hub id."""
+    adapter: str | None = None
+    """Directory of an adapter of the model, by ``marsray train``, that acts at masks only: modes ar
+    and exact give the output of the model itself. Files of ``marsray calibrate`` lie there."""
     mode: Mode = Mode.THRESHOLD
     """Decoding mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
     confidence_threshold: float = Field(default=0.95, gt=0, le=1)

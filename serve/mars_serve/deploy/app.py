@@ -45,7 +45,7 @@ class Ingress:
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
         # Torch comes with it, which the process that deploys does without.
-        from mars_platform.checkpoint.directory import read_checkpoint
+        from mars_platform.checkpoint.adapter.adapted import read_model
 
         created, context = int(time.time()), serve.get_replica_context()
         models = [with_dtype(model) for model in settings.models]
@@ -64,7 +64,10 @@ class Ingress:
         }
         self._models = {
             model.name: ServedModel(
-                model, read_checkpoint(model.path), self._backends[model.name], created
+                model,
+                read_model(model.path, model.adapter),
+                self._backends[model.name],
+                created,
             )
             for model in settings.models
         }

@@ -71,10 +71,17 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
 
 
 def _look_over_models(settings: ServeSettings, console: Console) -> None:
-    """Refuse what the files' names and ``mars.json`` show; replicas read the rest."""
+    """Refuse what the files' names and ``mars.json`` show; replicas read the rest.
+
+    An adapter is looked over as a whole, since it is small and easily paired with another model.
+    """
     for model in settings.models:
         path, metadata = read_metadata_of(model.path)
-        if metadata is None:
+        if model.adapter is not None:
+            from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+
+            check_fit(read_model(path, model.adapter))  # importing it takes seconds
+        elif metadata is None:
             console.print(
                 f"model {model.name}: {path} has no mars.json, so it is served as plain AR; "
                 "threshold mode is refused",

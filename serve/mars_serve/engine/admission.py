@@ -16,7 +16,7 @@ class Limits:
 
     checkpoint: Checkpoint
     vocabulary: int
-    """Number of the model's embeddings."""
+    """Number of tokens that the model can choose from."""
     max_length: int
     """Most tokens of prompt and output together."""
     gives_one: bool
@@ -65,6 +65,22 @@ class Limits:
                 f"output tokens make {request.max_length}, more than the {self.max_length} that "
                 "fit; shorten the prompt or lower max_tokens"
             )
+
+
+def check_mask(checkpoint: Checkpoint, vocabulary: int) -> None:
+    """Refuse a model without an embedding of its mask token; an adapter brings one along.
+
+    Raises:
+        UserError: the mask token's id is past the embeddings.
+    """
+    metadata = checkpoint.metadata
+    if metadata is None or checkpoint.adapter is not None:
+        return
+    if metadata.mask_token_id >= vocabulary:
+        raise UserError(
+            f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
+            f"{vocabulary} embeddings; use one checkpoint's files"
+        )
 
 
 _MIN_WATCHED = 64

@@ -90,6 +90,11 @@ class StepBatch:
                 positions += range(cursor, row.start + row.length)
         return positions
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether any row feeds masks."""
+        return any(row.num_masks for row in self.rows)
+
 
 def bucket(count: int) -> int:
     """Return the padded length of ``count`` positions: one of few, at most a quarter longer."""

@@ -127,6 +127,8 @@ def drafting_checkpoint(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoin
         UserError: its tokens are not the target's.
     """
     special = target.special.never_emitted | checkpoint.special.never_emitted
+    # an adapter's mask may be a token without a logit, which needs not be banned
+    special |= {each.metadata.mask_token_id for each in (checkpoint, target) if each.metadata}
     ours, theirs = (
         {text: token for text, token in each.tokenizer.get_vocab().items() if token not in special}
         for each in (checkpoint, target)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.directory import Checkpoint, load_model
-from mars_platform.errors import UserError
+from mars_platform.checkpoint.adapter.adapted import load_weights
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.pacing import Pacer
@@ -17,7 +17,7 @@ from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.adaptive.window_choice import WindowChooser
-from mars_serve.engine.admission import Deadlines, Limits
+from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import num_pages
@@ -88,17 +88,13 @@ class Engine:
         metadata, calibration = checkpoint.metadata, checkpoint.calibration
         self.checkpoint = checkpoint
         self.window = metadata.block_size if metadata else 0
-        weights = (model or load_model(checkpoint.path, dtype=dtype)).to(device)
+        weights = (model or load_weights(checkpoint, dtype=dtype)).to(device)
         self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
-        self._vocabulary = weights.get_input_embeddings().weight.shape[0]
-        if metadata is not None and metadata.mask_token_id >= self._vocabulary:
-            raise UserError(
-                f"mars.json: mask_token_id is {metadata.mask_token_id}, but the model has "
-                f"{self._vocabulary} embeddings; use one checkpoint's files"
-            )
+        self._vocabulary = weights.get_output_embeddings().out_features
+        check_mask(checkpoint, self._vocabulary)
         self._drafter, self._pacer = drafter, pacer
         max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
         self._pool = PagePool(self.num_pages, self.page_size)

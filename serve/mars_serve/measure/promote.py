@@ -17,9 +17,11 @@ from pydantic import Field
 
 from mars_autoscale.model.frontier import Frontier, read_frontier
 from mars_autoscale.model.frontier_points import FrontierPoint
+from mars_platform.checkpoint.adapter.files import read_adapter
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
+from mars_platform.checkpoint.references import ADAPTER_FILE
 from mars_platform.config import Settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -84,8 +86,8 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
     """Point a link to a checkpoint.
 
     Args:
-        candidate: directory of the checkpoint, with frontier.json. All of its files are read once;
-            it gets a manifest if it has none.
+        candidate: directory of the checkpoint or adapter, with frontier.json. All of its files are
+            read once; it gets a manifest if it has none.
         service: the link; a link that does not exist yet is made without a comparison.
         gate: limits of how much worse the candidate may be; None compares nothing and reads nothing
             of the checkpoint in service.
@@ -103,6 +105,12 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
         raise UserError(
             f"--service: {service} is no symbolic link, so that it could not be changed at once; "
             "name a path that does not exist yet, or a link"
+        )
+    if service.exists() and _is_adapter(service) != _is_adapter(candidate):
+        one, other = ("an adapter", "a whole model")[:: 1 if _is_adapter(candidate) else -1]
+        raise UserError(
+            f"{candidate} is {one}, and {service} leads to {other}, which servers load in another "
+            "way; name a link of its own"
         )
     compared = list[PointPair]()
     if gate is not None and service.exists():
@@ -215,7 +223,10 @@ def _check(candidate: Path) -> None:
     been read by then, and its tensors are those that the frontier was measured on. Demanding a
     manifest would prove no more: it would be made now and describe the same files.
     """
-    read_checkpoint(candidate)
+    if _is_adapter(candidate):
+        read_adapter(candidate)
+    else:
+        read_checkpoint(candidate)
     if not (candidate / MANIFEST).exists():
         write_whole(candidate, MANIFEST, describe_all(candidate).text)
         return
@@ -226,6 +237,10 @@ def _check(candidate: Path) -> None:
             f"{candidate} is not what its manifest says ({error}); copy it again from where it "
             f"came, or, if the change was meant, delete its {MANIFEST}: promoting it writes one"
         ) from error
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / ADAPTER_FILE).is_file()
 
 
 def _point(link: Path, target: Path) -> None:

@@ -51,7 +51,7 @@ def autoscaling_basis(
         }
     )
     try:
-        frontier = read_frontier(engine.checkpoint.path)
+        frontier = read_frontier(engine.checkpoint.own_path)
         capacity = frontier.capacity(
             engine.settings.max_num_seqs, _mean_cached(engine), autoscaling.target_threshold
         )
@@ -82,7 +82,7 @@ def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> st
     mismatch = f"measured on {' in '.join(measured)}; the replica runs on {' in '.join(here)}"
     _log.warning(
         "autoscaling uses the speed of another machine: %s was %s; run marsray calibrate here",
-        engine.checkpoint.path / FRONTIER_FILE,
+        engine.checkpoint.own_path / FRONTIER_FILE,
         mismatch,
     )
     return mismatch

@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
+from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
@@ -68,7 +69,7 @@ def _describe_memory(settings: ModelSettings) -> str:
 
 def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
-    checkpoint, drafter = read_checkpoint(settings.path), None
+    checkpoint, drafter = read_model(settings.path, settings.adapter), None
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
     if settings.draft is not None:
@@ -93,13 +94,13 @@ def _load(settings: ModelSettings) -> Engine:
 def _pacer(checkpoint: Checkpoint) -> Pacer:
     """Make the pacer that stretches steps to the times in the model's frontier."""
     try:
-        frontier = read_frontier(checkpoint.path)
+        frontier = read_frontier(checkpoint.own_path)
     except UserError as error:
         raise UserError(f"rehearsal: {error}") from error
     _log.warning(
         "rehearsal: every step is slowed down to the times in %s, measured on %s; this server's "
         "speed is not this machine's",
-        checkpoint.path / FRONTIER_FILE,
+        checkpoint.own_path / FRONTIER_FILE,
         frontier.hardware,
     )
     return Pacer(frontier, checkpoint.metadata.block_size if checkpoint.metadata else 0)

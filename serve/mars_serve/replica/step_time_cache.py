@@ -23,7 +23,6 @@ from pydantic import Field, model_validator
 
 from mars_platform import __version__
 from mars_platform.checkpoint.files import write_whole
-from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
@@ -131,7 +130,7 @@ def describe(settings: ModelSettings, engine: Engine) -> dict[str, str]:
     """Return what an engine's step times depend on."""
     config = engine.checkpoint.config.to_json_string(use_diff=False)
     return {
-        "weights": weights_fingerprint(engine.checkpoint.path),
+        "weights": engine.checkpoint.fingerprint,
         "config": hashlib.sha256(config.encode()).hexdigest(),
         "window": str(engine.window),
         "max_length": str(engine.max_length),

@@ -11,11 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.engines import paged_attention
+from mars_platform.checkpoint.adapter.layers import attach_adapter
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_serve.engine.attention.operator import ATTENTION_NAME
+from mars_serve.engine.decoder.adapter import fix_shapes
 from mars_serve.engine.decoder.decoder import merge_layers
 from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
 
-_KERNELS = {"marsray.paged_attention.default": 2, "marsray.propose.default": 2}
+_KERNELS = {
+    "marsray.paged_attention.default": 2,
+    "marsray.propose.default": 2,
+    "marsray.add_low_rank.default": 2,
+}
 """Launches of our operators that take more than one; attention combines parts of long contexts."""
 _NO_LAUNCH = ("aten.new_empty", "aten.empty", "aten.empty_like")
 
@@ -44,9 +51,17 @@ def _shares_memory(result: Any, arguments: Any) -> bool:
 
 
 def captured_launches(
-    family: str, sizes: dict[str, Any], num_layers: int, num_positions: int, *, merged: bool = True
-) -> Counter[str]:
-    """Launches of one captured step of a model in bfloat16, by operator.
+    family: str,
+    sizes: dict[str, Any],
+    num_layers: int,
+    num_positions: int,
+    *,
+    merged: bool = True,
+    adapter: bool = False,
+) -> list[Counter[str]]:
+    """Launches of captured steps of a model in bfloat16, by operator, the largest shape first.
+
+    With an adapter, each shape comes first without masks and then with them.
 
     Args:
         family: family of the model.
@@ -54,11 +69,15 @@ def captured_launches(
         num_layers: number of layers.
         num_positions: positions of the step, each a row of its own.
         merged: whether the layers are merged, or transformers' own.
+        adapter: whether the model has an adapter.
     """
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        if adapter:
+            attach_adapter(model, AdapterSettings(), mask_token_id=7)
     model.set_attn_implementation(ATTENTION_NAME)
+    fix_shapes(model)
     attention = paged_attention(model, num_pages=64, page_size=64)
     if merged:
         merge_layers(model, attention)
@@ -72,4 +91,4 @@ def captured_launches(
         return function
 
     forward.capture(GraphSizes(num_positions, 1, num_positions, max_pages=16), count)
-    return counts[0]  # the largest shape
+    return counts

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_serve.engine.kernels import layer, layer_triton
+from mars_serve.engine.kernels import adapter, adapter_triton, layer, layer_triton
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3}
 KEPT = 7.0
@@ -78,12 +78,33 @@ def compare_activations(differences: Differences) -> None:
         differences.compare([found], [layer.silu_mul_twin(merged)])
 
 
+def compare_adapters(differences: Differences) -> None:
+    """Products of ranks above and below a block's; rows without a mask keep their bits."""
+    for dtype, (positions, columns), rank, gate in itertools.product(
+        TOLERANCES, [(1, 16), (5, 130), (37, 300)], [1, 16, 100], ["none", "some", "all"]
+    ):
+        outputs, inputs = torch.randn(positions, columns), torch.randn(positions, 24)
+        down, up = torch.randn(rank, 24) / 24, torch.randn(columns, rank) / rank**0.5
+        is_mask = torch.tensor(
+            [gate == "all" or (gate == "some" and i % 20 == 4) for i in range(positions)]
+        )
+        outputs, inputs, down, up = (each.to(dtype) for each in (outputs, inputs, down, up))
+        results = []
+        for function in (adapter_triton.add_low_rank, adapter.add_low_rank_twin):
+            own = outputs.clone()
+            function(own, inputs, down, up, is_mask, 2.0)
+            assert torch.equal(own[~is_mask], outputs[~is_mask])
+            results.append([own])
+        differences.compare(*results)
+
+
 def main() -> None:
     torch.manual_seed(0)
     differences = Differences()
     compare_norms(differences)
     compare_rotations(differences)
     compare_activations(differences)
+    compare_adapters(differences)
     sys.stdout.write(json.dumps([differences.num_cases, differences.largest]) + "\n")
 
 

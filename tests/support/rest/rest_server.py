@@ -166,6 +166,8 @@ class Client(httpx2.AsyncClient):
 
 def served(name: str, checkpoint: Checkpoint, backend: Backend, **settings: Any) -> ServedModel:
     """Make a served model over a backend."""
+    if checkpoint.adapter is not None:
+        settings["adapter"] = str(checkpoint.adapter.path)
     entry = ModelSettings(name=name, path=str(checkpoint.path), engine=ENGINE, **settings)
     return ServedModel(entry, checkpoint, backend, CREATED)
 

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import mars_train.method.attention as attention_module
 import mars_train.method.objective as objective_module
@@ -23,50 +23,14 @@ from mars_train.method.attention import (
     block_mask,
     choose_attention,
     compiled_flex_attention,
+    slots_of,
 )
-from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out, pack
+from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out
 from mars_train.method.objective import Objective
+from packed import MASK, PAD, VOCABULARY, build_batch, build_model, checkpoint_layers, silent_layout
 from stage_runs import run_group
 
-MASK, PAD, VOCABULARY = 60, 0, 64
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
-
-
-def build_model(family="qwen2", head_dim=8, **settings):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        head_dim=head_dim,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,  # not a power of two; three per key-value head
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        **settings,
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def build_batch(num=8, row_slots=128, multiple_of=1, block_size=4, seed=0):
-    rng = np.random.default_rng(seed)
-    layouts = [
-        lay_out(
-            rng.integers(1, MASK, length),
-            np.arange(length) >= rng.integers(1, length),
-            block_size,
-            MASK,
-            block_offset=int(rng.integers(block_size or 1)),
-        )
-        for length in rng.integers(4, 40, num)
-    ]
-    return collate(pack(layouts, row_slots, multiple_of), PAD, multiple_of)
-
-
-def silent_layout():
-    return lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)
 
 
 def gradients(objective, batch):
@@ -93,11 +57,8 @@ def assert_same(ours, expected):
         )
 
 
-def checkpoint_layers(model):
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def blocks_of(batch):
+    return block_mask(slots_of(batch), slots_of(batch))
 
 
 @pytest.fixture
@@ -238,7 +199,7 @@ def flex_batch(num=9, **settings):
 def test_the_block_mask_equals_the_dense_mask(block_size):
     batch = flex_batch(block_size=block_size)
     dense = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
-    blocks = block_mask(batch)
+    blocks = blocks_of(batch)
     rows, slots = batch.tokens.shape
     by_element = create_mask(blocks.mask_mod, rows, 1, slots, slots, device="cpu")
     assert torch.equal(by_element.squeeze(1), dense)
@@ -274,7 +235,7 @@ def test_the_block_mask_never_holds_all_pairs_of_slots(rows, monkeypatch):
     largest = {}
     for slots in (1024, 2048, 4096):
         with LargestTensor() as noted:
-            block_mask(long_batch(slots, rows))
+            blocks_of(long_batch(slots, rows))
         largest[slots] = noted.elements
         assert noted.elements <= max(2**18, rows * slots * FLEX_MULTIPLE)
     assert largest[4096] < rows * 4096**2 / 16
@@ -284,9 +245,9 @@ def test_the_block_mask_never_holds_all_pairs_of_slots(rows, monkeypatch):
 def test_the_block_mask_does_not_depend_on_the_pairs_at_once(at_once, monkeypatch):
     batch = flex_batch(num=30)
     rows, slots = batch.tokens.shape
-    theirs = create_block_mask(block_mask(batch).mask_mod, rows, None, slots, slots, device="cpu")
+    theirs = create_block_mask(blocks_of(batch).mask_mod, rows, None, slots, slots, device="cpu")
     monkeypatch.setattr(attention_module, "_MOST_AT_ONCE", at_once)
-    ours = block_mask(batch)
+    ours = blocks_of(batch)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert torch.equal(ours.q_num_blocks, theirs.q_num_blocks)
@@ -294,7 +255,7 @@ def test_the_block_mask_does_not_depend_on_the_pairs_at_once(at_once, monkeypatc
 
 
 def test_a_wide_document_has_full_blocks():
-    blocks = block_mask(long_batch(512 + 1))
+    blocks = blocks_of(long_batch(512 + 1))
     assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
     assert blocks.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1]
 
@@ -315,7 +276,7 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
             query = torch.randn(rows, 6, batch.tokens.shape[1], 16)
             key = value = query[:, :2]
             with torch.set_grad_enabled(grad):
-                output = attend(query, key, value, block_mask(batch))
+                output = attend(query, key, value, blocks_of(batch))
             mask = attention_mask(batch, "sdpa")
             expected = scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True

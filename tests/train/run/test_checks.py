@@ -114,8 +114,19 @@ def test_a_mask_token_without_a_row_of_the_embedding_is_refused(content, model):
     change(model / "config.json", vocab_size=token_id)
     message = refusal(content)
     assert f"has the mask token at {token_id}, but the embedding has {token_id} rows" in message
-    content["stages"] = content["stages"][:1]
+    mars = content["stages"].pop()
     check(content)  # an AR stage needs no mask
+    content["stages"].append(mars | {"adapter": {}})
+    check(content)  # an adapter brings the row along
+
+
+def test_an_adapter_of_layers_that_the_model_has_not_is_refused(content):
+    content["stages"][1]["adapter"] = {"target_modules": ["q_proj", "query"]}
+    message = refusal(content)
+    assert message.startswith("stages.1.adapter.target_modules: ")
+    assert "has no layer called 'query'; it has down_proj, embed_tokens" in message
+    content["stages"][1]["adapter"] = {"target_modules": ["q_proj"]}
+    check(content)
 
 
 @pytest.mark.parametrize("setting", ["data.train", "evaluation.data"])

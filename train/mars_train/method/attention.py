@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mars_platform.errors import UserError
-from mars_platform.method.rules import RowSlots, sees, visibility
+from mars_platform.method.rules import RowSlots, sees
 from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
@@ -24,6 +26,7 @@ FLEX_MULTIPLE = 128
 """Side of a block mask's blocks; with flex attention a row's slots are a multiple of it."""
 
 _FLEX_NAME = "marsray_flex"
+_STORED_NAME = "marsray_stored"
 _LEAST_HEAD_DIM = 16
 """Least size of a head that the compiled kernel of flex attention takes."""
 _MOST_AT_ONCE = 2**24
@@ -89,49 +92,79 @@ def why_not_flex(config: PreTrainedConfig, device: torch.device) -> str | None:
 
 
 def attention_mask(batch: Batch, attention: Attention) -> Tensor | BlockMask:
-    """Return the attention mask: bool [rows, 1, slots, slots] for SDPA, a block mask for flex."""
+    """Return the attention mask of a batch; see `mask_between`."""
+    slots = slots_of(batch)
+    return mask_between(slots, slots, attention)
+
+
+def slots_of(batch: Batch) -> RowSlots:
+    """Return the columns of a batch, [rows, slots] each, that visibility depends on."""
+    return RowSlots(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
+
+
+def mask_between(queries: RowSlots, keys: RowSlots, attention: Attention) -> Tensor | BlockMask:
+    """Return the attention mask of some slots of packed rows towards others, or themselves.
+
+    Args:
+        queries: columns of [rows, queries].
+        keys: columns of [rows, keys].
+        attention: kind of attention.
+
+    Returns:
+        bool [rows, 1, queries, keys] for SDPA, a block mask for flex attention.
+    """
     if attention == "flex":
-        return block_mask(batch)
-    return visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy).unsqueeze(1)
+        return block_mask(queries, keys)
+    return sees(
+        RowSlots(*(column[:, None, :, None] for column in queries)),
+        RowSlots(*(column[:, None, None, :] for column in keys)),
+    )
 
 
-def block_mask(batch: Batch) -> BlockMask:
-    """Return the batch's block mask; its slots must be a multiple of ``FLEX_MULTIPLE``.
+def block_mask(queries: RowSlots, keys: RowSlots) -> BlockMask:
+    """Return a block mask; numbers of queries and keys must be multiples of ``FLEX_MULTIPLE``.
 
     Torch's ``create_block_mask`` computes the visibility of all pairs of slots at once unless it is
     compiled; here it is computed and summed up by rows of blocks.
+
+    Args:
+        queries: columns of [rows, queries].
+        keys: columns of [rows, keys].
     """
-    slots = batch.tokens.shape[1]
-    assert slots % FLEX_MULTIPLE == 0, slots
-    columns = (batch.documents, batch.position_ids, batch.blocks, batch.noisy)
+    lengths = queries.position.shape[1], keys.position.shape[1]
+    assert not any(length % FLEX_MULTIPLE for length in lengths), lengths
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(
-            RowSlots(*(column[row, query] for column in columns)),
-            RowSlots(*(column[row, key] for column in columns)),
+            RowSlots(*(column[row, query] for column in queries)),
+            RowSlots(*(column[row, key] for column in keys)),
         )
 
-    num_visible = _num_visible(columns)
+    num_visible = _num_visible(queries, keys)
     is_full = num_visible == FLEX_MULTIPLE**2
     return BlockMask.from_kv_blocks(
         *_listed((num_visible > 0) & ~is_full),
         *_listed(is_full),
         BLOCK_SIZE=FLEX_MULTIPLE,
         mask_mod=visible,
-        seq_lengths=(slots, slots),
+        seq_lengths=lengths,
     )
 
 
-def _num_visible(columns: tuple[Tensor, ...]) -> Tensor:
-    """Count the visible pairs of slots in each pair of blocks: int64 [rows, 1, blocks, blocks]."""
-    rows, slots = columns[0].shape
-    num_blocks = slots // FLEX_MULTIPLE
-    keys = RowSlots(*(column[:, None, :] for column in columns))
-    at_once = max(1, _MOST_AT_ONCE // (rows * FLEX_MULTIPLE * slots)) * FLEX_MULTIPLE
+def _num_visible(queries: RowSlots, keys: RowSlots) -> Tensor:
+    """Count the visible pairs of slots in each pair of blocks.
+
+    Returns:
+        int64 [rows, 1, blocks of queries, blocks of keys].
+    """
+    rows, num_keys = keys.position.shape
+    num_blocks = num_keys // FLEX_MULTIPLE
+    keys = RowSlots(*(column[:, None, :] for column in keys))
+    at_once = max(1, _MOST_AT_ONCE // (rows * FLEX_MULTIPLE * num_keys)) * FLEX_MULTIPLE
     counts = []
-    for begin in range(0, slots, at_once):
+    for begin in range(0, queries.position.shape[1], at_once):
         part = slice(begin, begin + at_once)
-        visible = sees(RowSlots(*(column[:, part, None] for column in columns)), keys)
+        visible = sees(RowSlots(*(column[:, part, None] for column in queries)), keys)
         tiles = visible.view(rows, -1, FLEX_MULTIPLE, num_blocks, FLEX_MULTIPLE)
         counts.append(tiles.sum(dim=(2, 4)))
     return torch.cat(counts, dim=1).unsqueeze(1)
@@ -200,3 +233,56 @@ def _flex(
 
 
 AttentionInterface.register(_FLEX_NAME, _flex)
+
+
+# --- a stream that was computed before ------------------------------------------------------------
+
+
+@dataclass
+class StoredStream:
+    """Keys and values of a stream, by layer, for the passes of another stream that sees it.
+
+    Attention is given one as ``stored`` through the model's forward. transformers' caches do the
+    same, but its layers drop them where activations are computed again.
+    """
+
+    attention: Attention
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values [rows, kv_heads, slots, head_dim] of each layer."""
+    is_complete: bool = False
+    """Whether the stream's own pass is over, so that keys and values are read."""
+
+
+def use_stored_streams(model: PreTrainedModel) -> None:
+    """Make the model's layers attend to a `StoredStream` beside their own slots."""
+    model.set_attn_implementation(_STORED_NAME)
+
+
+def _behind_stored(
+    module: nn.Module,
+    query: Tensor,  # [rows, heads, slots, head_dim]
+    key: Tensor,  # [rows, kv_heads, slots, head_dim]
+    value: Tensor,  # [rows, kv_heads, slots, head_dim]
+    attention_mask: Any,
+    *,
+    stored: StoredStream | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attend in one layer, and keep its keys and values, or attend to kept ones as well.
+
+    Without a stored stream this is SDPA, as if the model were used elsewhere.
+    """
+    layer: Any = module.layer_idx
+    if stored is not None and stored.is_complete:
+        earlier_keys, earlier_values = stored.layers[layer]
+        key = torch.cat([earlier_keys, key], dim=2)
+        value = torch.cat([earlier_values, value], dim=2)
+    elif stored is not None:
+        stored.layers[layer] = (key, value)
+    is_flex = stored is not None and stored.attention == "flex"
+    attend = _flex if is_flex else sdpa_attention_forward
+    attended: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **rest)
+    return attended
+
+
+AttentionInterface.register(_STORED_NAME, _behind_stored)

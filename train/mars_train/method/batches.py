@@ -44,6 +44,8 @@ class StageBatches:
     pad_token_id: int
     multiple_of: int
     """Slots of a row are a multiple of this."""
+    clean_loss: bool = True
+    """Whether the clean stream is trained as well where masks are."""
     responses: TokenStore | None = None
     """Conversations with responses that the model wrote itself, which take the noisy loss from
     ``data``; a row stands for the row of the same number there. None if there are none."""
@@ -81,11 +83,12 @@ class StageBatches:
         if not self.block_sizes:
             return self._collate(self._clean_layouts(rows))
         if self.responses is None:
-            return self._collate(self._masked_layouts(self.data, rows, epoch, clean_loss=True))
+            own = self._masked_layouts(self.data, rows, epoch, clean_loss=self.clean_loss)
+            return self._collate(own)
         # The numbers of the rows are those of `data`, so sizes and offsets follow from these. A
         # store of fewer responses is gone through again and again.
         written = self._masked_layouts(self.responses, rows, epoch, clean_loss=False)
-        return self._collate(self._clean_layouts(rows) + written)
+        return self._collate((self._clean_layouts(rows) if self.clean_loss else []) + written)
 
     def _clean_layouts(self, rows: NDArray[np.int64]) -> list[Layout]:
         return [lay_out(*self.data[int(row)], None, self.mask_token_id) for row in rows]

@@ -137,7 +137,7 @@ class Objective(nn.Module):
 
     def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self.masked:
-            clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)
+            clean = self._clean_losses(hidden, batch)
             return clean, torch.zeros_like(clean)
         masked = batch.depths > 0  # at depth 0 the noisy logits equal the clean ones
         sources = torch.cat([batch.clean_sources, batch.noisy_sources[masked]])
@@ -146,6 +146,9 @@ class Objective(nn.Module):
         )
         clean, noisy = losses.tensor_split([len(batch.labels)])
         return clean, clean.masked_scatter(masked, noisy)
+
+    def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self._cross_entropy(hidden[batch.clean_sources], batch.labels)
 
     def _taught(
         self, hidden: Tensor, batch: Batch, teacher: Tensor, loss: MaskLoss
@@ -159,7 +162,7 @@ class Objective(nn.Module):
             loss: terms of the loss; depths are not weighted here.
         """
         masked = batch.depths > 0
-        clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)
+        clean = self._clean_losses(hidden, batch)
         student, labels = hidden[batch.noisy_sources[masked]], batch.labels[masked]
         if loss.teacher_weight:
             losses = partial(self._chunk_taught, loss=loss)

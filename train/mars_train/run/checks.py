@@ -59,8 +59,9 @@ def _check_model(base: str, recipe: Recipe) -> Path:
     found = inspect_model(base)
     if found.max_length is not None:
         recipe.data.check_context(found.max_length)
-    if any(isinstance(stage, MarsStage) for stage in recipe.stages):
+    if any(isinstance(stage, MarsStage) and stage.adapter is None for stage in recipe.stages):
         _check_mask_row(found)
+    _check_target_modules(found, recipe)
     return found.path.absolute()  # workers run in another directory
 
 
@@ -72,6 +73,19 @@ def _check_mask_row(found: Inspection) -> None:
             f"model: the tokenizer of {found.path} has the mask token at {token_id}, but the "
             f"embedding has {rows} rows; take tokenizer and weights from one checkpoint"
         )
+
+
+def _check_target_modules(found: Inspection, recipe: Recipe) -> None:
+    """Refuse an adapter of layers that the model has not; stages before it keep the layers."""
+    for index, stage in enumerate(recipe.stages):
+        adapter = stage.adapter if isinstance(stage, MarsStage) else None
+        wanted = set(adapter.target_modules or ()) if adapter is not None else set()
+        unknown = sorted(wanted - found.layers) if found.layers else []
+        if unknown:
+            raise UserError(
+                f"stages.{index}.adapter.target_modules: {found.path} has no layer called "
+                f"{unknown[0]!r}; it has {', '.join(sorted(found.layers))}"
+            )
 
 
 def _check_data(directory: RunDirectory) -> FirstRows | None:

@@ -69,10 +69,11 @@ def _draw_losses(axis: Any, stage: str, history: History) -> None:
     axis.set_title(f"stage {stage}: training loss, nats")
     axis.set_yscale("log")
     steps = range(1, len(history.steps) + 1)
-    axis.plot(steps, _smoothed([step.clean_loss for step in history.steps]), label="clean (AR)")
-    if any(step.noisy_loss for step in history.steps):
-        noisy = _smoothed([step.noisy_loss for step in history.steps])
-        axis.plot(steps, noisy, label="noisy (masked)")
+    streams = {"clean_loss": "clean (AR)", "noisy_loss": "noisy (masked)"}
+    for stream, label in streams.items():
+        losses = [getattr(step, stream) for step in history.steps]
+        if any(losses):  # an AR stage has no noisy loss, and one with an adapter no clean one
+            axis.plot(steps, _smoothed(losses), label=label)
 
 
 def _draw_depths(axis: Any, history: History) -> None:

@@ -168,6 +168,7 @@ class _Run:
             stage=stage,
             storage=self.storage.path(stage.name),
             start=share(self.storage, _start_name(stage), self.start),
+            known_as=self._base(stage),
             data=share(self.storage, _DATA, self.directory.data),
             held_out=self.held_out,
             provenance=_provenance(self.recipe, stage),
@@ -183,6 +184,12 @@ class _Run:
             result = _fitted(trainer, stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
+
+    def _base(self, stage: TrainedStage) -> str:
+        """Return the name of the model that a stage begins with; hub ids stay as they are."""
+        given = self.recipe.model.base
+        is_first = stage == self.recipe.trained_stages[0]
+        return given if is_first and given and not Path(given).exists() else str(self.start)
 
     def _shared_responses(self, stage: TrainedStage) -> str | None:
         """Return the responses that a stage trains on, for `fetch_shared`; None if it has none."""
@@ -220,6 +227,12 @@ class _Run:
         partial_target.rename(target)
         self.storage.remove(stage.name)
         self._plot()
+        if isinstance(stage, MarsStage) and stage.adapter is not None:
+            self.console.print(
+                f"stage {stage.name}: adapter in {target}, for the model {self._base(stage)}",
+                highlight=False,
+            )
+            return
         self.console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
         metadata = read_metadata(target)
         if metadata is not None and metadata.provenance["embedding_grown"]:

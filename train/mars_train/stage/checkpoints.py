@@ -27,7 +27,7 @@ class TrainingState:
 
     model: PreTrainedModel
     optimizer: AdamW
-    """Optimizer, with its moments already allocated for every parameter."""
+    """Optimizer, with its moments already allocated for every parameter that is trained."""
     schedule: LambdaLR
     history: History
 
@@ -37,9 +37,15 @@ class TrainingState:
         return len(self.history.steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and optimizer moments by name, in the same order on every worker."""
+        """Return what is trained, by name and in the same order on every worker.
+
+        These are weights and optimizer moments. Frozen weights are those that the stage begins
+        with.
+        """
         found = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             found[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"optimizer.{key}.{name}"] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_train.recipe import MarsStage, Recipe, TrainedStage
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.progress import Progress
@@ -30,6 +31,14 @@ class StageJob:
     """Token store of responses that the model wrote, which take the noisy loss: a local directory,
     or a URL for `fetch_shared`. None if the training data takes it."""
 
+    known_as: str | None = None
+    """Directory or hub id by which users know the start, if it is another."""
+
+    @property
+    def base(self) -> str:
+        """Name of the model that the stage begins with, for users."""
+        return self.known_as or self.start
+
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Block sizes, ascending; empty for plain AR training."""
@@ -39,6 +48,11 @@ class StageJob:
     def block_size(self) -> int | None:
         """B of the trained model, or None for plain AR training."""
         return max(self.block_sizes, default=None)
+
+    @property
+    def adapter(self) -> AdapterSettings | None:
+        """Settings of the adapter that is trained; None if the model itself is."""
+        return self.stage.adapter if isinstance(self.stage, MarsStage) else None
 
     @property
     def ar_weight(self) -> float:

@@ -18,6 +18,8 @@ import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
+from mars_platform.checkpoint.adapter.files import save_adapter
+from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
@@ -28,11 +30,13 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
+from mars_train.method.adapted import AdapterObjective
 from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, MaskLoss, Objective
 from mars_train.recipe import MarsStage, TrainedStage
+from mars_train.stage.adapter import add_adapter
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
@@ -65,14 +69,9 @@ class StageTrainer:
         attention = choose_attention(recipe.attention, self.model.config, workers.device)
         responses = None if job.responses is None else TokenStore(Path(job.responses))
         self.batches = self._make_batches(data, responses, attention)
-        objective = self.objective_type(
-            self.model,
-            masked=job.block_size is not None,
-            mask_loss=_mask_loss(job.stage),
-            attention=attention,
-            compile=recipe.compile,
+        self.objective = workers.wrap(
+            self._make_objective(attention), self.model._no_split_modules or []
         )
-        self.objective = workers.wrap(objective, self.model._no_split_modules or [])
         self.state = self._initial_state()
         stores = [data] if responses is None else [data, responses]
         fingerprint = "+".join(store.fingerprint for store in stores)
@@ -115,7 +114,16 @@ class StageTrainer:
         job = self.job
         checkpoint = read_checkpoint(job.start)
         model = load_model(Path(job.start)).train()
-        if job.block_size is not None:
+        if job.adapter is not None and job.block_size is not None:
+            checkpoint = add_adapter(
+                model,
+                checkpoint,
+                job.adapter,
+                block_size=job.block_size,
+                base=job.base,
+                provenance=job.provenance,
+            )
+        elif job.block_size is not None:
             mask_id, grown = add_mask_token(model, checkpoint.tokenizer)
             metadata = MarsMetadata(
                 block_size=job.block_size,
@@ -126,6 +134,19 @@ class StageTrainer:
         if job.recipe.gradient_checkpointing:
             _checkpoint_activations(model)
         return model, checkpoint
+
+    def _make_objective(self, attention: Attention) -> Objective:
+        if self.job.adapter is not None:
+            return AdapterObjective(
+                self.model, mask_loss=_mask_loss(self.job.stage), attention=attention
+            )
+        return self.objective_type(
+            self.model,
+            masked=self.job.block_size is not None,
+            mask_loss=_mask_loss(self.job.stage),
+            attention=attention,
+            compile=self.job.recipe.compile,
+        )
 
     def _make_batches(
         self, data: TokenStore, responses: TokenStore | None, attention: Attention
@@ -142,17 +163,19 @@ class StageTrainer:
             pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
             multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
             responses=responses,
+            clean_loss=self.job.adapter is None,
         )
 
     def _initial_state(self) -> TrainingState:
         stage = self.job.stage
+        trained = [item for item in self.objective.parameters() if item.requires_grad]
         optimizer = torch.optim.AdamW(
-            self.objective.parameters(),
+            trained,
             lr=stage.learning_rate,
             weight_decay=stage.weight_decay,
             fused=True,
         )
-        for parameter in self.objective.parameters():
+        for parameter in trained:
             # AdamW itself would allocate these in its first step, after a checkpoint is loaded.
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -179,7 +202,7 @@ class StageTrainer:
             sum(batch.num_noisy for batch in batches),
             sum(batch.num_tokens for batch in batches),
         )
-        counts = num_clean, max(num_noisy, 1.0)
+        counts = max(num_clean, 1.0), max(num_noisy, 1.0)
         scales = [self.workers.num_workers / count for count in counts]
         clean = noisy = torch.zeros((), device=self.workers.device)
         for index, batch in enumerate(batches):
@@ -288,20 +311,27 @@ class StageTrainer:
         copy = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, attn_implementation="sdpa"
         )
+        if adapter := self.checkpoint.adapter:
+            attach_adapter(copy, adapter.settings, adapter.metadata.mask_token_id)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         assert isinstance(copy, PreTrainedModel)
         return copy.to(self.workers.device).eval()
 
     def _store_model(self) -> None:
-        """Store the trained model as a Hugging Face checkpoint."""
+        """Store the trained model as a Hugging Face checkpoint, or its adapter alone."""
         model = self._whole_model(keep=self.workers.rank == 0)
         checkpoint, storage = self.checkpoint, Storage(self.job.storage)
 
         def write(directory: Path) -> None:
-            if model is not None:
+            if model is None:
+                return
+            if checkpoint.adapter is not None:
+                metadata = checkpoint.adapter.metadata
+                save_adapter(directory, model, checkpoint.tokenizer, metadata)
+            else:
                 save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
-                self.history.write(directory / HISTORY_FILE)
+            self.history.write(directory / HISTORY_FILE)
 
         if MODEL not in self.workers.gather(storage.names())[0]:
             try:

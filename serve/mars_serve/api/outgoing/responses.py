@@ -290,5 +290,6 @@ def _call_chunk(part: CallPart) -> dict[str, Any]:
 def _fingerprint(model: ServedModel) -> str:
     """Return a fingerprint of what outputs may depend on: model, number type and server version."""
     settings = model.settings
-    text = "\n".join([__version__, settings.name, settings.path, settings.dtype])
+    parts = [__version__, settings.name, settings.path, settings.adapter or "", settings.dtype]
+    text = "\n".join(parts)
     return "fp_" + blake2b(text.encode(), digest_size=5).hexdigest()

@@ -17,11 +17,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     SpecialTokens,
-    load_model,
-    read_checkpoint,
     refuse_unsupported,
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
@@ -105,16 +104,18 @@ class ModelForms:
         """Returns the model with the engine's layout of the linear layers' weights."""
 
 
-def trained_model(name: str, dtype: torch.dtype, device: str) -> BenchModel:
-    """Return the model of a checkpoint directory or hub id.
+def trained_model(
+    name: str, dtype: torch.dtype, device: str, *, adapter: Path | None = None
+) -> BenchModel:
+    """Return the model of a checkpoint directory or hub id, with an adapter if one is given.
 
     Raises:
-        UserError: the checkpoint cannot be read.
+        UserError: the checkpoint or the adapter cannot be read.
     """
-    checkpoint = read_checkpoint(name)
+    checkpoint = read_model(name, adapter)
 
     def create() -> PreTrainedModel:
-        return load_model(checkpoint.path, dtype=dtype).to(device)
+        return load_weights(checkpoint, dtype=dtype).to(device)
 
     return BenchModel(name, checkpoint, True, create, dtype, device)
 

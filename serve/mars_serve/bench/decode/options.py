@@ -37,6 +37,8 @@ class DecodeOptions:
 
     model: str | None = None
     """Checkpoint directory or hub id; None if ``untrained`` is given."""
+    adapter: Path | None = None
+    """Directory of an adapter of the model; None for none."""
     untrained: str | None = None
     """Preset or ``config.json`` to make random weights from."""
     prompts: Path | None = None
@@ -98,6 +100,8 @@ class DecodeOptions:
     def _check_source(self) -> None:
         if (self.model is None) == (self.untrained is None):
             raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
+        if self.adapter is not None and self.model is None:
+            raise UserError("--adapter: untrained weights have none; name a checkpoint")
         available_device(self.device)  # refuses a device that is missing
         if self.prompts is not None and self.untrained is not None:
             raise UserError(

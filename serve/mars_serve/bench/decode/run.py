@@ -170,7 +170,7 @@ def _model(options: DecodeOptions) -> BenchModel:
     if options.untrained is not None:
         return untrained_model(options.untrained, dtype, options.device, options.seed)
     assert options.model is not None
-    model = trained_model(options.model, dtype, options.device)
+    model = trained_model(options.model, dtype, options.device, adapter=options.adapter)
     needing = [name for name in options.contenders if name in NEED_MASKS]
     if needing and model.checkpoint.metadata is None:
         raise UserError(

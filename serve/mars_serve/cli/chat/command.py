@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mars_platform.method.mode import Mode
-from mars_serve.cli.options import AsJson, KeyEnv, complete_directories
+from mars_serve.cli.options import Adapter, AsJson, KeyEnv, complete_directories
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,7 @@ def chat(
     model: Annotated[
         str | None, typer.Option(help="Model of the server; by default its only one.")
     ] = None,
+    adapter: Adapter = None,
     mode: Annotated[
         Mode | None, typer.Option(help="Decoding mode; by default the model's own.")
     ] = None,
@@ -61,7 +63,7 @@ def chat(
 
     if threshold is not None and not 0.0 < threshold <= 1.0:
         raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
-    found = _model(target, model, key_env)
+    found = _model(target, model, adapter, key_env)
     console, errors = Console(), Console(stderr=True)
     choice = Choice(mode, threshold, max_tokens, temperature)
     conversation = Conversation(found, console, choice=choice, system=system, as_json=as_json)
@@ -73,7 +75,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def _model(target: str, model: str | None, key_env: str | None) -> Model:
+def _model(target: str, model: str | None, adapter: Path | None, key_env: str | None) -> Model:
     """Return the model of a server, or load one.
 
     Raises:
@@ -83,6 +85,8 @@ def _model(target: str, model: str | None, key_env: str | None) -> Model:
     from mars_serve.cli.server import is_url, key_in, server_url
 
     if is_url(target):
+        if adapter is not None:
+            raise UserError("--adapter: the server has chosen its models' adapters; leave it out")
         from mars_serve.cli.chat.remote import RemoteModel
 
         return RemoteModel(server_url(target), key_in(key_env), model)
@@ -95,7 +99,7 @@ def _model(target: str, model: str | None, key_env: str | None) -> Model:
     with working(f"loading {target}"):
         from mars_serve.cli.chat.local import LocalModel
 
-        return LocalModel(target)
+        return LocalModel(target, adapter)
 
 
 def _typed(errors: Console) -> Iterator[str]:

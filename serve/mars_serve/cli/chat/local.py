@@ -6,11 +6,12 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from threading import Event
 
 import torch
 
-from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.inspection import check_chat_template
 from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.data.prompt_encoding import PromptEncoder
@@ -30,16 +31,17 @@ _MAX_TOKENS = 1024
 class LocalModel:
     """A checkpoint that runs in this process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, adapter: Path | None = None) -> None:
         """Load a checkpoint, in the number type that it is stored in.
 
         Args:
             name: directory or hub id.
+            adapter: directory of an adapter of the checkpoint; None for none.
 
         Raises:
             UserError: the checkpoint cannot be used, or has no chat template.
         """
-        checkpoint = read_checkpoint(name)
+        checkpoint = read_model(name, adapter)
         check_chat_template(checkpoint.path)
         self.name = name
         self._tokenizer = checkpoint.tokenizer

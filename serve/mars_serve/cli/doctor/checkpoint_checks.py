@@ -29,14 +29,21 @@ _INDEX = "model.safetensors.index.json"
 _NO_TEMPLATE = "add the model's as chat_template.jinja, or ask /v1/completions only"
 
 
-def check_checkpoint(path: Path) -> Iterator[Finding]:
-    """Check each of a checkpoint's files, whatever the others are like."""
+def check_checkpoint(path: Path, *, has_adapter: bool = False) -> Iterator[Finding]:
+    """Check each of a checkpoint's files, whatever the others are like.
+
+    Args:
+        path: the directory.
+        has_adapter: whether an adapter's ``mars.json`` holds in place of the checkpoint's.
+    """
     if not path.is_dir():
         yield failed(
             "checkpoint", f"there is no directory {path}", "name a local checkpoint directory"
         )
         return
     for name, look in _LOOKS.items():
+        if has_adapter and name == METADATA_FILE:
+            continue
         yield from _refused(name, look, path)
 
 

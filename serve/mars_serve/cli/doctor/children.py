@@ -25,15 +25,18 @@ class Child:
     Args:
         group: the process's checks, as in `mars_serve.cli.doctor.import_checks.GROUPS`.
         model: a checkpoint directory; None for none.
+        adapter: directory of an adapter of the model; None for none.
     """
 
-    def __init__(self, group: str, model: Path | None) -> None:
+    def __init__(self, group: str, model: Path | None, adapter: Path | None = None) -> None:
         self.group = group
         self._began_s = time.monotonic()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         command = [sys.executable, "-m", "mars_serve.cli.doctor.import_checks", group]
         self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            [*command, str(model or "")], stdout=subprocess.PIPE, stderr=self._errors
+            [*command, str(model or ""), str(adapter or "")],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
         )
 
     def findings(self) -> Iterator[Finding]:
@@ -75,12 +78,14 @@ class Child:
 
 
 @contextmanager
-def running_children(groups: list[str], model: Path | None) -> Iterator[list[Child]]:
+def running_children(
+    groups: list[str], model: Path | None, adapter: Path | None = None
+) -> Iterator[list[Child]]:
     """Start all processes at once, and end those that still run after the block."""
     children = list[Child]()
     try:
         for group in groups:
-            children.append(Child(group, model))
+            children.append(Child(group, model, adapter))
         yield children
     finally:
         for child in children:

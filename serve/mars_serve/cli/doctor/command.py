@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mars_serve.cli.options import AsJson
+from mars_platform.errors import UserError
+from mars_serve.cli.options import Adapter, AsJson
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +23,7 @@ def doctor(
     checkpoint: Annotated[
         Path | None, typer.Argument(help="Checkpoint directory to look over as well.")
     ] = None,
+    adapter: Adapter = None,
     port: Annotated[
         int | None,
         typer.Option(min=1, max=65_535, help="Port to serve on; by default 8000, if it is free."),
@@ -41,7 +43,7 @@ def doctor(
     console, errors = Console(soft_wrap=True), Console(stderr=True)
     found = list["Finding"]()
     with errors.status("checking"):  # shown on a terminal only
-        for finding in findings(checkpoint, port):
+        for finding in findings(checkpoint, adapter, port):
             found.append(finding)
             if not as_json:
                 _print(console, finding)
@@ -55,15 +57,21 @@ def doctor(
         raise typer.Exit(1)
 
 
-def findings(checkpoint: Path | None, port: int | None) -> Iterator[Finding]:
-    """Run all checks, those that load libraries beside the others."""
+def findings(checkpoint: Path | None, adapter: Path | None, port: int | None) -> Iterator[Finding]:
+    """Run all checks, those that load libraries beside the others.
+
+    Raises:
+        UserError: an adapter is given, and no checkpoint that it belongs to.
+    """
     from mars_serve.cli.doctor import machine, packages
     from mars_serve.cli.doctor.children import running_children
     from mars_serve.cli.doctor.finding import guarded
 
+    if adapter is not None and checkpoint is None:
+        raise UserError("--adapter: give the checkpoint that it belongs to as well")
     present = checkpoint if checkpoint is not None and checkpoint.is_dir() else None
     size = None if present is None else _size(present)
-    with running_children(["torch", "Ray"], present) as children:
+    with running_children(["torch", "Ray"], present, adapter) as children:
         yield from guarded("python", packages.check_python)
         yield from guarded("packages", packages.check_packages)
         yield from guarded("memory", lambda: machine.check_memory(size))
@@ -73,7 +81,7 @@ def findings(checkpoint: Path | None, port: int | None) -> Iterator[Finding]:
         yield from guarded("temporary directory", machine.check_temporary_directory)
         yield from guarded("port", lambda: machine.check_port(port))
         if checkpoint is not None:
-            yield from guarded("checkpoint", lambda: _checkpoint(checkpoint))
+            yield from guarded("checkpoint", lambda: _checkpoint(checkpoint, adapter))
         for child in children:
             yield from guarded(child.group, child.findings)
 
@@ -82,10 +90,10 @@ def _size(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors") if file.is_file())
 
 
-def _checkpoint(path: Path) -> Iterator[Finding]:
+def _checkpoint(path: Path, adapter: Path | None) -> Iterator[Finding]:
     from mars_serve.cli.doctor.checkpoint_checks import check_checkpoint  # loads tokenizers
 
-    return check_checkpoint(path)
+    return check_checkpoint(path, has_adapter=adapter is not None)
 
 
 def _print(console: Console, finding: Finding) -> None:

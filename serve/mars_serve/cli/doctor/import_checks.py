@@ -25,7 +25,7 @@ _FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16", "asimdbf16")
 _INSTALL_TORCH = "install a build of torch that fits this machine: https://pytorch.org/get-started"
 
 
-def torch_findings(model: Path | None) -> Iterator[Finding]:
+def torch_findings(model: Path | None, adapter: Path | None = None) -> Iterator[Finding]:
     """Check torch, its threads and device, and how the engine would run the checkpoint."""
     try:
         import torch
@@ -40,7 +40,9 @@ def torch_findings(model: Path | None) -> Iterator[Finding]:
     yield from guarded("attention", lambda: _attention(model))
     if model is not None:
         yield from guarded("model", lambda: _model(model))
-        yield from guarded("frontier", lambda: _frontier(model))
+        if adapter is not None:
+            yield from guarded("adapter", lambda: _adapter(model, adapter))
+        yield from guarded("frontier", lambda: _frontier(model, adapter))
     yield from guarded("speed", lambda: _speed(model))
     del torch
 
@@ -180,19 +182,38 @@ def _model(path: Path) -> Iterator[Finding]:
     yield ok("model", f"{type(model).__name__} can be served, {num / 1e6:,.1f}M weights")
 
 
-def _frontier(path: Path) -> Iterator[Finding]:
+def _adapter(model: Path, path: Path) -> Iterator[Finding]:
+    """Read the adapter, and compare its weights' names and shapes with the checkpoint's layers."""
+    from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+    from mars_platform.errors import UserError
+
+    try:
+        adapted = read_model(model, path)
+        check_fit(adapted)
+    except UserError as error:
+        found, _, remedy = str(error).removeprefix("adapter: ").rpartition("; ")
+        yield failed("adapter", found, remedy)
+        return
+    assert adapted.adapter is not None
+    settings, metadata = adapted.adapter.settings, adapted.adapter.metadata
+    yield ok("adapter", f"rank {settings.rank}, block size {metadata.block_size}")
+
+
+def _frontier(model: Path, adapter: Path | None) -> Iterator[Finding]:
     """Check what the autoscaler decides by, and whether it was measured on this hardware."""
     from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
     from mars_platform.checkpoint.metadata import read_metadata
     from mars_platform.errors import UserError
     from mars_serve.config.hardware import hardware_name
 
+    path = adapter or model
+    command = f"marsray calibrate {model}{f' --adapter {adapter}' if adapter else ''} --data FILE"
     if not (path / FRONTIER_FILE).is_file():
-        if read_metadata(path) is not None:
+        if adapter is not None or read_metadata(path) is not None:
             yield warning(
                 "frontier",
                 "there is none, so that the autoscaler never lowers τ",
-                f"run marsray calibrate {path} --data FILE on the hardware that will serve it",
+                f"run {command} on the hardware that will serve it",
             )
         return
     try:
@@ -212,7 +233,7 @@ def _frontier(path: Path) -> Iterator[Finding]:
             "frontier",
             f"{found}, measured on {frontier.hardware}, while this is {here}: the autoscaler goes "
             "by another machine's speed",
-            f"run marsray calibrate {path} --data FILE here",
+            f"run {command} here",
         )
 
 
@@ -256,7 +277,7 @@ def _has_fast_types() -> bool:
     return not words.isdisjoint(_FAST_TYPES)
 
 
-def ray_findings(_model: Path | None) -> Iterator[Finding]:
+def ray_findings(_model: Path | None, _adapter: Path | None = None) -> Iterator[Finding]:
     """Check that Ray and Ray Serve can be imported, and whether a cluster answers."""
     try:
         import ray
@@ -306,17 +327,18 @@ def _answers(address: str) -> bool:
         return False
 
 
-GROUPS: dict[str, Callable[[Path | None], Iterator[Finding]]] = {
+GROUPS: dict[str, Callable[[Path | None, Path | None], Iterator[Finding]]] = {
     "torch": torch_findings,
     "Ray": ray_findings,
 }
 """Checks of a process, by the library that it loads."""
 
 
-def main(group: str, model: str = "") -> None:
+def main(group: str, model: str = "", adapter: str = "") -> None:
     """Print the findings of one of `GROUPS` as lines of JSON; libraries print to standard error."""
     output, sys.stdout = sys.stdout, sys.stderr
-    for finding in GROUPS[group](Path(model) if model else None):
+    paths = [Path(path) if path else None for path in (model, adapter)]
+    for finding in GROUPS[group](*paths):
         print(json.dumps(asdict(finding)), file=output, flush=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.decoder.adapter import FixedLinear, with_adapters
 from mars_serve.engine.kernels.layer import add_rms_norm, rotate_and_write, silu_mul
 
 
@@ -41,8 +42,6 @@ class MergedLayer(nn.Module):
         self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.query_norm = getattr(own, "q_norm", None)
         self.key_norm = getattr(own, "k_norm", None)
-        # An adapter that acts at some positions only adds its low-rank product to its columns of
-        # the merged product, between the matrix product and the operator behind it.
         self.qkv = merge(own, ("q_proj", "k_proj", "v_proj"))
         self.gate_up = merge(mlp, ("gate_proj", "up_proj"))
         self.output, self.down = own.o_proj, mlp.down_proj
@@ -93,21 +92,21 @@ def _norm(norm: Any, residual: Tensor, added: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def merge(parent: nn.Module, names: tuple[str, ...]) -> nn.Linear:
-    """Merge linear layers of a module into one, and take them from the module.
+def merge(parent: nn.Module, names: tuple[str, ...]) -> nn.Linear | FixedLinear:
+    """Merge linear layers of a module into one, with their adapters, and take them from the module.
 
     Args:
         parent: module whose layers have equal numbers of columns, and all or none a bias.
         names: attributes of the layers, in the order of the merged rows.
     """
-    parts = [parent.get_submodule(name) for name in names]
-    weights: list[Any] = [part.weight for part in parts]
-    biases: list[Any] = [part.bias for part in parts]
-    weight = torch.cat(weights)
+    layers = [parent.get_submodule(name) for name in names]
+    own: list[Any] = [each.base_layer if isinstance(each, FixedLinear) else each for each in layers]
+    biases: list[Any] = [part.bias for part in own]
+    weight = torch.cat([part.weight for part in own])
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     if biases[0] is not None:
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     for name in names:
         delattr(parent, name)
-    return merged
+    return with_adapters(merged, layers)

@@ -16,6 +16,7 @@ from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
+from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.device.transfer import HostCopy
@@ -128,6 +129,10 @@ class ModelRunner:
         """
         model.set_attn_implementation(ATTENTION_NAME)
         settle_rotation(model)
+        if compiled or isinstance(attention, PagedAttention):
+            fix_shapes(model)
+        elif model.device.type == "cpu" and not batch_invariant:
+            pick_rows(model)
         if isinstance(attention, PagedAttention) and not compiled:
             reason = why_unmerged(model)
             if reason is None:

@@ -99,7 +99,9 @@ class EagerForward:
         fill(sizes.on_host(numbers), batch, reads, next_tokens)
         step = sizes.on_device(to_device(numbers, self._device))
         metadata = self._attention.prepare(batch)
-        hidden = self._function.hidden(step.ids, step.position_ids, metadata)
+        hidden = self._function.hidden(
+            step.ids, step.position_ids, metadata, has_masks=batch.has_masks
+        )
         return ForwardOutput(
             logits=self._function.logits(hidden.index_select(0, step.reads)),
             reads=_on_device(reads, step),
@@ -120,6 +122,8 @@ class ForwardShape:
     num_reads: int
     step: StepShape
     num_scored: int = 0
+    is_adapted: bool = False
+    """Whether the step computes the product of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ class GraphSizes:
     Attention takes any layout of rows in a shape of enough positions, rows and pages. So the shapes
     differ in positions, of which `bucket` makes few lengths; in pages, of which there are two or
     three; and in reads, which are one a row or one a position. In mode exact a row may read all its
-    positions, and otherwise the output layer's share of a large step is not computed in vain.
+    positions, and otherwise the output layer's share of a large step is not computed in vain. With
+    an adapter, steps of one position a row have a second shape, in which it does not act: mode ar
+    then takes no longer than without one. Larger steps seldom lack masks.
     """
 
     max_rows: int
@@ -139,6 +145,8 @@ class GraphSizes:
     """Most positions of a step."""
     max_pages: int
     """Most pages of a row."""
+    has_adapter: bool = False
+    """Whether the model has an adapter."""
 
     def shapes(self) -> list[ForwardShape]:
         """Return all shapes to capture, the largest first."""
@@ -149,10 +157,11 @@ class GraphSizes:
             pages.append(pages[-1] * _PAGES_FACTOR)
         lengths = sorted({min(count, self.max_pages) for count in pages}, reverse=True)
         return [
-            self._shape(count, length, num_reads)
+            self._shape(count, length, num_reads, is_adapted=is_adapted)
             for count in positions
             for length in lengths
             for num_reads in sorted({count, min(count, self.max_rows)}, reverse=True)
+            for is_adapted in sorted({self._adapts(count, True), self._adapts(count, False)})
         ]
 
     def shape_for(self, batch: StepBatch, page_size: int) -> ForwardShape:
@@ -162,12 +171,21 @@ class GraphSizes:
             length *= _PAGES_FACTOR
         num_reads = len(batch.reads)
         most = self.max_rows if num_reads <= self.max_rows else len(batch.ids)
-        return self._shape(len(batch.ids), min(length, self.max_pages), most)
+        is_adapted = self._adapts(len(batch.ids), batch.has_masks)
+        return self._shape(len(batch.ids), min(length, self.max_pages), most, is_adapted=is_adapted)
 
-    def _shape(self, num_positions: int, num_pages: int, num_reads: int) -> ForwardShape:
+    def _shape(
+        self, num_positions: int, num_pages: int, num_reads: int, *, is_adapted: bool
+    ) -> ForwardShape:
         num_rows = min(num_positions, self.max_rows)
         step = StepShape(num_positions, num_rows, num_pages)
-        return ForwardShape(min(num_positions, num_reads), step)
+        return ForwardShape(min(num_positions, num_reads), step, is_adapted=is_adapted)
+
+    def _adapts(self, num_positions: int, has_masks: bool) -> bool:
+        """Return whether a step of a captured shape computes the product of an adapter."""
+        if not self.has_adapter or num_positions == 1:  # a mask stands behind a token
+            return False
+        return has_masks or num_positions > bucket(self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -222,7 +240,7 @@ class GraphedForward:
         self._sizes: GraphSizes | None = None
         self._captured: dict[ForwardShape, _CapturedStep] = {}
         self._foreseen: _Foreseen | None = None
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        vocabulary = model.get_output_embeddings().out_features
         self._is_banned = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
         self._is_banned[banned] = True
         self._numbers = torch.empty(0, dtype=torch.long, device=self._device)
@@ -244,6 +262,7 @@ class GraphedForward:
             on_progress: called with the number of captured shapes and the number of all.
         """
         begin, free = time.perf_counter(), _free_bytes(self._device)
+        sizes = replace(sizes, has_adapter=self._function.is_gated)
         shapes = sizes.shapes()
         most = max(shape.num_reads for shape in shapes)
         self._numbers = self._numbers.new_zeros(max(self._input(each).total for each in shapes))
@@ -319,7 +338,8 @@ class GraphedForward:
 
     def _exact_shape(self, batch: StepBatch) -> ForwardShape:
         step = StepShape.of(batch, self._attention.page_size)
-        return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored))
+        is_adapted = self._function.is_gated and batch.has_masks
+        return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored), is_adapted)
 
     def _shape_for(self, batch: StepBatch) -> ForwardShape | None:
         if self._sizes is None or len(batch.rows) > self._sizes.max_rows:
@@ -367,7 +387,9 @@ class GraphedForward:
 
     def _hidden(self, step: StepInput[Tensor], shape: ForwardShape) -> Tensor:
         metadata = self._attention.unpack(step.attention, shape.step)
-        return self._function.hidden(step.ids, step.position_ids, metadata)
+        return self._function.hidden(
+            step.ids, step.position_ids, metadata, has_masks=shape.is_adapted
+        )
 
     def _propose(self, logits: Tensor, step: StepInput[Tensor]) -> Tensor:
         temperatures = step.temperatures.view(torch.float64)

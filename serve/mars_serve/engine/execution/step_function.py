@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,20 @@ from transformers import PreTrainedModel
 from mars_platform.errors import UserError
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import attending
+from mars_serve.engine.decoder.adapter import StepGate, step_gate
 from mars_serve.engine.decoder.decoder import MergedDecoder, is_merged
 
 _log = logging.getLogger(__name__)
 
 _COMPILED_FOR = (16, 1)
-"""Numbers of positions that the decoder is compiled for: the first stands for all but one."""
+"""Numbers of positions that the decoder is compiled for: the first stands for all but one. No step
+of one position feeds a mask."""
 
 Decode = Callable[[Tensor, Tensor], Tensor]
 """Function from token ids and position ids, int64 [positions] each, to hidden states
 [positions, hidden_size]."""
-DecodeStep = Callable[[Tensor, Tensor, Any], Tensor]
-"""`Decode` with the step's attention metadata as a third argument."""
+DecodeStep = Callable[[Tensor, Tensor, Any, bool], Tensor]
+"""`Decode` with the step's attention metadata, and whether an adapter acts in the step."""
 
 
 class StepFunction:
@@ -48,10 +50,21 @@ class StepFunction:
         """
         self._output = model.get_output_embeddings()
         self._decode = _decoder(model, attention, compiled=compiled)
+        self.is_gated = step_gate(model) is not None
+        """Whether it matters if the adapter acts in a step."""
 
-    def hidden(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
-        """Return the last layer's hidden states of all positions, [positions, hidden_size]."""
-        return self._decode(ids, position_ids, metadata)
+    def hidden(
+        self, ids: Tensor, position_ids: Tensor, metadata: Any, *, has_masks: bool = True
+    ) -> Tensor:
+        """Return the last layer's hidden states of all positions, [positions, hidden_size].
+
+        Args:
+            ids: int64 [positions], token ids.
+            position_ids: int64 [positions].
+            metadata: the step's attention metadata.
+            has_masks: whether ``ids`` may hold the mask, at which an adapter acts.
+        """
+        return self._decode(ids, position_ids, metadata, has_masks)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
@@ -68,17 +81,50 @@ class StepFunction:
 
 
 def _decoder(model: PreTrainedModel, attention: Attention, *, compiled: bool) -> DecodeStep:
+    gate = step_gate(model)
     if is_merged(model):
-        return MergedDecoder(model)
+        return _gated(MergedDecoder(model), gate)
     decode = _own_decoder(model)
-    if compiled:
-        decode = _compile(decode, model.device)
 
-    def decode_step(ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
+    def decode_step(decode: Decode, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
         with attending(partial(attention.attend, metadata=metadata)):
             return decode(ids, position_ids)
 
+    if not compiled:
+        return _gated(partial(decode_step, decode), gate)
+    plain = _compile(decode, model.device)
+    if gate is None:
+        return lambda ids, position_ids, metadata, _: decode_step(
+            plain, ids, position_ids, metadata
+        )
+    # Compiled code contains the gate's state, so each state has its own.
+    with_masks = _compile(_setting(decode, gate), model.device, _COMPILED_FOR[:1])
+    return lambda ids, position_ids, metadata, has_masks: decode_step(
+        with_masks if has_masks else plain, ids, position_ids, metadata
+    )
+
+
+def _gated(decode: Callable[[Tensor, Tensor, Any], Tensor], gate: StepGate | None) -> DecodeStep:
+    """Return a decoder that sets the gate of an adapter, if there is one, to each step."""
+
+    def decode_step(ids: Tensor, position_ids: Tensor, metadata: Any, has_masks: bool) -> Tensor:
+        if gate is not None:
+            gate.set(ids if has_masks else None)
+        return decode(ids, position_ids, metadata)
+
     return decode_step
+
+
+def _setting(decode: Decode, gate: StepGate) -> Decode:
+    """Return a decoder that opens the gate for the masks of a step, and closes it behind it."""
+
+    def decode_masks(ids: Tensor, position_ids: Tensor) -> Tensor:
+        gate.set(ids)
+        hidden = decode(ids, position_ids)
+        gate.set(None)
+        return hidden
+
+    return decode_masks
 
 
 def _own_decoder(model: PreTrainedModel) -> Decode:
@@ -93,7 +139,9 @@ def _own_decoder(model: PreTrainedModel) -> Decode:
 
 
 @torch.inference_mode()  # the mode in which steps run: torch compiles anew for any other
-def _compile(decode: Decode, device: torch.device) -> Decode:
+def _compile(
+    decode: Decode, device: torch.device, numbers_of_positions: Sequence[int] = _COMPILED_FOR
+) -> Decode:
     from torch._dynamo import exc, mark_dynamic  # takes long to import
 
     def decode_numbers(numbers: Tensor) -> Tensor:
@@ -111,7 +159,7 @@ def _compile(decode: Decode, device: torch.device) -> Decode:
     begin = time.perf_counter()
     try:
         with attending(lambda _layer, query, *_: torch.zeros_like(query)):
-            for num_positions in _COMPILED_FOR:
+            for num_positions in numbers_of_positions:
                 numbers = torch.zeros(2, num_positions, dtype=torch.long, device=device)
                 if num_positions > 1:
                     mark_dynamic(numbers, 1)  # else torch takes it for a weight's equal size

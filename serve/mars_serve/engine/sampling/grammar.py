@@ -68,7 +68,8 @@ class _Vocabulary:
     tokenizer: LLTokenizer
     serialized: SerializedTokenizer
     size: int
-    """Number of logits."""
+    """Number of logits or, if that is larger, of the tokenizer's tokens."""
+    num_logits: int
     end_ids: frozenset[int]
     ends: _Bits
     words: _Bits
@@ -96,7 +97,8 @@ class GrammarCompiler:
 
         Args:
             tokenizer: the model's tokenizer.
-            vocabulary: number of logits; ids beyond the tokenizer's are never allowed.
+            vocabulary: number of logits; ids beyond the tokenizer's are never allowed. An adapter's
+                mask may be a token without a logit.
             end_tokens: the model's end tokens.
             limits: limits of each grammar; by default `GrammarLimits()`.
         """
@@ -211,8 +213,9 @@ class GrammarCompiler:
             )
         text = _serialize(self._tokenizer)
         control = control_tokens(self._tokenizer, self._end_ids).keys()
+        size = max(self._size, len(self._tokenizer))
         serialized = SerializedTokenizer(
-            with_secret_names(text, control), self._size, sorted(self._end_ids)
+            with_secret_names(text, control), size, sorted(self._end_ids)
         )
         try:
             tokenizer = serialized.load()
@@ -222,14 +225,8 @@ class GrammarCompiler:
                 f"({_shorten(str(error))}); use a model with a fast byte-level tokenizer"
             ) from error
         words = set(self._tokenizer.get_vocab().values()) - self._end_ids - control
-        return _Vocabulary(
-            tokenizer,
-            serialized,
-            self._size,
-            self._end_ids,
-            ends=_pack(self._end_ids, self._size),
-            words=_pack(words, self._size),
-        )
+        bits = (_pack(tokens, size) for tokens in (self._end_ids, words))
+        return _Vocabulary(tokenizer, serialized, size, self._size, self._end_ids, *bits)
 
 
 @dataclass(eq=False)
@@ -371,7 +368,7 @@ class Matcher:
             bits |= self._vocabulary.ends
         if not bits.any():  # a grammar can name end tokens and unused ids as its tokens
             return None
-        unpacked = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little")
+        unpacked = np.unpackbits(bits, count=self._vocabulary.num_logits, bitorder="little")
         return torch.from_numpy(unpacked.view(np.bool_))  # [vocabulary]
 
     def _allowed_words(self) -> _Bits:

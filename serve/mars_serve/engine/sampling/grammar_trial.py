@@ -103,7 +103,7 @@ class SerializedTokenizer:
     text: str
     """All of it as JSON."""
     vocabulary: int
-    """Number of logits."""
+    """Number of logits or, if that is larger, of the tokens."""
     end_ids: Sequence[int]
 
     def load(self) -> LLTokenizer:

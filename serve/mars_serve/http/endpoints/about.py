@@ -106,6 +106,8 @@ class AboutModel(Shape):
     """Mode of requests that name none."""
     confidence_threshold: float
     """The live τ, of requests that give none."""
+    adapter: str | None
+    """The directory of the adapter that proposes tokens; null for a whole model."""
     block_size: int | None
     """Most tokens that a forward pass proposes; null for a plain AR model."""
     max_model_len: int
@@ -158,6 +160,7 @@ def _abilities(model: ServedModel) -> dict[str, Any]:
         "model": settings.name,
         "modes": [Mode.AR] if is_plain else list(Mode),
         "mode": Mode.AR if is_plain else settings.mode,
+        "adapter": settings.adapter,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,
         "max_model_len": model.max_length,
         "calibrated": checkpoint.calibration is not None,
@@ -178,7 +181,7 @@ def _recent_files(model: ServedModel) -> Recent[dict[str, Any]]:
 
 def _files(model: ServedModel) -> dict[str, Any]:
     """Return what the checkpoint's files say; a part that cannot be read is one that is missing."""
-    path, missing = model.checkpoint.path, dict[str, str]()
+    path, missing = model.checkpoint.own_path, dict[str, str]()
 
     def read(part: str, reader: Callable[[], _Result]) -> _Result | None:
         try:

@@ -63,6 +63,8 @@ class ModelAbilities(Shape):
     modes: list[Mode]
     block_size: int | None
     """Tokens per block; null for a plain AR model."""
+    adapter: str | None
+    """The directory of the adapter that proposes tokens; null for a whole model."""
 
 
 class ModelEntry(Shape):
@@ -182,5 +184,6 @@ def _model_entry(model: ServedModel) -> dict[str, Any]:
         "mars": {
             "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],
             "block_size": metadata.block_size if metadata else None,
+            "adapter": model.settings.adapter,
         },
     }

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from mars_platform.checkpoint.adapter.adapted import load_weights
 from mars_platform.checkpoint.calibration import (
     Bin,
     Calibration,
@@ -19,8 +20,7 @@ from mars_platform.checkpoint.calibration import (
     log_probabilities_at,
     reliability,
 )
-from mars_platform.checkpoint.directory import Checkpoint, load_model
-from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.translations import fit_translation
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
@@ -119,7 +119,7 @@ def measure_calibration(
     ]
     cursors = choose_cursors(texts, max_cursors)
     # An ordinary forward pass needs another model: the engine changed the layers of its own.
-    model = load_model(checkpoint.path, dtype=dtype).to(device)
+    model = load_weights(checkpoint, dtype=dtype).to(device)
     halves: dict[bool, list[Observations]] = {True: [], False: []}
     for num_done, (text, chosen) in enumerate(zip(texts, cursors, strict=True), start=1):
         halves[is_fitted(text.prompt)] += observe(model, checkpoint, text, chosen)
@@ -157,7 +157,7 @@ def fit(
         diagrams.append(Reliability(before, after))
     both = Observations.joined([fitting, checking])
     calibration = Calibration(
-        weights=weights_fingerprint(checkpoint.path),
+        weights=checkpoint.fingerprint,
         num_items=num_items,
         depths=tuple(depths),
         translations=_translations(both, [depth.temperature for depth in depths]),

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from mars_autoscale.model.frontier import FORMAT_VERSION, write_frontier
 from mars_platform import __version__
+from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibration
-from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
-from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.pictures import house_style
 from mars_platform.cli.progress import progress_display
 from mars_platform.cli.report import check_output_files, write_picture
@@ -56,6 +56,8 @@ class CalibrateOptions:
     """Checkpoint directory or hub id."""
     data: Sequence[Path]
     """JSONL and Parquet files of conversations."""
+    adapter: Path | None = None
+    """Directory of an adapter of the model, which gets the files; None for the model alone."""
     max_items: int | None = None
     """Number of the files' first conversations to read; None reads all."""
     max_cursors: int = 4000
@@ -131,7 +133,7 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     check_output_files({"--plot": options.plot})
     for threshold in options.thresholds:
         check_threshold(threshold)
-    checkpoint = _mars_checkpoint(options.model)
+    checkpoint = _mars_checkpoint(options)
     how = _frontier_options(options, checkpoint)
     items = read_items(
         options.data,
@@ -151,11 +153,11 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
             phases = {"decode": num_items, "calibrate": 2.0 * num_items} | phases
         on_progress = WholeProgress(display.update, phases).update
         measured = _calibration(checkpoint, items, options.max_cursors, how, working, on_progress)
-        file = write_calibration(checkpoint.path, measured.calibration)
+        file = write_calibration(checkpoint.own_path, measured.calibration)
         frontier = measure_frontier(checkpoint, items, how, working, on_progress)
-    frontier_file = write_frontier(checkpoint.path, frontier.frontier)
+    frontier_file = write_frontier(checkpoint.own_path, frontier.frontier)
     if options.examples:
-        write_examples(checkpoint.path, (item.messages for item in items))
+        write_examples(checkpoint.own_path, (item.messages for item in items))
     if options.plot is not None:
         with house_style():
             write_picture(options.plot, picture_of(options.model, measured, frontier))
@@ -187,16 +189,17 @@ def _frontier_options(options: CalibrateOptions, checkpoint: Checkpoint) -> Fron
     )
 
 
-def _mars_checkpoint(model: str) -> Checkpoint:
+def _mars_checkpoint(options: CalibrateOptions) -> Checkpoint:
     """Read a checkpoint; refuse one without masks, or in a directory that cannot be written."""
     # The old calibration need not be readable: it is replaced.
-    checkpoint = read_checkpoint(model, with_calibration=False)
+    checkpoint = read_model(options.model, options.adapter, with_calibration=False)
     if checkpoint.metadata is None:
         raise UserError(
-            f"model: {model} is a plain AR checkpoint without mars.json: it proposes one token a "
-            "pass and has nothing to calibrate; name one trained with MARS"
+            f"model: {options.model} is a plain AR checkpoint without mars.json: it proposes one "
+            "token a pass and has nothing to calibrate; name one trained with MARS, or give an "
+            "--adapter"
         )
-    check_writable(checkpoint.path, CALIBRATION_FILE)
+    check_writable(checkpoint.own_path, CALIBRATION_FILE)
     return checkpoint
 
 
@@ -213,8 +216,8 @@ def _working_file(
         "dtype": how.dtype_name,
         "hardware": how.hardware,
     }
-    key = run_key(weights_fingerprint(checkpoint.path), items, conditions)
-    return WorkingFile(checkpoint.path, key)
+    key = run_key(checkpoint.fingerprint, items, conditions)
+    return WorkingFile(checkpoint.own_path, key)
 
 
 def _calibration(

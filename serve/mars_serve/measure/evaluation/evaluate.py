@@ -11,7 +11,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -43,6 +44,8 @@ class EvalOptions:
     """Checkpoint directory or hub id."""
     data: Sequence[Path]
     """JSONL and Parquet files of conversations."""
+    adapter: Path | None = None
+    """Directory of an adapter of the model; None for none."""
     thresholds: Sequence[float] = ()
     """τ to measure; empty for `DEFAULT_THRESHOLDS`. One-token decoding is always measured."""
     modes: Sequence[Mode] = ()
@@ -102,7 +105,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
     """
     _check_ranges(options)
     device, dtype = device_and_dtype(options.device, options.dtype, options.model)
-    checkpoint = read_checkpoint(options.model)
+    checkpoint = read_model(options.model, options.adapter)
     settings = settings_to_run(checkpoint, options)
     items = read_items(
         options.data,

@@ -16,7 +16,6 @@ import torch
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.model.frontier import Frontier, StepTable
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -172,7 +171,7 @@ def measure_frontier(
     ]
     num_checkable = sum(item.answer is not None for item in items)
     content = {
-        "weights": weights_fingerprint(checkpoint.path),
+        "weights": checkpoint.fingerprint,
         "hardware": options.hardware,
         "dtype": options.dtype_name,
         "measure": "accuracy" if num_checkable else "likelihood",

@@ -12,6 +12,8 @@ import pytest
 from decoding.launches import captured_launches
 
 LAYER_BUDGET, OUTSIDE_BUDGET = 12, 16
+ADAPTER_LAUNCHES = 8
+"""Launches of an adapter in a layer: two for each of the four merged products."""
 SIZES: dict[str, dict[str, Any]] = {
     "0.5B": {
         "vocab_size": 151_936,
@@ -53,16 +55,31 @@ SIZES: dict[str, dict[str, Any]] = {
 )
 def test_a_step_keeps_its_budget_of_launches(family: str, size: str, num_positions: int) -> None:
     few, many = (
-        captured_launches(family, SIZES[size], count, num_positions).total() for count in (2, 4)
+        captured_launches(family, SIZES[size], count, num_positions)[0].total() for count in (2, 4)
     )
     a_layer = (many - few) / 2
     assert 0 < a_layer <= LAYER_BUDGET
     assert 0 < few - 2 * a_layer <= OUTSIDE_BUDGET
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_an_adapter_costs_launches_only_where_there_are_masks(family: str) -> None:
+    found = {
+        count: (
+            captured_launches(family, SIZES["7B"], count, 32)[0],
+            *captured_launches(family, SIZES["7B"], count, 32, adapter=True)[:2],
+        )
+        for count in (2, 4)
+    }
+    assert all(alone == without_masks for alone, without_masks, _ in found.values())
+    alone, _, with_masks = ((found[4][i].total() - found[2][i].total()) / 2 for i in range(3))
+    assert with_masks == alone + ADAPTER_LAUNCHES
+
+
 def test_layers_of_transformers_exceed_the_budget() -> None:
     """The count sees what merging saves."""
     few, many = (
-        captured_launches("qwen2", SIZES["7B"], count, 1, merged=False).total() for count in (2, 4)
+        captured_launches("qwen2", SIZES["7B"], count, 1, merged=False)[0].total()
+        for count in (2, 4)
     )
     assert (many - few) / 2 > 3 * LAYER_BUDGET

@@ -61,7 +61,7 @@ def test_attention_equals_dense_attention(case: Case, results_of_attention: dict
 @needs_interpreter
 def test_kernels_of_a_layer_equal_their_twins() -> None:
     num_cases, largest = lines_of("layer_cases.py")[-1]
-    assert num_cases == 88
+    assert num_cases == 142
     assert set(largest) == {"torch.float32", "torch.float16"}
 
 
@@ -94,6 +94,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     kernels = {line.split(" | ")[1] for line in done.stdout.splitlines() if " | 9.0 | " in line}
     assert kernels == {
+        "add_low_rank_kernel",
         "add_rms_norm_kernel",
         "attend_kernel",
         "combine_kernel",

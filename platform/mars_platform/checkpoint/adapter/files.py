@@ -1,0 +1,306 @@
+"""Directories of adapters: LoRA weights in peft's format, ``mars.json`` and a tokenizer.
+
+``peft.PeftModel.from_pretrained`` loads such a directory, though peft does not know that the
+weights act at masks only. Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import ConfigDict, Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mars_platform.checkpoint.adapter.layers import (
+    adapter_parameters,
+    adapter_settings,
+    attach_adapter,
+    fill_adapter,
+)
+from mars_platform.checkpoint.adapter.settings import (
+    AdapterMetadata,
+    AdapterSettings,
+    BaseIdentity,
+)
+from mars_platform.checkpoint.directory import Checkpoint, load_model, read_tokenizer
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
+from mars_platform.checkpoint.metadata import MASK_TOKEN, METADATA_FILE
+from mars_platform.config import Settings, build_settings, read_json
+from mars_platform.errors import UserError, one_line
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_REMEDY = "copy all of the adapter's files again"
+_WITHOUT_EFFECT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of ``config.json`` that do not change the output of a model whose weights are the same."""
+_NEWEST_FORMAT = 1
+
+
+class PeftConfig(Settings):
+    """Content of ``adapter_config.json``, as far as it is read.
+
+    Keys with one possible value are settings of peft's that marsray does not implement. Others are
+    ignored, since each version of peft has more of them.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    peft_type: Literal["LORA"] = "LORA"
+    """Kind of the adapter."""
+    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
+    """Kind of the model."""
+    base_model_name_or_path: str | None = None
+    """Directory or hub id of the model that the adapter belongs to."""
+    r: int = Field(ge=1)
+    """Rank."""
+    lora_alpha: int = Field(ge=1)
+    """Numerator of the scale; the denominator is the rank."""
+    target_modules: list[str] = Field(min_length=1)
+    """Names of the adapted layers."""
+    trainable_token_indices: dict[str, list[int]]
+    """Ids of the tokens with a row of the adapter's own, by the embedding's name."""
+    bias: Literal["none"] = "none"
+    """Biases that are trained."""
+    fan_in_fan_out: Literal[False] = False
+    """Whether weights are stored transposed."""
+    use_rslora: Literal[False] = False
+    """Whether the scale is divided by the rank's root."""
+    use_dora: Literal[False] = False
+    """Whether the weight's magnitude is trained."""
+    lora_bias: Literal[False] = False
+    """Whether the product has a bias."""
+    modules_to_save: None = None
+    """Layers that are trained whole."""
+    layers_to_transform: None = None
+    """Layers of the model that are adapted; None for all."""
+    rank_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
+    """Ranks of single layers."""
+    alpha_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
+    """Numerators of single layers."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The content of an adapter's directory without its weights."""
+
+    path: Path
+    settings: AdapterSettings
+    """Rank, scale and the names of all adapted layers."""
+    metadata: AdapterMetadata
+    tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer with the mask token."""
+
+    def adapt(self, base: Checkpoint) -> Checkpoint:
+        """Return a model's checkpoint with this adapter's block size, mask token and tokenizer.
+
+        Its path stays that of the model, whose weights lie there. It has no calibration yet.
+
+        Raises:
+            UserError: the adapter belongs to another model.
+        """
+        ours, theirs = self.metadata.base, identify_base(base, self.metadata.base.name)
+        parts = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer"}
+        differing = [parts[key] for key in parts if getattr(ours, key) != getattr(theirs, key)]
+        if differing:
+            raise UserError(
+                f"adapter: {self.path} belongs to another model than {base.path}, which differs in "
+                f"{', '.join(differing)}; give the model that it was trained on, {ours.name}"
+            )
+        adapted = replace(base, tokenizer=self.tokenizer, adapter=self)
+        return adapted.with_metadata(self.metadata)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Attach this adapter, with its weights, to a model that `adapt` has accepted, in place.
+
+        Raises:
+            UserError: the weights are missing, damaged, or do not fit the model or the settings.
+        """
+        file = self.path / WEIGHTS_FILE
+        try:
+            tensors = load_file(file, device=str(model.device))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}"
+            ) from error
+        self.fill(model, tensors)
+
+    def fill(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        """Attach layers of this adapter to a model, in place, and copy weights into them.
+
+        Args:
+            model: as for `attach`.
+            tensors: weights by peft's names; without numbers if the model has none either.
+
+        Raises:
+            UserError: the weights do not fit the model or the settings.
+        """
+        try:
+            attach_adapter(model, self.settings, self.metadata.mask_token_id)
+        except UserError as error:
+            raise UserError(
+                f"adapter: {self.path / CONFIG_FILE} does not fit the model ({error}); {_REMEDY}"
+            ) from error
+        fill_adapter(model, tensors, str(self.path / WEIGHTS_FILE))
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """Read an adapter's directory without its weights.
+
+    Raises:
+        UserError: the directory holds no adapter of this kind, or a file is missing, damaged or
+            newer than this version.
+    """
+    path = Path(path)
+    if not (path / CONFIG_FILE).is_file():
+        raise UserError(
+            f"adapter: {path} holds no {CONFIG_FILE}, so it is no adapter; name the output of a "
+            "recipe whose last stage has an adapter"
+        )
+    if not (path / METADATA_FILE).is_file():
+        raise UserError(
+            f"adapter: {path} holds no {METADATA_FILE}, so its weights are not for masks; name an "
+            "adapter that marsray train made, or merge this one into its model's weights"
+        )
+    metadata = _read_metadata(path)
+    _refuse_damage(path)
+    config = build_settings(
+        read_json(path / CONFIG_FILE, _REMEDY), PeftConfig, source=str(path / CONFIG_FILE)
+    )
+    settings = AdapterSettings(
+        rank=config.r, alpha=config.lora_alpha, target_modules=config.target_modules
+    )
+    tokenizer = _read_tokenizer(path, metadata)
+    if list(config.trainable_token_indices.values()) != [[metadata.mask_token_id]]:
+        raise UserError(
+            f"{path / CONFIG_FILE}: trainable_token_indices has to name the mask token, "
+            f"{metadata.mask_token_id}, alone; {_REMEDY}"
+        )
+    return Adapter(path, settings, metadata, tokenizer)
+
+
+def load_adapted(base: Checkpoint, adapter: Adapter, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model's weights with an adapter on the CPU, in evaluation mode, without gradients.
+
+    Raises:
+        UserError: weights are missing or damaged, or do not fit each other.
+    """
+    model = load_model(base.path, dtype=dtype)
+    adapter.attach(model)
+    return model.requires_grad_(False).eval()
+
+
+def save_adapter(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    metadata: AdapterMetadata,
+) -> None:
+    """Write a directory with a model's adapter; `read_adapter` and peft read it.
+
+    Args:
+        path: an existing directory.
+        model: the model that the adapter is attached to; of its own weights nothing is written.
+        tokenizer: the model's tokenizer with the mask token.
+        metadata: content of ``mars.json``.
+    """
+    settings = adapter_settings(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = names[id(model.get_input_embeddings())].rpartition(".")[2]
+    config = PeftConfig(
+        base_model_name_or_path=metadata.base.name,
+        r=settings.rank,
+        lora_alpha=settings.alpha or 2 * settings.rank,
+        target_modules=settings.target_modules or [],
+        trainable_token_indices={embedding: [metadata.mask_token_id]},
+    )
+    tensors = {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in adapter_parameters(model).items()
+    }
+    save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    _write_json(path / CONFIG_FILE, {**config.model_dump(mode="json"), "inference_mode": True})
+    _write_json(path / METADATA_FILE, metadata.model_dump(mode="json"))
+    tokenizer.save_pretrained(path)
+
+
+def identify_base(base: Checkpoint, name: str) -> BaseIdentity:
+    """Return what binds an adapter to a model.
+
+    Args:
+        base: the model.
+        name: directory or hub id to tell users.
+
+    Raises:
+        UserError: a file of the model is damaged.
+    """
+    config = read_json(base.path / "config.json", "copy the model's file again")
+    kept = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    return BaseIdentity(
+        name=name,
+        weights=weights_fingerprint(base.path),
+        config=_sum(kept),
+        tokenizer=_vocabulary_sum(base.tokenizer),
+    )
+
+
+def _vocabulary_sum(tokenizer: PreTrainedTokenizerBase) -> str:
+    return _sum({token: i for token, i in tokenizer.get_vocab().items() if token != MASK_TOKEN})
+
+
+def _sum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_metadata(path: Path) -> AdapterMetadata:
+    file = path / METADATA_FILE
+    content = read_json(file, _REMEDY)
+    version = content.get("format_version")
+    if isinstance(version, int) and version > _NEWEST_FORMAT:
+        raise UserError(
+            f"{file}: format_version {version} is newer than this marsray reads, which is "
+            f"{_NEWEST_FORMAT}; install a newer marsray"
+        )
+    return build_settings(content, AdapterMetadata, source=str(file))
+
+
+def _refuse_damage(path: Path) -> None:
+    """Compare the files with the manifest, if there is one; an adapter is small."""
+    if not (path / MANIFEST).is_file():
+        return
+    try:
+        verify(LocalFileSystem(), str(path))
+    except Damaged as error:
+        raise UserError(f"adapter: {path} is damaged: {error}; {_REMEDY}") from error
+
+
+def _read_tokenizer(path: Path, metadata: AdapterMetadata) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = read_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"adapter: the tokenizer in {path} cannot be loaded ({one_line(error)}); {_REMEDY}"
+        ) from error
+    mask = tokenizer.get_vocab().get(MASK_TOKEN)
+    if mask != metadata.mask_token_id or _vocabulary_sum(tokenizer) != metadata.base.tokenizer:
+        raise UserError(
+            f"adapter: the tokenizer in {path} is not the one that the adapter was trained with; "
+            f"{_REMEDY}"
+        )
+    return tokenizer

@@ -1,0 +1,206 @@
+"""Layers that add an adapter to a model's own layers, at the positions of masks only.
+
+    y[i] = W x[i] + scale * B A x[i]   if the input token at position i is the mask
+    y[i] = W x[i]                      otherwise, bit for bit what the model's own layer returns
+
+(LoRA, arXiv 2106.09685, gated by the input token). The embedding sees the input tokens of each
+forward pass before any other layer does, so it sets the gate that all other layers read. The mask
+token's embedding row is the adapter's own, and the output layer stays the model's, even where it is
+tied to the embedding. The model's forward needs no change. Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mars_platform.checkpoint.adapter.settings import AdapterSettings
+from mars_platform.errors import UserError
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class MaskGate:
+    """The mask positions of the forward pass that runs; all gated layers of a model share one."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(0, dtype=torch.long)
+        """int64 [masks], indices of the mask positions among all positions of the pass."""
+
+    def set(self, is_mask: Tensor) -> None:
+        """Set the gate for the pass that begins.
+
+        Args:
+            is_mask: bool [...], whether the input token at each position is the mask.
+        """
+        self.rows = is_mask.flatten().nonzero().squeeze(-1)
+
+
+class GatedEmbedding(nn.Module):
+    """An input embedding in which the mask token has a row of the adapter's own.
+
+    The mask's id may lie past the rows of the model's own embedding.
+
+    Args:
+        base_layer: the model's own embedding.
+        gate: set in each forward pass.
+        mask_token_id: id of the mask token.
+        mask_row: [1, width], what the mask token's row starts as.
+    """
+
+    def __init__(
+        self, base_layer: nn.Embedding, gate: MaskGate, mask_token_id: int, mask_row: Tensor
+    ) -> None:
+        super().__init__()
+        self.base_layer, self.gate, self.mask_token_id = base_layer, gate, mask_token_id
+        self.mask_row = nn.Parameter(mask_row)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [...] to embeddings [..., width], and set the gate."""
+        is_mask = ids == self.mask_token_id
+        self.gate.set(is_mask)
+        rows: Tensor = self.base_layer(ids.masked_fill(is_mask, 0))
+        return torch.where(is_mask.unsqueeze(-1), self.mask_row.to(rows.dtype), rows)
+
+
+class GatedLinear(nn.Module):
+    """A linear layer with a low-rank product that is added at mask positions.
+
+    Args:
+        base_layer: the model's own layer.
+        gate: the positions to act at.
+        rank: rank of the product.
+        scale: factor of the product.
+    """
+
+    def __init__(self, base_layer: nn.Linear, gate: MaskGate, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base_layer, self.gate, self.scale = base_layer, gate, scale
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False).to(base_layer.weight)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False).to(base_layer.weight)
+        nn.init.zeros_(self.lora_B.weight)  # a new adapter changes nothing
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        outputs: Tensor = self.base_layer(inputs)
+        rows = self.gate.rows
+        if not len(rows) and not torch.is_grad_enabled():
+            return outputs
+        masked = inputs.flatten(0, -2).index_select(0, rows)  # [masks, in_features]
+        added: Tensor = self.lora_B(self.lora_A(masked)) * self.scale
+        outputs.flatten(0, -2).index_add_(0, rows, added.to(outputs.dtype))  # in place
+        return outputs
+
+
+def attach_adapter(model: PreTrainedModel, settings: AdapterSettings, mask_token_id: int) -> None:
+    """Replace a model's embedding and target layers, in place, by gated ones of a new adapter.
+
+    The mask token's row starts as the mean of the embedding's rows below its id. The model's own
+    weights are kept and frozen, and the adapter's get gradients.
+
+    Args:
+        model: a model of transformers whose layers have not been changed yet.
+        settings: rank, scale and target layers.
+        mask_token_id: id of the mask token; it may be past the model's vocabulary.
+
+    Raises:
+        UserError: the model has no layer of some name in ``target_modules``.
+    """
+    targets = resolve_targets(model, settings)
+    model.requires_grad_(False)
+    gate = MaskGate()
+    embedding = model.get_input_embeddings()
+    start = embedding.weight[:mask_token_id].mean(dim=0, keepdim=True)
+    model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_token_id, start))
+    for parent, name, linear in list(_linears(model)):
+        if name in targets:
+            setattr(parent, name, GatedLinear(linear, gate, settings.rank, settings.scale))
+
+
+def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[str]:
+    """Return the names of the layers that an adapter changes, sorted.
+
+    Raises:
+        UserError: the model has no layer of some name in ``target_modules``.
+    """
+    known = {name for _, name, _ in _linears(model)}
+    wanted = set(settings.target_modules or known)
+    if unknown := sorted(wanted - known):
+        raise UserError(
+            f"adapter.target_modules: the model has no linear layer called {unknown[0]!r}; it has "
+            f"{', '.join(sorted(known)) or 'none that can be adapted'}"
+        )
+    return sorted(wanted)
+
+
+def adapter_settings(model: nn.Module) -> AdapterSettings:
+    """Return the settings that a model's adapter was attached with, all target modules named."""
+    layers = {
+        name.rpartition(".")[2]: module
+        for name, module in model.named_modules()
+        if isinstance(module, GatedLinear)
+    }
+    layer = next(iter(layers.values()))
+    rank = layer.lora_A.out_features
+    return AdapterSettings(
+        rank=rank, alpha=round(layer.scale * rank), target_modules=sorted(layers)
+    )
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of a model's adapter by the names that peft's files give them."""
+    found = dict[str, nn.Parameter]()
+    for name, module in model.named_modules():
+        if isinstance(module, GatedEmbedding):
+            found[f"{_PEFT_PREFIX}{name}.token_adapter.trainable_tokens_delta"] = module.mask_row
+        elif isinstance(module, GatedLinear):
+            for part in ("lora_A", "lora_B"):
+                found[f"{_PEFT_PREFIX}{name}.{part}.weight"] = module.get_parameter(
+                    f"{part}.weight"
+                )
+    return found
+
+
+def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Copy weights into a model's adapter, converted to its number type.
+
+    Args:
+        model: a model with an adapter attached.
+        tensors: weights by peft's names.
+        source: name of their origin, such as a file, for the error.
+
+    Raises:
+        UserError: a weight is missing, has another shape than the model's layers need, or belongs
+            to no layer.
+    """
+    parameters = adapter_parameters(model)
+    if odd := sorted(tensors.keys() ^ parameters.keys()):
+        state = "holds" if odd[0] in tensors else "lacks"
+        raise UserError(
+            f"adapter: {source} {state} {odd[0]}, unlike its adapter_config.json says; copy all of "
+            "the adapter's files again"
+        )
+    for name, parameter in parameters.items():
+        found, needed = tuple(tensors[name].shape), tuple(parameter.shape)
+        if found != needed:
+            raise UserError(
+                f"adapter: {name} in {source} has the shape {found}, and rank and model need "
+                f"{needed}; copy all of the adapter's files again, or give its own model"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield the linear layers of attention and MLP, with their parents and names there."""
+    for parent in model.base_model.layers.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                yield parent, name, child

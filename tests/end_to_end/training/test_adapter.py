@@ -1,0 +1,44 @@
+"""A recipe whose last stage trains an adapter: it leaves the model alone."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+from mars_platform.checkpoint.manifest import describe_all
+from mars_train.recipe import Recipe
+from mars_train.run.recipe_run import run_recipe
+from mars_train.stage.history import read_history
+
+
+def test_a_recipe_leaves_the_model_and_an_adapter_for_it(trained, tmp_path):
+    lines = (trained.data / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(lines[:64]))
+    stage = {"objective": "mars", "adapter": {"rank": 8}, "batch_size": 16, "max_steps": 3}
+    content = {
+        "model": {"base": str(trained.ar_model)},
+        "data": {"train": [str(tmp_path / "rows.jsonl")], "max_length": 128},
+        "stages": [stage | {"learning_rate": 3e-3}],
+        "evaluation": {"data": [str(trained.data / "eval.jsonl")], "max_items": 4},
+        "scaling": {"num_workers": 2, "threads_per_worker": 1},
+        "precision": "no",
+        "output": str(tmp_path / "out"),
+    }
+    before, printed = describe_all(trained.ar_model), io.StringIO()
+    adapter = run_recipe(Recipe.model_validate(content), Console(file=printed, width=300))
+    assert describe_all(trained.ar_model) == before
+    expected = f"stage mars: adapter in {adapter}, for the model {trained.ar_model}"
+    assert expected in printed.getvalue()
+    assert not (adapter / "model.safetensors").exists()
+    metadata = json.loads((adapter / "mars.json").read_text())
+    assert metadata["base"]["name"] == str(trained.ar_model)
+    assert metadata["provenance"]["stage"] == "mars"
+    start, end = read_history(adapter / "history.json").scores
+    assert start.one_token == end.one_token
+    assert start.loss_by_depth[0] == end.loss_by_depth[0]
+    checkpoint = read_model(trained.ar_model, adapter)
+    assert checkpoint.metadata.block_size == 4
+    check_fit(checkpoint)

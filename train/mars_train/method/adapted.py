@@ -1,0 +1,143 @@
+"""The loss of a stage that trains an adapter: that of masks, behind a fixed clean stream.
+
+The clean stream holds no mask, so an adapter changes neither its hidden states nor its loss. It is
+computed first, by itself and without gradients, and keeps its keys and values. The noisy stream is
+then computed behind them. So the backward pass goes through the noisy stream alone, and no other
+activations are kept. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mars_platform.method.rules import RowSlots
+from mars_train.method.attention import (
+    FLEX_MULTIPLE,
+    Attention,
+    StoredStream,
+    mask_between,
+    slots_of,
+    use_stored_streams,
+)
+from mars_train.method.layout import PADDING_DOCUMENT, Batch
+from mars_train.method.objective import MaskLoss, Objective
+
+
+class AdapterObjective(Objective):
+    """The model with an adapter and the loss of its masks, as the module that is wrapped.
+
+    The clean loss, which is constant, is not computed and counts 0.
+
+    Args:
+        model: a model with an adapter attached; its kind of attention is changed in place.
+        mask_loss: see `Objective`.
+        attention: see `Objective`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        mask_loss: MaskLoss | None = None,
+        attention: Attention = "sdpa",
+    ) -> None:
+        super().__init__(model, masked=True, mask_loss=mask_loss, attention=attention)
+        use_stored_streams(model)
+        self._multiple_of = FLEX_MULTIPLE if attention == "flex" else 1
+        self._clean: _CleanStream | None = None
+
+    def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """See `Objective`; the clean stream of other tokens is that of the batch before."""
+        if tokens is None:
+            self._clean = self._clean_pass(batch)
+        assert self._clean is not None
+        clean, noisy = self._clean, _select(batch, batch.noisy, self._multiple_of)
+        pairs = zip(clean.stream.slots, noisy.slots, strict=True)
+        both = RowSlots(*(torch.cat(pair, dim=1) for pair in pairs))
+        tokens = batch.tokens if tokens is None else tokens
+        hidden = self._pass(tokens, noisy, both, clean.stored)
+        table = hidden.new_zeros(tokens.numel(), hidden.shape[-1])
+        for stream, states in ((clean.stream, clean.hidden), (noisy, hidden)):
+            indices = stream.flat_indices(tokens.shape[1])
+            table = table.index_copy(0, indices, states[stream.is_used])
+        return table
+
+    @torch.no_grad()
+    def _clean_pass(self, batch: Batch) -> _CleanStream:
+        stream = _select(batch, ~batch.noisy, self._multiple_of)
+        stored = StoredStream(self.attention)
+        hidden = self._pass(batch.tokens, stream, stream.slots, stored)
+        stored.is_complete = True
+        return _CleanStream(stream, hidden, stored)
+
+    def _pass(
+        self, tokens: Tensor, stream: _Stream, keys: RowSlots, stored: StoredStream
+    ) -> Tensor:
+        """Return the last hidden states [rows, length, width] of one stream."""
+        output = self.model.base_model(
+            input_ids=tokens.gather(1, stream.indices),
+            position_ids=stream.slots.position,
+            attention_mask=mask_between(stream.slots, keys, self.attention),
+            use_cache=False,
+            stored=stored,
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        clean, masked = self._clean_losses(hidden, batch), batch.depths > 0
+        noisy = self._cross_entropy(hidden[batch.noisy_sources[masked]], batch.labels[masked])
+        return clean, clean.masked_scatter(masked, noisy)
+
+    def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return torch.zeros(len(batch.labels), device=hidden.device)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The slots of one stream of a batch, moved to the beginning of their rows."""
+
+    indices: Tensor  # int64 [rows, length], slot in the batch's row
+    is_used: Tensor  # bool [rows, length], False for padding
+    slots: RowSlots  # columns of [rows, length]
+
+    def flat_indices(self, num_slots: int) -> Tensor:
+        """Return the used slots as indices of the flattened ``rows * slots``, int64 [used]."""
+        begins = torch.arange(len(self.indices), device=self.indices.device) * num_slots
+        return (self.indices + begins[:, None])[self.is_used]
+
+
+@dataclass(frozen=True)
+class _CleanStream:
+    """The clean stream of a batch, computed."""
+
+    stream: _Stream
+    hidden: Tensor  # [rows, length, width], last hidden states
+    stored: StoredStream
+
+
+def _select(batch: Batch, wanted: Tensor, multiple_of: int) -> _Stream:
+    """Select the slots of a stream, padded to the longest row, rounded up to ``multiple_of``.
+
+    Args:
+        batch: the batch.
+        wanted: bool [rows, slots], whether a slot belongs to the stream; padding never does.
+        multiple_of: the length of the rows is a multiple of it, and at least one slot.
+    """
+    wanted = wanted & (batch.documents != PADDING_DOCUMENT)
+    counts = wanted.sum(dim=1, keepdim=True)  # [rows, 1]
+    length = -(-max(int(counts.max()), 1) // multiple_of) * multiple_of
+    order = wanted.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    indices = F.pad(order, (0, max(length - order.shape[1], 0)))[:, :length]
+    is_used = torch.arange(length, device=wanted.device) < counts
+    document, *others = (column.gather(1, indices) for column in slots_of(batch))
+    return _Stream(
+        indices=indices,
+        is_used=is_used,
+        slots=RowSlots(document.masked_fill(~is_used, PADDING_DOCUMENT), *others),
+    )

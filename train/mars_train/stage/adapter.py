@@ -1,0 +1,54 @@
+"""Adds a new adapter to the model that a stage begins with. Imports no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.adapter.files import Adapter, identify_base
+from mars_platform.checkpoint.adapter.layers import adapter_settings, attach_adapter
+from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
+from mars_platform.checkpoint.directory import Checkpoint, name_mask_token
+
+
+def add_adapter(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    settings: AdapterSettings,
+    *,
+    block_size: int,
+    base: str,
+    provenance: dict[str, Any],
+) -> Checkpoint:
+    """Attach a new adapter to a model, in place, and name the mask token in its tokenizer.
+
+    Args:
+        model: the model with the weights of the checkpoint.
+        checkpoint: what the stage begins with.
+        settings: settings of the adapter.
+        block_size: B, in tokens.
+        base: directory or hub id of the model, to tell users.
+        provenance: facts about the run.
+
+    Returns:
+        The checkpoint with the adapter.
+
+    Raises:
+        UserError: the model lacks a target module.
+    """
+    identity = identify_base(checkpoint, base)
+    mask_token_id, is_new = name_mask_token(checkpoint.tokenizer)
+    attach_adapter(model, settings, mask_token_id)
+    if not is_new:  # the model was trained with masks, so that its own row is the best start
+        embedding = model.get_input_embeddings()
+        with torch.no_grad():
+            embedding.mask_row.copy_(embedding.base_layer.weight[mask_token_id])
+    metadata = AdapterMetadata(
+        block_size=block_size, mask_token_id=mask_token_id, provenance=provenance, base=identity
+    )
+    # It has no directory yet, and nobody reads one before the stage has ended.
+    adapter = Adapter(checkpoint.path, adapter_settings(model), metadata, checkpoint.tokenizer)
+    return replace(checkpoint, adapter=adapter).with_metadata(metadata)
