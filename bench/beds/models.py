@@ -114,9 +114,12 @@ class Bed:
         """Return the directory of a training run's checkpoints."""
         return self.work / "models" / f"seed{seed}-{name}"
 
-    def recipe(self, seed: int, stage: dict[str, Any] | None = None) -> Recipe:
-        """Return the bed's recipe, or that of one stage alone."""
-        content = yaml.safe_load(RECIPE.read_text())
+    def recipe(self, seed: int = 0) -> Recipe:
+        """Return the bed's recipe with both stages."""
+        return Recipe.model_validate(self._settings(seed))
+
+    def _settings(self, seed: int) -> dict[str, Any]:
+        content: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
         content["data"]["train"] = [str(self.work / "data/train.jsonl")]
         content |= {"output": str(self.work), "seed": seed}
         content["checkpoints"] = {"every_steps": 1_000}
@@ -124,26 +127,32 @@ class Bed:
             content["stages"], (self.sizes.ar_steps, self.sizes.mars_steps), strict=True
         ):
             each["max_steps"] = steps or each["max_steps"]
-        if stage is not None:
-            content["stages"] = [stage]
-        return Recipe.model_validate(content)
+        return content
 
     @property
     def window(self) -> int:
         """Masks of a step when models are scored: the block size of the recipe's stage mars."""
-        stage = self.recipe(0).stages[1]
+        stage = self.recipe().stages[1]
         assert isinstance(stage, MarsStage)
         return stage.block_sizes[-1]
 
     def train_ar(self) -> dict[str, Any]:
         """Train the AR checkpoint, and return the time that it took."""
-        stage = self.recipe(0).stages[0].model_dump()
+        stage = self._settings(0)["stages"][0]
         return self._train(0, AR, stage, self.start, tokens=self.tokens)
+
+    def stage_of(self, variant: Variant) -> dict[str, Any]:
+        """Return the settings of a variant's stage."""
+        stage: dict[str, Any] = self._settings(0)["stages"][1]
+        return stage | {"max_steps": round(stage["max_steps"] * variant.steps), **variant.stage}
+
+    def recipe_of(self, seed: int, stage: dict[str, Any], start: Path) -> Recipe:
+        """Return the recipe of one stage that continues from a model."""
+        own = {"model": {"base": str(start)}, "stages": [stage]}
+        return Recipe.model_validate(self._settings(seed) | own)
 
     def train_variant(self, seed: int, variant: Variant) -> dict[str, Any]:
         """Train a variant from the AR checkpoint, and return the time that it took."""
-        stage = self.recipe(seed).stages[1].model_dump()
-        stage |= {"max_steps": round(stage["max_steps"] * variant.steps), **variant.stage}
         responses = None
         if variant.responses is not None:
             responses = self.responses(variant.responses)
@@ -151,7 +160,7 @@ class Bed:
         return self._train(
             seed,
             variant.name,
-            stage,
+            self.stage_of(variant),
             self.ar_model,
             tokens=self.filled_tokens if filled else self.tokens,
             responses=responses,
@@ -172,7 +181,7 @@ class Bed:
         storage = self.storage(seed, name)
         seconds = storage / "seconds.json"
         if not seconds.exists():
-            used = train(self.recipe(seed, stage), start, storage, **kwargs)
+            used = train(self.recipe_of(seed, stage, start), start, storage, **kwargs)
             seconds.write_text(json.dumps(used))
         return {"train": json.loads(seconds.read_text())}
 
@@ -193,7 +202,7 @@ class Bed:
                 max_num_seqs=64,
             )
             rows = range(min(len(data), self.sizes.responses))
-            max_length = self.recipe(0).data.max_length
+            max_length = self.recipe().data.max_length
             generate_responses(self.ar_model, data, stage, max_length, out, rows=rows)
 
     def make_ready(self) -> None:
@@ -206,7 +215,7 @@ class Bed:
                 num_eval=self.sizes.items,
                 seed=0,
             )
-        recipe = self.recipe(0)
+        recipe = self.recipe()
         assert recipe.model.scratch is not None
         if not self.start.exists():
             conversations = read_conversations(recipe.data.train)

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapter.files import CONFIG_FILE
+from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_platform.data.conversations import Conversation
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Sampling
@@ -54,15 +56,17 @@ def score_checkpoint(path: Path, ar_path: Path, held_out: Path) -> dict[str, Any
     """Return all figures of a checkpoint as JSON.
 
     Args:
-        path: checkpoint directory; without ``mars.json`` nothing is drafted.
-        ar_path: checkpoint from whose distributions the divergence is measured.
+        path: directory of a checkpoint, or of an adapter of the AR checkpoint; without
+            ``mars.json`` nothing is drafted.
+        ar_path: AR checkpoint, from whose distributions the divergence is measured.
         held_out: JSONL file of conversations with answers.
     """
     began = time.perf_counter()
-    checkpoint = read_checkpoint(path)
+    is_adapter = (path / CONFIG_FILE).exists()
+    checkpoint = read_model(ar_path, path) if is_adapter else read_model(path)
     items = read_items([held_out], checkpoint.tokenizer, max_length=checkpoint.max_length)
     decoded = _decode(checkpoint, items)
-    model = load_model(path)
+    model = load_weights(checkpoint, dtype=torch.float32)
     rows = conversation_rows(checkpoint, read_conversations([str(held_out)]))
     found: dict[str, Any] = {
         "settings": {name: by_item(each) for name, each in decoded.items()},

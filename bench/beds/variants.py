@@ -14,6 +14,9 @@ BASELINE = "baseline"
 SOFT: dict[str, Any] = {"distillation": {"weight": 1.0, "target": "soft"}}
 """Distillation from the clean stream alone, without labels."""
 
+ADAPTER: dict[str, Any] = {"adapter": {"rank": 32}, "learning_rate": 4e-3}
+"""An adapter that acts at masks, trained at the rate that suits it, by default with `SOFT`."""
+
 Responses = Literal["greedy", "sampled"]
 """Ways in which the AR checkpoint writes responses: at temperature 0 or 1."""
 
@@ -58,5 +61,12 @@ VARIANTS = [
     Variant("soft-1-decay-.8-sampled", {**SOFT, "depth_decay": 0.8}, responses="sampled"),
     Variant(
         "soft-1-greedy-on-policy-.3", {**SOFT, "on_policy": {"share": 0.3}}, responses="greedy"
+    ),
+    Variant("adapter", ADAPTER),
+    Variant("adapter-argmax", {**ADAPTER, "distillation": {"weight": 1.0, "target": "argmax"}}),
+    Variant("adapter-greedy", ADAPTER, responses="greedy"),
+    Variant("adapter-blocks-2-4-8", {**ADAPTER, "block_size": [2, 4, 8]}),
+    Variant(
+        "adapter-blocks-2-4-8-greedy", {**ADAPTER, "block_size": [2, 4, 8]}, responses="greedy"
     ),
 ]

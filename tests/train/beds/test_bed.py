@@ -89,8 +89,8 @@ def test_every_variant_is_a_valid_stage(bed):
     names = [variant.name for variant in VARIANTS]
     assert len({*names}) == len(names)
     for variant in VARIANTS:
-        stage = bed.recipe(0).stages[1].model_dump() | variant.stage
-        (found,) = bed.recipe(0, stage).trained_stages
+        recipe = bed.recipe_of(0, bed.stage_of(variant), bed.ar_model)
+        (found,) = recipe.trained_stages
         assert found.block_sizes[-1] == bed.window
 
 
