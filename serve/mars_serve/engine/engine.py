@@ -22,7 +22,8 @@ from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.drafter import Drafter
+from mars_serve.engine.drafting.drafter import Drafter
+from mars_serve.engine.drafting.lookup import LookupDrafter
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
 from mars_serve.engine.execution.forward import ModelRunner
@@ -100,7 +101,9 @@ class Engine:
                 f"{self._vocabulary} embeddings; use one checkpoint's files"
             )
         self._drafter, self._pacer = drafter, pacer
-        max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
+        num_lookup, num_drafted = settings.num_lookup_drafts, drafter.num_drafts if drafter else 0
+        max_drafts = max(self.window, num_drafted, num_lookup)
+        self._lookup = LookupDrafter(max_drafts) if num_lookup else None
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -208,7 +211,7 @@ class Engine:
     def adapt_windows(self, times: StepTimes) -> None:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         self._audit_room.times = times
-        if self.window and self.settings.adaptive_windows:
+        if (self.window or self._lookup) and self.settings.adaptive_windows:
             self._chooser = WindowChooser(times, self.window)
 
     def measure_step_times(
@@ -280,7 +283,8 @@ class Engine:
             self.checkpoint,
             self._vocabulary,
             self.max_length,
-            gives_one=self.window == 0 and self._drafter is None,
+            has_masks=self.window > 0 or self._drafter is not None,
+            checks_drafts=self.window > 0 or self._scheduler.max_drafts > 0,
         ).check(request)
         if request.options.grammar is not None and request.matcher is None:
             request.matcher = self.grammars.compile(request.options.grammar).matcher()
@@ -460,11 +464,9 @@ class Engine:
         if not request.is_audit:
             self._counts.num_generated_tokens += len(tokens)
             self._counts.num_row_passes += bool(tokens)
-        if request.checks_drafts:
-            request.drafts = result.next_drafts
-            request.num_own_drafts = len(request.drafts)
-        if request.is_audit:
-            request.take_audited_drafts()
+        request.take_drafts(result.next_drafts)
+        if self._lookup is not None and request.looks_up_drafts:
+            self._lookup.follow(request)
         self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
         if reason is not None:
             self._end(request, reason)
@@ -496,5 +498,6 @@ class Engine:
             self._scheduler.finish(request)
         if self._chooser is not None:
             self._chooser.forget(request.id)
-        if self._drafter is not None:
-            self._drafter.forget(request.id)
+        for drafter in (self._drafter, self._lookup):
+            if drafter is not None:
+                drafter.forget(request.id)

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_serve.engine.adaptive.acceptance_statistics import PRIOR, AcceptanceStatistics
-from mars_serve.engine.adaptive.draft_groups import DraftChances, chosen_masks, mask_gains
+from mars_serve.engine.adaptive.draft_groups import (
+    DraftChances,
+    chosen_masks,
+    num_given_drafts,
+    position_gains,
+)
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.request import Request
 
@@ -57,7 +62,6 @@ class WindowChooser:
     """
 
     def __init__(self, times: StepTimes, max_window: int) -> None:
-        assert max_window >= 1, "without masks there is nothing to choose"
         self._times = times
         self._max_window = max_window
         self._acceptance = AcceptanceStatistics(max_window)
@@ -144,7 +148,9 @@ class WindowChooser:
         self._acceptance.advance(self._num_kept - 1)
         self._learn_overhead()
         longest = self._max_window + 1
-        num_fed = sum(min(request.num_uncached, longest) + len(request.drafts) for request in rows)
+        num_fed = sum(
+            min(request.num_uncached, longest) + num_given_drafts(request) for request in rows
+        )
         num_fed += other_positions
         windows = self._choose(rows, num_fed, cached_tokens)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
@@ -180,7 +186,7 @@ class WindowChooser:
             num_fixed=np.where(is_free, 0, limits),
             limits=np.where(is_free, limits, 0),
             outcome_gains={
-                row: mask_gains(request, self._chances[request.id], self._max_window)
+                row: position_gains(request, self._chances[request.id], self._max_window)
                 for row, request in enumerate(rows)
                 if request.id in self._chances
             },
@@ -257,9 +263,8 @@ class _RankedMasks:
         """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)
-        candidates = (depths < limits[:, None]).ravel().nonzero()[0]  # row by row, depth rising
-        values, rows = gains.ravel()[candidates], candidates // num_depths
-        is_first = candidates % num_depths == 0
+        rows, places = (depths < limits[:, None]).nonzero()  # row by row, depth rising
+        values, is_first = gains[rows, places], places == 0
         if outcome_gains:
             flat = [
                 (row, gain)
