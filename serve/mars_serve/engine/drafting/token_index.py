@@ -1,6 +1,6 @@
 """An index of one growing text, which finds the earlier place that is most like its end.
 
-The places of all runs of three tokens are kept in chains by hash, as in zlib's deflate (RFC 1951,
+The places of all runs of two tokens are kept in chains by hash, as in zlib's deflate (RFC 1951,
 section 4): 4 bytes a token beside a table of at most 128 KiB, and a few comparisons in a search.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-_RUN = 3
+_RUN = 2
 """Tokens of the shortest match that a search finds."""
-_MAX_TRIED = 8
+_MAX_TRIED = 4
 """Most places that a search compares, the newest first."""
 _MAX_BITS = 15
 """Most bits of a hash; longer texts have longer chains."""
@@ -21,7 +21,7 @@ millisecond."""
 
 
 class TokenIndex:
-    """The places of all runs of three tokens in a text that grows at its end.
+    """The places of all runs of two tokens in a text that grows at its end.
 
     A place is the number of tokens before it. The text itself is the caller's.
     """
@@ -41,7 +41,7 @@ class TokenIndex:
 
     @property
     def num_indexed(self) -> int:
-        """Number of leading tokens of the text whose places are found; never less than 3."""
+        """Number of leading tokens of the text whose places are found; never less than 2."""
         return len(self._older)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class TokenIndex:
         """
         first, newest, older, mask = self.num_indexed, self._newest, self._older, self._mask
         for place in range(first, min(len(tokens), first + _MAX_INDEXED)):
-            key = _hash(tokens[place - 3], tokens[place - 2], tokens[place - 1]) & mask
+            key = _hash(tokens[place - 2], tokens[place - 1]) & mask
             older.append(newest[key])
             newest[key] = place
 
@@ -65,7 +65,7 @@ class TokenIndex:
 
         Returns:
             The place, and the number of tokens that agree; of equal ones the newest place, and two
-            zeros if not even three tokens agree.
+            zeros if not even two tokens agree.
         """
         best = length = 0
         if len(end) >= _RUN:
@@ -88,6 +88,6 @@ def num_agreed(tokens: Sequence[int], place: int, end: Sequence[int]) -> int:
     return count
 
 
-def _hash(first: int, second: int, third: int) -> int:
-    mixed = (first * 0x9E3779B1 + second * 0x85EBCA77 + third * 0xC2B2AE3D) & 0xFFFFFFFF
+def _hash(first: int, second: int) -> int:
+    mixed = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF
     return mixed ^ mixed >> 15
