@@ -155,13 +155,6 @@ class Request:
         """Rank by which requests are scheduled: that of the tier, or below all tiers for audits."""
         return _AUDIT_RANK if self.is_audit else self.options.tier.rank
 
-    def take_drafts(self, drafts: list[Draft]) -> None:
-        """Take the drafts that masks gave behind the committed tokens, if a step may check them."""
-        if self.checks_drafts:
-            self.set_drafts(drafts)
-        if self.is_audit:
-            self.take_audited_drafts()
-
     def take_audited_drafts(self) -> None:
         """Draft what was served next, if the output has followed it so far."""
         start = self.num_output
@@ -224,13 +217,8 @@ class Request:
 
     @property
     def looks_up_drafts(self) -> bool:
-        """Whether the request's own text may give it drafts, which nothing else gives."""
-        return self.mode is Mode.EXACT and self.leaves_masks and not self.has_other_drafts
-
-    @property
-    def has_other_drafts(self) -> bool:
-        """Whether drafts come from a second model, or from an output that is audited."""
-        return self.has_drafter or self.is_audit
+        """Whether the request's own text may give it drafts."""
+        return self.mode is Mode.EXACT and self.leaves_masks and not self.has_drafter
 
     @property
     def accepts_by_confidence(self) -> bool:

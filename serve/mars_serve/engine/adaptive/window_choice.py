@@ -67,7 +67,8 @@ class WindowChooser:
         self._acceptance = AcceptanceStatistics(max_window)
         self._kept: dict[str, int] = {}  # last choice by request, for rows of one outcome
         self._usual = 0  # for rows that were not there at the last choice
-        self._least_gain = float("inf")  # tokens that a position must gain, for checking rows
+        self.least_gain = float("inf")
+        """Expected tokens that a position of a row that checks drafts must gain to be fed."""
         self._optimistic = DraftChances.of([PRIOR] * max_window)
         self._chances: dict[str, DraftChances] = {}  # by request, for rows that check drafts
         self._interval = self._num_kept = self._other_positions = 0
@@ -137,7 +138,7 @@ class WindowChooser:
     def _masks(self, request: Request) -> tuple[int, ...]:
         if _is_free_checking(request):
             chances = self._chances.get(request.id, self._optimistic)
-            return chosen_masks(request, chances, self._max_window, self._least_gain)
+            return chosen_masks(request, chances, self._max_window, self.least_gain)
         requested = request.masks(self._max_window)
         if not request.leaves_masks:
             return requested
@@ -195,7 +196,7 @@ class WindowChooser:
         num_chosen, price = self._best(ranked, num_fed, cached_tokens)
         positions = num_fed + int(ranked.num_masks[num_chosen])
         position_cost = price * self._position_s(positions, cached_tokens)
-        self._least_gain = ranked.least_gain(num_chosen, position_cost)
+        self.least_gain = ranked.least_gain(num_chosen, position_cost)
         return ranked.masks_of_rows(num_chosen)
 
     def _best(self, ranked: _RankedMasks, num_fed: int, cached_tokens: int) -> tuple[int, float]:

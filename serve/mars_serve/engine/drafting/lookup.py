@@ -4,6 +4,9 @@ Text that is copied, edited or written by a pattern repeats itself, and then the
 longest earlier occurrence of the last tokens are likely to come again. Mode exact checks them like
 the drafts of masks, so they change the speed of decoding, but no output.
 
+Where neither masks nor the text give a draft, those stand in that were rejected with the one before
+them: they were made for the same places, and one wrong token need not change what follows it.
+
 How often a suggestion comes true is counted by the length of the match. Suggestions are compared
 with what was written later whether or not a step checked them, so that learning takes no position
 of any step.
@@ -18,7 +21,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from mars_serve.engine.drafting.match_chances import LONGEST, MatchChances
+from mars_serve.engine.drafting.match_chances import LONGEST, REJECTED, MatchChances
 from mars_serve.engine.drafting.token_index import TokenIndex, num_agreed
 from mars_serve.engine.request import Draft, Request
 
@@ -27,6 +30,11 @@ _TRUSTED = 8
 a copy with a change goes on like the original."""
 _LEAST_CHANCE = 0.05
 """Probability below which a draft, with those before it, is not worth its place."""
+_PATIENCE, _STRIDE = 8, 4
+"""Searches in a row without a draft worth feeding, after which only every fourth step searches, so
+that text without repetition costs the host next to nothing."""
+_SURE = 0.5
+"""Probability that all drafts of masks are right from which on they are not replaced."""
 
 
 class LookupDrafter:
@@ -42,20 +50,30 @@ class LookupDrafter:
         self._shared = MatchChances()
         self._texts: dict[str, _Text] = {}
 
-    def follow(self, request: Request) -> None:
+    def follow(
+        self, request: Request, rejected: Sequence[Draft], least_chance: float = 0.0
+    ) -> None:
         """Complete the drafts of a request whose tokens have grown, or replace them.
 
         Behind the drafts of the request's own masks, or in their place, come those that its text
         suggests, whichever are expected to give more tokens.
+
+        Args:
+            request: the request, with the drafts of its masks.
+            rejected: earlier drafts of the tokens to come, behind one that was wrong.
+            least_chance: probability below which a draft, with those before it, would not be fed.
         """
         text = self._texts.get(request.id)
         if text is None:
             text = self._texts[request.id] = _Text(request.max_length, MatchChances(self._shared))
-        text.grow(request.tokens)
         most = min(self.num_drafts, request.num_left - 1)
-        suggestion = text.suggest(request.tokens, request.drafts[: max(0, most)], most)
-        if suggestion is not None:
-            request.set_drafts(suggestion.behind, suggestion.drafts)
+        if most > 0 and text.is_due():
+            text.grow(request.tokens)
+            text.least_chance = max(least_chance, _LEAST_CHANCE)
+            own = request.drafts[:most]
+            suggestion = text.suggest(request.tokens, own, rejected[:most], most - len(own))
+            if suggestion is not None:
+                request.set_drafts(suggestion.behind, suggestion.drafts)
 
     def forget(self, request_id: str) -> None:
         """Drop the text of a request that has ended, if there is one."""
@@ -63,13 +81,13 @@ class LookupDrafter:
 
 
 class _Suggestion(NamedTuple):
-    """Tokens that are expected behind a text, because they stand behind a place in it."""
+    """Tokens that are expected behind a text."""
 
-    length: int
-    """Number of tokens before the place that agree with the end of the text."""
-    drafts: list[Draft]
     behind: Sequence[Draft]
     """Drafts of masks between the text and the suggestion."""
+    drafts: list[Draft]
+    lengths: list[int]
+    """Length of the match for each draft, with the drafts before it, or `REJECTED`."""
 
 
 class _Text:
@@ -77,6 +95,8 @@ class _Text:
 
     def __init__(self, max_length: int, chances: MatchChances) -> None:
         self._index, self._chances = TokenIndex(max_length), chances
+        self.least_chance = _LEAST_CHANCE
+        """Probability below which a draft, with those before it, is not suggested."""
         self._length = 0
         """Number of tokens of the text so far."""
         self._last: _Suggestion | None = None
@@ -84,6 +104,13 @@ class _Text:
         """Place of the last long match, moved along with the text."""
         self._kept_until = 0
         """Length of the text up to which that place is kept."""
+        self._num_steps, self._num_idle = 0, 0
+        """Steps so far, and searches in a row that found no draft worth feeding."""
+
+    def is_due(self) -> bool:
+        """Count a step, and return whether it searches the text."""
+        self._num_steps += 1
+        return self._num_idle < _PATIENCE or self._num_steps % _STRIDE == 0
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Index further tokens, and learn from them whether the last suggestion came true."""
@@ -95,67 +122,94 @@ class _Text:
         self._kept_place += len(new)
         self._length += len(new)
 
-    def suggest(self, tokens: Sequence[int], own: Sequence[Draft], most: int) -> _Suggestion | None:
+    def suggest(
+        self, tokens: Sequence[int], own: Sequence[Draft], rejected: Sequence[Draft], num_free: int
+    ) -> _Suggestion | None:
         """Return what is likely to follow the text, alone or behind the drafts of masks.
 
         Args:
             tokens: the text.
             own: drafts of masks.
-            most: most drafts, those of masks included.
+            rejected: drafts that stood behind a wrong one.
+            num_free: most drafts beside those of masks.
         """
-        if most <= 0 or self._index.num_indexed < len(tokens):
-            return None  # the latter while a long prompt is indexed, in several steps
-        chosen = self._suggestion(tokens, (), most, *self._place(tokens))
+        if self._index.num_indexed < len(tokens):
+            return None  # a long prompt is indexed in several steps
+        found = list[_Suggestion]()
         if own:
-            end = [*tokens[-LONGEST:], *(draft.token for draft in own)][-LONGEST:]
-            match = self._index.longest_match(tokens, end)
-            behind = self._suggestion(tokens, own, most - len(own), *match)
-            if _expected_right([*own, *behind.drafts]) >= _expected_right(chosen.drafts):
-                chosen = behind
-        self._last = chosen if chosen.drafts else None
+            found.append(self._behind(tokens, own, num_free))
+        if _chance_of_all(own) < _SURE or not own:
+            found.append(self._alone(tokens, len(own) + num_free))
+        if rejected and not own:
+            chance = self._chances.of[REJECTED]
+            tail = [Draft(draft.token, chance) for draft in rejected]
+            found.append(_Suggestion((), tail, [REJECTED] * len(tail)))
+        best = found[0] if len(found) == 1 else max(found, key=_expected_right)
+        self._last = best if best.drafts else None
+        chance = _chance_of_all([*best.behind, *best.drafts[:1]]) if best.drafts else 0.0
+        self._num_idle = 0 if chance >= self.least_chance else self._num_idle + 1
         return self._last
 
-    def _place(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the place to go on from, and how many tokens before it agree with the end."""
+    def _behind(self, tokens: Sequence[int], own: Sequence[Draft], most: int) -> _Suggestion:
+        end = [*tokens[-LONGEST:], *(draft.token for draft in own)][-LONGEST:]
+        place, length = self._index.longest_match(tokens, end)
+        if length >= _TRUSTED + len(own):
+            self._keep(place - len(own))
+        return self._suggestion(tokens, own, most, place, length)
+
+    def _alone(self, tokens: Sequence[int], most: int) -> _Suggestion:
         end = tokens[-LONGEST:]
         place, length = self._index.longest_match(tokens, end)
         if length >= _TRUSTED:
-            self._kept_place, self._kept_until = place, len(tokens) + _TRUSTED
-        elif len(tokens) <= self._kept_until:
-            agreed = num_agreed(tokens, self._kept_place, end)
-            if not place or self._chances.of(agreed) > self._chances.of(length):
-                return self._kept_place, agreed
-        return place, length
+            self._keep(place)
+        elif self._length <= self._kept_until:
+            agreed, chances = num_agreed(tokens, self._kept_place, end), self._chances.of
+            if not place or chances[agreed] > chances[length]:
+                place, length = self._kept_place, agreed
+        return self._suggestion(tokens, (), most, place, length)
+
+    def _keep(self, place: int) -> None:
+        self._kept_place, self._kept_until = place, self._length + _TRUSTED
 
     def _suggestion(
         self, tokens: Sequence[int], own: Sequence[Draft], most: int, place: int, length: int
     ) -> _Suggestion:
         """Return up to ``most`` tokens from a place on; past the end of the text they repeat."""
-        drafts = list[Draft]()
-        ahead = [draft.token for draft in own]
-        chance = 1.0
-        for depth in range(most if place else 0):
-            each = self._chances.of(length + depth)
-            chance *= each
-            if chance < _LEAST_CHANCE:
-                break
-            source = place + depth
-            token = tokens[source] if source < len(tokens) else ahead[source - len(tokens)]
-            ahead.append(token)
-            drafts.append(Draft(token, each))
-        return _Suggestion(length, drafts, own)
+        drafts, lengths = list[Draft](), list[int]()
+        if place:
+            ahead = [draft.token for draft in own]
+            chance = _chance_of_all(own)
+            for source in range(place, place + most):
+                each = self._chances.of[length]
+                chance *= each
+                if drafts and chance < self.least_chance:
+                    break
+                token = tokens[source] if source < self._length else ahead[source - self._length]
+                ahead.append(token)
+                drafts.append(Draft(token, each))
+                lengths.append(length)
+                length += length < LONGEST
+        return _Suggestion(own, drafts, lengths)
 
     def _learn(self, last: _Suggestion, new: Sequence[int]) -> None:
         """Count how often a suggestion came true, up to the first token that did not."""
         skipped = len(last.behind)
         if [draft.token for draft in last.behind] != new[:skipped]:
             return
-        for depth, (draft, token) in enumerate(zip(last.drafts, new[skipped:], strict=False)):
-            self._chances.observe(last.length + depth, is_right=draft.token == token)
+        for draft, length, token in zip(last.drafts, last.lengths, new[skipped:], strict=False):
+            self._chances.observe(length, is_right=draft.token == token)
             if draft.token != token:
                 return
 
 
-def _expected_right(drafts: Sequence[Draft]) -> float:
-    """Return the expected number of leading drafts that are right."""
-    return sum(accumulate((draft.confidence for draft in drafts), mul))
+def _chance_of_all(drafts: Sequence[Draft]) -> float:
+    chance = 1.0
+    for draft in drafts:
+        chance *= draft.confidence
+    return chance
+
+
+def _expected_right(suggestion: _Suggestion) -> float:
+    """Return the expected number of leading drafts that are right, those of masks included."""
+    drafts = [*suggestion.behind, *suggestion.drafts]
+    return sum(accumulate((draft.confidence for draft in drafts), mul), 0.0)

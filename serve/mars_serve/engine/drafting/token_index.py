@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 _RUN = 2
 """Tokens of the shortest match that a search finds."""
-_MAX_TRIED = 4
+_MAX_TRIED = 16
 """Most places that a search compares, the newest first."""
 _MAX_BITS = 15
 """Most bits of a hash; longer texts have longer chains."""
