@@ -30,9 +30,10 @@ _TRUSTED = 8
 a copy with a change goes on like the original."""
 _LEAST_CHANCE = 0.05
 """Probability below which a draft, with those before it, is not worth its place."""
-_PATIENCE, _STRIDE = 8, 4
-"""Searches in a row without a draft worth feeding, after which only every fourth step searches, so
-that text without repetition costs the host next to nothing."""
+_DEAR = 0.25
+"""Gain that a position must have from which on few drafts are worth feeding. Then only every eighth
+step searches a text in which four searches in a row found none, which costs the host little."""
+_PATIENCE, _STRIDE = 4, 8
 _SURE = 0.5
 """Probability that all drafts of masks are right from which on they are not replaced."""
 
@@ -66,10 +67,11 @@ class LookupDrafter:
         text = self._texts.get(request.id)
         if text is None:
             text = self._texts[request.id] = _Text(request.max_length, MatchChances(self._shared))
+        if text.skips(least_chance):
+            return
         most = min(self.num_drafts, request.num_left - 1)
-        if most > 0 and text.is_due():
+        if most > 0:
             text.grow(request.tokens)
-            text.least_chance = max(least_chance, _LEAST_CHANCE)
             own = request.drafts[:most]
             suggestion = text.suggest(request.tokens, own, rejected[:most], most - len(own))
             if suggestion is not None:
@@ -107,10 +109,16 @@ class _Text:
         self._num_steps, self._num_idle = 0, 0
         """Steps so far, and searches in a row that found no draft worth feeding."""
 
-    def is_due(self) -> bool:
-        """Count a step, and return whether it searches the text."""
+    def skips(self, least_chance: float) -> bool:
+        """Begin a step, and return whether it does without a search.
+
+        Args:
+            least_chance: probability below which a draft, with those before it, is not fed.
+        """
+        self.least_chance = max(least_chance, _LEAST_CHANCE)
         self._num_steps += 1
-        return self._num_idle < _PATIENCE or self._num_steps % _STRIDE == 0
+        is_idle = least_chance >= _DEAR and self._num_idle >= _PATIENCE
+        return is_idle and self._num_steps % _STRIDE != 0
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Index further tokens, and learn from them whether the last suggestion came true."""
@@ -125,7 +133,7 @@ class _Text:
     def suggest(
         self, tokens: Sequence[int], own: Sequence[Draft], rejected: Sequence[Draft], num_free: int
     ) -> _Suggestion | None:
-        """Return what is likely to follow the text, alone or behind the drafts of masks.
+        """Return what is likely to follow the text, alone or behind the drafts of masks, if any.
 
         Args:
             tokens: the text.
@@ -147,7 +155,10 @@ class _Text:
         best = found[0] if len(found) == 1 else max(found, key=_expected_right)
         self._last = best if best.drafts else None
         chance = _chance_of_all([*best.behind, *best.drafts[:1]]) if best.drafts else 0.0
-        self._num_idle = 0 if chance >= self.least_chance else self._num_idle + 1
+        if chance < self.least_chance:
+            self._num_idle += 1
+            return None
+        self._num_idle = 0
         return self._last
 
     def _behind(self, tokens: Sequence[int], own: Sequence[Draft], most: int) -> _Suggestion:
