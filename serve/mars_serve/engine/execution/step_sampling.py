@@ -19,7 +19,7 @@ from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError
 from mars_serve.engine.sampling.grammar_budget import StepGrammars, cost
-from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
+from mars_serve.engine.sampling.sampler import Behind, SampledRow, TokenHistory, log_probs_of
 from mars_serve.engine.sampling.token_rules import NoTokenLeft, TokenRules
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -72,7 +72,7 @@ def _sampled_parts(
     length, num_output = len(request.tokens), request.num_output
     end_tokens = ends | request.options.stop_ids
 
-    def part(begin: int, count: int, ahead: int, *, is_group: bool) -> SampledRow:
+    def part(begin: int, count: int, ahead: int, behind: Behind | None) -> SampledRow:
         return SampledRow(
             sampling=sampling,
             reads=list(range(begin, begin + count)),
@@ -80,15 +80,18 @@ def _sampled_parts(
             num_output=num_output + ahead,
             end_tokens=end_tokens,
             history=request.history,
-            allow=_allow(request, None if is_group else grammars),
+            allow=_allow(request, grammars),
             allow_follows=request.matcher is not None or sampling.follows_output,
+            behind=behind,
         )
 
-    yield part(start, row.num_proposed, 0, is_group=False)
+    checked = part(start, row.num_proposed, 0, None)
+    yield checked
+    drafts = [draft.token for draft in request.drafts[: row.num_drafts]]
     begin = start + row.num_proposed
     for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            yield part(begin, count, outcome + 1, is_group=True)
+            yield part(begin, count, outcome + 1, Behind(checked, drafts[:outcome]))
         begin += count
 
 

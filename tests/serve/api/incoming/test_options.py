@@ -28,6 +28,7 @@ from mars_serve.api.protocol import (
 from mars_serve.api.text import StopRules
 from mars_serve.config.settings import DraftSettings, LimitSettings, ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans
+from mars_serve.engine.settings import EngineSettings
 
 ANYONE, LIMITS = Caller(""), LimitSettings()
 
@@ -402,5 +403,12 @@ def test_a_plain_model_with_a_draft_supports_every_mode(plain):
     for mode in Mode:
         assert options_of(plain, body_of(mode=mode), draft=draft).mode is mode
     assert options_of(plain, body_of(), draft=draft).mode is Mode.THRESHOLD
-    with pytest.raises(ApiError, match="plain AR checkpoint"):
-        options_of(plain, body_of(mode=Mode.EXACT))
+    with pytest.raises(ApiError, match=r"plain AR checkpoint .* use mode 'exact' or 'ar'"):
+        options_of(plain, body_of(mode=Mode.THRESHOLD))
+
+
+def test_a_plain_model_may_be_drafted_for_by_its_text_alone(plain):
+    assert options_of(plain, body_of()).mode is Mode.AR
+    assert options_of(plain, body_of(mode=Mode.EXACT)).mode is Mode.EXACT
+    with pytest.raises(ApiError, match="use mode 'ar'"):
+        options_of(plain, body_of(mode=Mode.EXACT), engine=EngineSettings(num_lookup_drafts=0))
