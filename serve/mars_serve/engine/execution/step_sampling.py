@@ -65,8 +65,8 @@ def _sampled_parts(
 ) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
-    Groups are sampled without the grammar, and without the tokens before them that bad words may
-    begin with: drafts that are forbidden fail their check.
+    The group of the outcome that comes about goes on where the direct reads end, by grammar and bad
+    words; the others are of no use, and chosen without them.
     """
     request, sampling = row.request, row.request.options.sampling
     length, num_output = len(request.tokens), request.num_output
