@@ -222,7 +222,7 @@ class Variants:
         batch = collate(pack(layouts, row_slots, multiple_of), 0, multiple_of)
         padding = int((batch.documents == PADDING_DOCUMENT).sum())
         sums = objective(batch.to(self.device))
-        step = Step(sums.num_labels, batch.tokens.numel(), padding)
+        step = Step(batch.num_clean, batch.tokens.numel(), padding)
         return sums.clean + sums.noisy, step
 
     def lay_out(self, example: Example, block_size: int | None) -> Layout:
@@ -290,6 +290,7 @@ def naive_batch(tokens: Tensor, padding: Tensor, blocks: Tensor, copies: int) ->
     """Return whole rows, followed by their noisy copies if ``copies`` is 2; no labels."""
     rows, longest = padding.shape
     none = torch.zeros(0, dtype=torch.long)
+    never = torch.zeros(0, dtype=torch.bool)
     return Batch(
         tokens=tokens,
         position_ids=torch.arange(longest).repeat(rows, copies),
@@ -300,6 +301,10 @@ def naive_batch(tokens: Tensor, padding: Tensor, blocks: Tensor, copies: int) ->
         clean_sources=none,
         noisy_sources=none,
         depths=none,
+        in_clean_loss=never,
+        in_noisy_loss=never,
+        mask_slots=none,
+        draft_sources=none,
     )
 
 

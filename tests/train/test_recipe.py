@@ -106,6 +106,12 @@ INVALID = """
     stages.0.warmup_ratio=1 stages.0.warmup_ratio=-0.1 stages.0.weight_decay=-1
     stages.0.max_grad_norm=0 stages.0.row_slots=15
     stages.1.name=Upper stages.1.block_size=0 stages.1.block_size=65 stages.1.ar_weight=-0.1
+    stages.1.block_size=[] stages.1.block_size=[4,65] stages.1.block_size=[8,4]
+    stages.1.block_size=[4,4] stages.1.block_size=4.5 stages.1.block_size=[true]
+    stages.1.depth_decay=0 stages.1.depth_decay=1.1 stages.1.hidden_weight=-1
+    stages.1.distillation.weight=0 stages.1.distillation.weight=1.1
+    stages.1.distillation.target=hard stages.1.on_policy.share=0
+    stages.1.on_policy.share=2
     precision=fp16 attention=eager seed=-1 max_nonfinite_steps=-1
     scaling.cpus_per_worker=0 scaling.strategy=zero3 scaling.placement=ANYWHERE
     scaling.max_failures=-2 scaling.threads_per_worker=0
@@ -175,6 +181,80 @@ def test_a_block_longer_than_the_data_is_refused():
     message = refusal(stages=stages(block_size=32), **changes)
     assert "stages.0.block_size: 32 exceeds data.max_length = 31" in message
     assert Recipe.model_validate(content(stages=stages(block_size=31), **changes))
+
+
+@pytest.mark.parametrize("sizes", [[], [8, 4], [4, 4], [0, 4], [4, 65], "4", True])
+def test_block_sizes_are_a_number_or_an_ascending_list(sizes):
+    message = refusal(stages=stages(block_size=sizes))
+    assert message.startswith("recipe.yaml: stages.0.block_size: give ")
+    assert "\n" not in message
+
+
+def test_the_model_of_several_block_sizes_has_the_largest():
+    (stage,) = Recipe.model_validate(content(stages=stages(block_size=[2, 8, 31]))).stages
+    assert stage.block_sizes == (2, 8, 31)
+    assert Recipe.model_validate(content(stages=stages(block_size=8))).stages[0].block_sizes == (8,)
+    message = refusal(stages=stages(block_size=[2, 32]), data={"train": ["a"], "max_length": 31})
+    assert "stages.0.block_size: 32 exceeds data.max_length = 31" in message
+
+
+GENERATE, OWN = {"objective": "generate"}, {"objective": "mars", "responses": "generate"}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            [{"objective": "ar"}, OWN],
+            "stages.1.responses: no stage of objective generate has the name 'generate'; add one "
+            "before this stage",
+        ),
+        (
+            [{"objective": "ar"}, OWN | {"responses": "ar"}],
+            "stages.1.responses: no stage of objective generate has the name 'ar'; add one before "
+            "this stage",
+        ),
+        (
+            [OWN, GENERATE],
+            "stages.0.responses: stage generate comes later; move it before this one",
+        ),
+        (
+            [{"objective": "ar"}, GENERATE],
+            "stages.1: no later stage has responses: generate; name it in a stage of objective "
+            "mars, or leave it out",
+        ),
+    ],
+)
+def test_responses_need_a_stage_that_writes_them_before(found, expected):
+    assert refusal(stages=found) == f"recipe.yaml: {expected}"
+
+
+def test_a_new_model_is_trained_before_it_responds():
+    message = refusal(stages=[GENERATE, OWN], model=scratch())
+    assert message.startswith("recipe.yaml: stages.0: a new model has learned nothing that it")
+    assert Recipe.model_validate(content(stages=[GENERATE, OWN]))  # of a trained model
+    trained = [{"objective": "ar"}, GENERATE, OWN]
+    recipe = Recipe.model_validate(content(stages=trained, model=scratch()))
+    assert [stage.name for stage in recipe.trained_stages] == ["ar", "mars"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "temperature=-1",
+        "temperature=3",
+        "max_tokens=0",
+        "seed=-1",
+        "max_num_seqs=0",
+        "shard_size=0",
+        "batch_size=4",
+        "name=data",
+    ],
+)
+def test_invalid_settings_of_a_generating_stage_are_refused(setting):
+    changes = content(stages=[GENERATE, OWN])
+    apply_overrides(changes, [f"stages.0.{setting}"])
+    assert f"stages.0.{setting.partition('=')[0]}: " in refusal(**changes)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"])

@@ -18,6 +18,8 @@ _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a new model's configuration that follow from the tokenizer trained for it."""
 _OTHER_CONTENT = {"data", "ray", "start"}
 """Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
+_MOST_TOKENS = 64
+"""Largest block."""
 
 
 class ScratchModel(Settings):
@@ -79,11 +81,23 @@ class DataSettings(Settings):
             )
 
 
-class _StageSettings(Settings):
-    """Settings that stages of either kind have."""
+class _NamedStage(Settings):
+    """Settings that stages of every kind have."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     """Name of the stage, and of its directory."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str) -> str:
+        if name in _OTHER_CONTENT or name.startswith("start-"):
+            raise ValueError("a run keeps other content under this name; choose another")
+        return name
+
+
+class _TrainedStage(_NamedStage):
+    """Settings that stages have which train the model."""
+
     epochs: int = Field(default=5, ge=1)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -103,15 +117,8 @@ class _StageSettings(Settings):
     row_slots: int = Field(default=1024, ge=16)
     """Most slots of a packed row, clean and noisy tokens together."""
 
-    @field_validator("name")
-    @classmethod
-    def _is_free(cls, name: str) -> str:
-        if name in _OTHER_CONTENT or name.startswith("start-"):
-            raise ValueError("a run keeps other content under this name; choose another")
-        return name
 
-
-class ArStage(_StageSettings):
+class ArStage(_TrainedStage):
     """Plain autoregressive supervised fine-tuning."""
 
     objective: Literal["ar"]
@@ -120,20 +127,84 @@ class ArStage(_StageSettings):
     """Name of the stage, and of its directory."""
 
 
-class MarsStage(_StageSettings):
+def _size_or_sizes(value: Any) -> Any:
+    sizes = list(value) if isinstance(value, list | tuple) else [value]
+    if not sizes or not all(type(size) is int and 1 <= size <= _MOST_TOKENS for size in sizes):
+        raise ValueError("give a number of tokens from 1 to 64, or a list of such numbers")
+    if sizes != sorted(set(sizes)):
+        raise ValueError(f"give each size once, ascending: {sorted(set(sizes))}")
+    return value
+
+
+class Distillation(Settings):
+    """Learning what a mask predicts from the clean stream, whose logits are detached."""
+
+    weight: float = Field(gt=0, le=1)
+    """Share λ of this loss in the loss behind masks; 1 - λ is the labels' share."""
+    target: Literal["soft", "argmax"] = "soft"
+    """soft is the KL divergence from the clean stream's distribution at the same label, argmax
+    the cross-entropy of its likeliest token."""
+
+
+class OnPolicy(Settings):
+    """Learning behind masks from how the model scores its own drafts."""
+
+    share: float = Field(gt=0, le=1)
+    """Share of the stage's steps, the last ones, in which masks learn from drafts."""
+
+
+class MarsStage(_TrainedStage):
     """MARS: the noisy stream's loss beside the AR loss (arXiv 2604.07023, section 3.2)."""
 
     objective: Literal["mars"]
     """Kind of the stage."""
     name: str = Field(default="mars", pattern=r"^[a-z0-9][a-z0-9-]*$")
     """Name of the stage, and of its directory."""
-    block_size: int = Field(default=4, ge=1, le=64)
-    """Block size B, in tokens."""
+    block_size: Annotated[int | tuple[int, ...], BeforeValidator(_size_or_sizes)] = 4
+    """Block size B, in tokens, 1 to 64. Of a list such as [4, 8, 16] a size is drawn for each
+    conversation and epoch, and the largest is the model's."""
     ar_weight: float = Field(default=1.0, ge=0)
     """Weight of the clean stream's AR loss."""
+    depth_decay: float = Field(default=1.0, gt=0, le=1)
+    """Factor γ of the loss behind d masks, which counts γ^(d-1); 1 weighs all depths alike."""
+    distillation: Distillation | None = None
+    """Learning masks from the clean stream; null for labels alone."""
+    hidden_weight: float = Field(default=0.0, ge=0)
+    """Weight of the squared distance between the last hidden states of a mask and of the clean
+    stream at the same label, as a share of the latter's square; 0 for none."""
+    on_policy: OnPolicy | None = None
+    """Learning from the model's own scores of its drafts in the last steps; null for none."""
+    responses: str | None = None
+    """Name of an earlier stage of objective generate, whose responses take the noisy loss; the AR
+    loss stays on the training data. Null for the training data in both."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes that a conversation's is drawn from, ascending."""
+        return (self.block_size,) if isinstance(self.block_size, int) else self.block_size
 
 
-Stage = Annotated[ArStage | MarsStage, Field(discriminator="objective")]
+class GenerateStage(_NamedStage):
+    """Responses of the model so far to the prompts of the training data; it trains nothing."""
+
+    objective: Literal["generate"]
+    """Kind of the stage."""
+    name: str = Field(default="generate", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Name of the stage, and of its directory."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Temperature of the responses; 0 for the likeliest token each time."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of a response; null for as many as data.max_length leaves."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of what is drawn at a temperature above 0."""
+    max_num_seqs: int = Field(default=32, ge=1, le=4096)
+    """Responses that a worker writes at once."""
+    shard_size: int = Field(default=512, ge=1)
+    """Responses that are stored together; a stopped run goes on with the shards that lack."""
+
+
+TrainedStage = ArStage | MarsStage
+Stage = Annotated[ArStage | MarsStage | GenerateStage, Field(discriminator="objective")]
 
 
 def _number_or_range(value: Any) -> Any:
@@ -262,7 +333,12 @@ class Recipe(Settings):
     """Most steps of a stage that are skipped for a non-finite loss or gradient; with more the run
     fails."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initial weights, data order and block borders."""
+    """Seed of initial weights, data order, block sizes and block borders."""
+
+    @property
+    def trained_stages(self) -> list[TrainedStage]:
+        """The stages that train the model."""
+        return [stage for stage in self.stages if not isinstance(stage, GenerateStage)]
 
     def differences(self, other: Recipe) -> list[str]:
         """Return the top-level settings that would make another recipe train another model."""
@@ -275,16 +351,48 @@ class Recipe(Settings):
         if len(set(names)) < len(names):
             raise ValueError(f"stages: names must differ, got {names}")
         for index, stage in enumerate(self.stages):
+            if isinstance(stage, GenerateStage):
+                continue
             if stage.batch_size < self.scaling.most_workers:
                 raise ValueError(
                     f"stages.{index}.batch_size: {stage.batch_size} conversations cannot be shared "
                     f"by scaling.num_workers = {self.scaling.most_workers}; make it larger"
                 )
-            if isinstance(stage, MarsStage) and stage.block_size > self.data.max_length:
+            if isinstance(stage, MarsStage) and stage.block_sizes[-1] > self.data.max_length:
                 raise ValueError(
-                    f"stages.{index}.block_size: {stage.block_size} exceeds data.max_length = "
+                    f"stages.{index}.block_size: {stage.block_sizes[-1]} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _responses_are_written_before(self) -> Recipe:
+        writers = {s.name: i for i, s in enumerate(self.stages) if isinstance(s, GenerateStage)}
+        taken = set()
+        for index, stage in enumerate(self.stages):
+            name = stage.responses if isinstance(stage, MarsStage) else None
+            if name is None:
+                continue
+            if name not in writers:
+                raise ValueError(
+                    f"stages.{index}.responses: no stage of objective generate has the name "
+                    f"{name!r}; add one before this stage"
+                )
+            if writers[name] > index:
+                raise ValueError(
+                    f"stages.{index}.responses: stage {name} comes later; move it before this one"
+                )
+            taken.add(name)
+        for name in [name for name in writers if name not in taken]:
+            raise ValueError(
+                f"stages.{writers[name]}: no later stage has responses: {name}; name it in a stage "
+                "of objective mars, or leave it out"
+            )
+        if isinstance(self.stages[0], GenerateStage) and self.model.scratch is not None:
+            raise ValueError(
+                "stages.0: a new model has learned nothing that it could respond with; put a stage "
+                "of objective ar before this one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -80,8 +80,9 @@ def losses(trained, path):
     mask_id, _ = add_mask_token(model, tokenizer)
     store = TokenStore(trained.output / "data")
     layouts = [lay_out(*store[row], 4, mask_id) for row in range(64)]
-    sums = Objective(model, masked=True)(collate(pack(layouts, 192), pad_token_id=0))
-    return sums.clean / sums.num_labels, sums.noisy / sums.num_labels
+    batch = collate(pack(layouts, 192), pad_token_id=0)
+    sums = Objective(model, masked=True)(batch)
+    return sums.clean / batch.num_clean, sums.noisy / batch.num_noisy
 
 
 def test_each_stage_lowers_its_loss(trained):

@@ -10,6 +10,7 @@ from mars_train.data.token_store import (
     TokenStore,
     TokenStoreWriter,
     block_offsets,
+    block_sizes,
     epoch_order,
     share,
     step_rows,
@@ -202,6 +203,11 @@ def test_hash_is_splitmix64(num_rows, seed, epoch, block_size):
     assert epoch_order(num_rows, seed, epoch).tolist() == expected
     offsets = block_offsets(rows, seed, epoch, block_size)
     assert offsets.tolist() == [hashed(2, row) % block_size for row in range(num_rows)]
+    choices = [2, 3, block_size + 3]
+    sizes = block_sizes(rows, seed, epoch, choices)
+    assert sizes.tolist() == [choices[hashed(3, row) % 3] for row in range(num_rows)]
+    of_each = block_offsets(rows, seed, epoch, sizes)
+    assert of_each.tolist() == [hashed(2, row) % int(sizes[row]) for row in range(num_rows)]
 
 
 def test_orders_of_different_epochs_and_seeds_are_uncorrelated():

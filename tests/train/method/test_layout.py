@@ -237,7 +237,8 @@ def test_loss_and_gradients_equal_those_of_two_full_streams(model, plain_model, 
     (expected["noisy"] + 0.7 * expected["clean"]).backward()
     torch.testing.assert_close(ours.clean, expected["clean"], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.noisy, expected["noisy"], rtol=1e-5, atol=0)
-    assert ours.num_labels == sum(int(item.supervised[1:].sum()) for item in items)
+    num_labels = sum(int(item.supervised[1:].sum()) for item in items)
+    assert batch.num_clean == batch.num_noisy == num_labels
     assert abs(float(ours.noisy.detach() - ours.clean.detach())) > 1.0  # the two terms differ
     assert_gradients_equal(model, plain_model)
 

@@ -132,7 +132,7 @@ def test_the_first_step_is_the_mean_over_the_labels_of_its_conversations(job_of,
         batch = collate([[lay_out(*store[int(row)], 3, mask_id, int(offset))]], 0)
         sums = objective(batch)
         clean, noisy = clean + sums.clean, noisy + sums.noisy
-        num_labels, num_tokens = num_labels + sums.num_labels, num_tokens + batch.num_tokens
+        num_labels, num_tokens = num_labels + batch.num_clean, num_tokens + batch.num_tokens
     loss = (noisy + 0.7 * clean) / num_labels
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])

@@ -50,7 +50,7 @@ class FirstRows:
         if self.are_all or counts.num_bad > recipe.data.max_bad_rows:
             refuse_bad_data(counts, recipe.data.max_bad_rows, dropped)
         if self.are_all:
-            refuse_few_rows(counts.num_examples, recipe.stages)
+            refuse_few_rows(counts.num_examples, recipe)
 
 
 def read_first_rows(files: Sequence[str]) -> FirstRows:

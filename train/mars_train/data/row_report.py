@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mars_platform.errors import UserError
-from mars_train.recipe import Stage
+from mars_train.recipe import Recipe
 
 REPORT_FILE = "report.jsonl"
 _SHOWN_ROWS = 3
@@ -119,13 +119,13 @@ def refuse_bad_data(
     raise UserError(f"data.train: {problem}: {'; '.join(shown)}{more}{listed}")
 
 
-def refuse_few_rows(num_examples: int, stages: Sequence[Stage]) -> None:
+def refuse_few_rows(num_examples: int, recipe: Recipe) -> None:
     """Refuse data that does not fill one batch of each stage.
 
     Raises:
         UserError: a stage's batch is larger than the data.
     """
-    for stage in stages:
+    for stage in recipe.trained_stages:
         if num_examples < stage.batch_size:
             raise UserError(
                 f"data.train: {num_examples} conversations do not fill one batch of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -193,8 +194,8 @@ def _fingerprint(
 
 # --- order ----------------------------------------------------------------------------------------
 
-# Purpose of a hash, so that order and offsets of one (seed, epoch) are independent.
-_ORDER, _OFFSET = 1, 2
+# Purpose of a hash, so that order, offsets and sizes of one (seed, epoch) are independent.
+_ORDER, _OFFSET, _SIZE = 1, 2, 3
 
 
 @lru_cache(maxsize=1)
@@ -213,11 +214,27 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def block_offsets(
-    rows: NDArray[np.int64], seed: int, epoch: int, block_size: int
+def block_sizes(
+    rows: NDArray[np.int64], seed: int, epoch: int, sizes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the offset of each row's block borders in an epoch: int64 [rows] below block_size."""
-    return (_hash(_OFFSET, seed, epoch, rows) % np.uint64(block_size)).astype(np.int64)
+    """Return the block size of each row in an epoch, drawn from ``sizes``: int64 [rows]."""
+    drawn = _hash(_SIZE, seed, epoch, rows) % np.uint64(len(sizes))
+    return np.array(sizes, np.int64)[drawn.astype(np.int64)]
+
+
+def block_offsets(
+    rows: NDArray[np.int64], seed: int, epoch: int, block_size: int | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the offset of each row's block borders in an epoch: int64 [rows] below block_size.
+
+    Args:
+        rows: int64 [rows].
+        seed: the recipe's seed.
+        epoch: number of the epoch.
+        block_size: size of all rows' blocks, or of each row's, int64 [rows].
+    """
+    limits = np.asarray(block_size).astype(np.uint64)
+    return (_hash(_OFFSET, seed, epoch, rows) % limits).astype(np.int64)
 
 
 def share(rows: NDArray[np.int64], rank: int, num_workers: int) -> NDArray[np.int64]:

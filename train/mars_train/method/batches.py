@@ -12,12 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_train.data.token_store import TokenStore, block_offsets, share, step_rows
+from mars_train.data.token_store import (
+    TokenStore,
+    block_offsets,
+    block_sizes,
+    share,
+    step_rows,
+)
 from mars_train.method.layout import Batch, Layout, collate, lay_out, pack
-from mars_train.recipe import Stage
+from mars_train.recipe import TrainedStage
 
 
-def num_steps(stage: Stage, num_examples: int) -> int:
+def num_steps(stage: TrainedStage, num_examples: int) -> int:
     """Return the optimizer steps of a stage; an epoch's incomplete last batch is dropped."""
     steps = num_examples // stage.batch_size * stage.epochs
     return min(steps, stage.max_steps or steps)
@@ -28,16 +34,19 @@ class StageBatches:
     """The micro-batches of one worker."""
 
     data: TokenStore
-    stage: Stage
+    stage: TrainedStage
     seed: int
     rank: int
     num_workers: int
-    block_size: int | None
-    """B, or None for the clean stream alone."""
+    block_sizes: tuple[int, ...]
+    """Sizes of blocks that each conversation's is drawn from; empty for the clean stream alone."""
     mask_token_id: int
     pad_token_id: int
     multiple_of: int
     """Slots of a row are a multiple of this."""
+    responses: TokenStore | None = None
+    """Conversations with responses that the model wrote itself, which take the noisy loss from
+    ``data``; a row stands for the row of the same number there. None if there are none."""
 
     def from_step(self, first: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of step ``first``, from 0, and all later ones, a step ahead."""
@@ -54,7 +63,8 @@ class StageBatches:
         """Return a batch without labels, for a worker that has no conversation left."""
         input_ids, supervised = self.data[0]
         unsupervised = np.zeros_like(supervised[:2])
-        layout = lay_out(input_ids[:2], unsupervised, self.block_size, self.mask_token_id)
+        block_size = max(self.block_sizes, default=None)
+        layout = lay_out(input_ids[:2], unsupervised, block_size, self.mask_token_id)
         return self._collate([layout])
 
     def _micro_batches(self, step: int) -> list[Batch]:
@@ -68,17 +78,33 @@ class StageBatches:
     def _batch(self, rows: NDArray[np.int64], epoch: int) -> Batch:
         if not len(rows):
             return self.filler()
-        offsets = block_offsets(rows, self.seed, epoch, self.block_size or 1)
-        layouts = [
+        if not self.block_sizes:
+            return self._collate(self._clean_layouts(rows))
+        if self.responses is None:
+            return self._collate(self._masked_layouts(self.data, rows, epoch, clean_loss=True))
+        # The numbers of the rows are those of `data`, so sizes and offsets follow from these. A
+        # store of fewer responses is gone through again and again.
+        written = self._masked_layouts(self.responses, rows, epoch, clean_loss=False)
+        return self._collate(self._clean_layouts(rows) + written)
+
+    def _clean_layouts(self, rows: NDArray[np.int64]) -> list[Layout]:
+        return [lay_out(*self.data[int(row)], None, self.mask_token_id) for row in rows]
+
+    def _masked_layouts(
+        self, data: TokenStore, rows: NDArray[np.int64], epoch: int, *, clean_loss: bool
+    ) -> list[Layout]:
+        sizes = block_sizes(rows, self.seed, epoch, self.block_sizes)
+        offsets = block_offsets(rows, self.seed, epoch, sizes)
+        return [
             lay_out(
-                *self.data[int(row)],
-                self.block_size,
+                *data[int(row) % len(data)],
+                int(size),
                 self.mask_token_id,
                 block_offset=int(offset),
+                clean_loss=clean_loss,
             )
-            for row, offset in zip(rows, offsets, strict=True)
+            for row, size, offset in zip(rows, sizes, offsets, strict=True)
         ]
-        return self._collate(layouts)
 
     def _collate(self, layouts: list[Layout]) -> Batch:
         rows = pack(layouts, self.stage.row_slots, multiple_of=self.multiple_of)

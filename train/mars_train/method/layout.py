@@ -26,6 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,10 @@ from torch import Tensor
 
 PADDING_DOCUMENT = -1
 """Document number of padding slots."""
+
+_OF_LABELS = ("labels", "depths", "in_clean_loss", "in_noisy_loss")
+_SLOT_INDICES = ("clean_sources", "noisy_sources", "mask_slots", "draft_sources")
+"""Columns of layouts and batches that hold indices of slots; the others just join."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Layout:
     clean_sources: NDArray[np.int64]  # [labels], slot whose clean logits predict the label
     noisy_sources: NDArray[np.int64]  # [labels], slot whose noisy logits predict the label
     depths: NDArray[np.int64]  # [labels], masks that the noisy source sees
+    in_clean_loss: NDArray[np.bool_]  # [labels], whether the label counts in the clean loss
+    in_noisy_loss: NDArray[np.bool_]  # [labels], whether the label counts in the noisy loss
+    mask_slots: NDArray[np.int64]  # [masks], slots that hold a mask
+    draft_sources: NDArray[np.int64]  # [masks], slot whose logits predict the token a mask hides
 
 
 def lay_out(
@@ -56,6 +65,8 @@ def lay_out(
     block_size: int | None,
     mask_token_id: int,
     block_offset: int = 0,
+    *,
+    clean_loss: bool = True,
 ) -> Layout:
     """Lay one sequence out.
 
@@ -69,6 +80,8 @@ def lay_out(
             ``(p + block_offset) // B``; 0 is the paper's layout. Decoding starts a window at any
             position, so training must not tie the borders to the text: with prompts of one length
             the model would see one alignment only.
+        clean_loss: whether the sequence is one that the model is to learn to write. Of a sequence
+            that it wrote itself, only what masks predict is to be learned.
     """
     labels_at = np.flatnonzero(supervised[1:]) + 1
     sources = labels_at - 1
@@ -88,6 +101,7 @@ def lay_out(
     copy_slots = np.zeros_like(positions)
     copy_slots[copied] = length + np.arange(len(copied))
     noisy_ids = np.where(supervised, mask_token_id, input_ids)
+    hidden_at = copied[supervised[copied] & (copied > 0)]  # nothing predicts the first token
     return Layout(
         tokens=np.concatenate([input_ids[:length], noisy_ids[copied]]),
         position_ids=np.concatenate([positions, copied]),
@@ -97,6 +111,10 @@ def lay_out(
         clean_sources=sources,
         noisy_sources=np.where(depths[sources] > 0, copy_slots[sources], sources),
         depths=depths[sources],
+        in_clean_loss=np.full(len(labels_at), clean_loss),
+        in_noisy_loss=np.full(len(labels_at), block_size is not None),
+        mask_slots=copy_slots[hidden_at],
+        draft_sources=np.where(depths[hidden_at] > 1, copy_slots[hidden_at - 1], hidden_at - 1),
     )
 
 
@@ -130,6 +148,20 @@ class Batch:
     clean_sources: Tensor  # int64 [labels]
     noisy_sources: Tensor  # int64 [labels]
     depths: Tensor  # int64 [labels]
+    in_clean_loss: Tensor  # bool [labels]
+    in_noisy_loss: Tensor  # bool [labels]
+    mask_slots: Tensor  # int64 [masks], index the flattened ``rows * slots``
+    draft_sources: Tensor  # int64 [masks], index the flattened ``rows * slots``
+
+    @property
+    def num_clean(self) -> int:
+        """Number of labels of the clean loss."""
+        return int(self.in_clean_loss.sum())
+
+    @property
+    def num_noisy(self) -> int:
+        """Number of labels of the noisy loss, those at depth 0 included."""
+        return int(self.in_noisy_loss.sum())
 
     @property
     def num_tokens(self) -> int:
@@ -193,7 +225,7 @@ def collate(rows: Sequence[Sequence[Layout]], pad_token_id: int, multiple_of: in
     documents = np.full(shape, PADDING_DOCUMENT, np.int64)
     blocks = np.zeros(shape, np.int64)
     noisy = np.zeros(shape, bool)
-    labels, clean_sources, noisy_sources, depths = [], [], [], []
+    joined: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_OF_LABELS, *_SLOT_INDICES)}
     for row_index, row in enumerate(rows):
         start = 0
         for document, layout in enumerate(row):
@@ -202,10 +234,10 @@ def collate(rows: Sequence[Sequence[Layout]], pad_token_id: int, multiple_of: in
             blocks[span], noisy[span] = layout.blocks, layout.noisy
             documents[span] = document
             offset = row_index * slots + start
-            labels.append(layout.labels)
-            depths.append(layout.depths)
-            clean_sources.append(layout.clean_sources + offset)
-            noisy_sources.append(layout.noisy_sources + offset)
+            for name in _OF_LABELS:
+                joined[name].append(getattr(layout, name))
+            for name in _SLOT_INDICES:
+                joined[name].append(getattr(layout, name) + offset)
             start += len(layout.tokens)
     return Batch(
         tokens=torch.from_numpy(tokens),
@@ -213,8 +245,5 @@ def collate(rows: Sequence[Sequence[Layout]], pad_token_id: int, multiple_of: in
         blocks=torch.from_numpy(blocks),
         documents=torch.from_numpy(documents),
         noisy=torch.from_numpy(noisy),
-        labels=torch.from_numpy(np.concatenate(labels)),
-        clean_sources=torch.from_numpy(np.concatenate(clean_sources)),
-        noisy_sources=torch.from_numpy(np.concatenate(noisy_sources)),
-        depths=torch.from_numpy(np.concatenate(depths)),
+        **{name: torch.from_numpy(np.concatenate(parts)) for name, parts in joined.items()},
     )

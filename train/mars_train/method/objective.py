@@ -2,13 +2,16 @@
 
     loss = CE(noisy logits, labels) + ar_weight * CE(clean logits, labels)
 
-(arXiv 2604.07023, section 3.2). Imports no Ray.
+(arXiv 2604.07023, section 3.2). Options of the first term are this project's; see `MaskLoss`.
+Imports no Ray.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +26,34 @@ MAX_LOGITS = 2**26
 """Most logits in memory at once, forward or backward, in elements (256 MiB in float32)."""
 
 
+@dataclass(frozen=True)
+class MaskLoss:
+    """Terms of the loss of a label behind d masks; the defaults are the paper's cross-entropy.
+
+    With p the distribution that teaches the mask, q the mask's, h their last hidden states::
+
+        depth_decay^(d - 1) * (  (1 - teacher_weight) * CE(label, q)
+                               + teacher_weight * KL(p || q), or CE(argmax p, q)
+                               + hidden_weight * |h_q - h_p|^2 / |h_p|^2 )
+
+    The teacher is the clean stream at the same label, detached. In a step on the model's own
+    drafts it is the model behind these, and its weight is 1. The distance of hidden states is a
+    share of the teacher's square, so that it depends on neither width nor scale; unlike the angle
+    between them it also counts their lengths, which say how sure the model is.
+    """
+
+    depth_decay: float = 1.0
+    """Factor γ in (0, 1] of each mask after the first."""
+    teacher_weight: float = 0.0
+    """Share λ of the teacher's distribution, in [0, 1]."""
+    target: Literal["soft", "argmax"] = "soft"
+    """Whether the teacher's whole distribution is learned or its likeliest token."""
+    hidden_weight: float = 0.0
+    """Weight of the distance between hidden states, at least 0."""
+
+
 class LossSums(NamedTuple):
-    """Cross-entropy summed over a batch's supervised labels; divide by ``num_labels``.
+    """Losses summed over a batch's labels; divide by its ``num_clean`` and ``num_noisy``.
 
     It is a tuple because FSDP2 searches the objective's output for tensors, to which it attaches
     the start of its backward pass.
@@ -32,7 +61,6 @@ class LossSums(NamedTuple):
 
     clean: Tensor  # float32 [], nats
     noisy: Tensor  # float32 [], nats; zero for plain AR training
-    num_labels: int
 
 
 class Objective(nn.Module):
@@ -45,6 +73,7 @@ class Objective(nn.Module):
         model: any decoder that takes its attention through transformers' interface; its kind of
             attention is changed in place.
         masked: whether the noisy stream is trained (MARS) or the clean one alone (AR).
+        mask_loss: terms of the loss behind masks.
         attention: ``sdpa`` runs everywhere with a dense mask; ``flex`` skips masked blocks, trains
             on CUDA only and needs rows of a multiple of ``FLEX_MULTIPLE`` slots.
         compile: compile the decoder layers and the loss, for any shape of batch.
@@ -55,6 +84,7 @@ class Objective(nn.Module):
         model: PreTrainedModel,
         *,
         masked: bool,
+        mask_loss: MaskLoss | None = None,
         attention: Attention = "sdpa",
         compile: bool = False,  # noqa: A002 - named as in torch
     ) -> None:
@@ -62,23 +92,50 @@ class Objective(nn.Module):
         use_attention(model, attention)
         self.model = model
         self.masked = masked
+        self.mask_loss = mask_loss or MaskLoss()
         self.attention = attention
-        self._token_losses = _token_losses
+        self._token_losses, self._taught_losses = _token_losses, _taught_losses
         if compile:
             # Layers are compiled one by one: they share one graph, and FSDP2 can still gather and
             # free each of them.
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
             self._token_losses = torch.compile(_token_losses, dynamic=True)
+            self._taught_losses = torch.compile(_taught_losses, dynamic=True)
 
-    def forward(self, batch: Batch) -> LossSums:
-        """Return the loss sums of one packed batch; without labels, zeros that have gradients."""
-        clean, noisy = self.label_losses(batch)
-        return LossSums(clean.sum(), noisy.sum(), len(batch.labels))
+    def forward(self, batch: Batch, *, on_policy: bool = False) -> LossSums:
+        """Return the loss sums of one packed batch; without labels, zeros that have gradients.
+
+        Args:
+            batch: the batch.
+            on_policy: whether masks learn from the model's scores of its own drafts; see `_scored`.
+        """
+        hidden = self._hidden_states(batch)
+        masked = batch.depths > 0
+        if on_policy:
+            scored = self._scored(hidden, batch)[batch.noisy_sources[masked]]
+            loss = MaskLoss(self.mask_loss.depth_decay, 1.0, "soft", self.mask_loss.hidden_weight)
+            clean, noisy = self._taught(hidden, batch, scored, loss)
+        elif self.masked and (self.mask_loss.teacher_weight or self.mask_loss.hidden_weight):
+            teacher = hidden[batch.clean_sources[masked]].detach()
+            clean, noisy = self._taught(hidden, batch, teacher, self.mask_loss)
+        else:
+            clean, noisy = self._cross_entropies(hidden, batch)
+        clean_weights, noisy_weights = self.label_weights(batch)
+        return LossSums((clean * clean_weights).sum(), (noisy * noisy_weights).sum())
+
+    def label_weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weight of each label in the clean and noisy loss, float32 [labels] each."""
+        in_clean, in_noisy = batch.in_clean_loss.float(), batch.in_noisy_loss.float()
+        decay = self.mask_loss.depth_decay ** (batch.depths - 1).clamp(min=0)
+        # A label at depth 0 is the clean stream's.
+        return in_clean, in_noisy * torch.where(batch.depths > 0, decay, in_clean)
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clean and the noisy loss of each label, float32 [labels] each, in nats."""
-        hidden = self._hidden_states(batch)  # [rows * slots, width]
+        """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
+        return self._cross_entropies(self._hidden_states(batch), batch)
+
+    def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self.masked:
             clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)
             return clean, torch.zeros_like(clean)
@@ -90,9 +147,58 @@ class Objective(nn.Module):
         clean, noisy = losses.tensor_split([len(batch.labels)])
         return clean, clean.masked_scatter(masked, noisy)
 
-    def _hidden_states(self, batch: Batch) -> Tensor:
+    def _taught(
+        self, hidden: Tensor, batch: Batch, teacher: Tensor, loss: MaskLoss
+    ) -> tuple[Tensor, Tensor]:
+        """Return the clean and noisy losses of labels, whose masks have a teacher.
+
+        Args:
+            hidden: [rows * slots, width], last hidden states.
+            batch: the batch.
+            teacher: [masked labels, width], hidden states that teach, without a gradient.
+            loss: terms of the loss; depths are not weighted here.
+        """
+        masked = batch.depths > 0
+        clean = self._cross_entropy(hidden[batch.clean_sources], batch.labels)
+        student, labels = hidden[batch.noisy_sources[masked]], batch.labels[masked]
+        if loss.teacher_weight:
+            losses = partial(self._chunk_taught, loss=loss)
+            noisy = self._in_chunks(losses, student, teacher, labels)
+        else:
+            noisy = self._cross_entropy(student, labels)
+        if loss.hidden_weight:
+            noisy = noisy + loss.hidden_weight * _relative_distance(student, teacher)
+        return clean, clean.masked_scatter(masked, noisy)
+
+    def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return hidden states behind the model's own drafts in place of masks.
+
+        Logits at a slot predict the *next* token. In a block that begins at position s, with the
+        clean tokens before s known, decoding drafts y(s) from the clean token at s - 1, and
+        y(s + d) from the d-th mask, which stands at s + d - 1. So the draft that takes a mask's
+        place is predicted one position earlier: by the mask before it, or for a block's first mask
+        by the clean stream. A draft then sees what its mask saw, the clean tokens of earlier
+        blocks, the drafts before it in its own block and itself, just as in plain AR decoding.
+        The logits at the slot of y(s + d - 1) are the model's scores of position s + d behind
+        these drafts, and that is the position which the d-th mask, in the same slot, predicts. So
+        mask and teacher share their slot, and the last draft of a block, y(s + B), takes no place.
+
+        Args:
+            hidden: [rows * slots, width], hidden states of the batch as it is.
+            batch: the batch.
+
+        Returns:
+            [rows * slots, width], without a gradient; slots of the clean stream are as before.
+        """
+        drafts = self._in_chunks(self._chunk_likeliest, hidden.detach()[batch.draft_sources])
+        tokens = batch.tokens.flatten().scatter(0, batch.mask_slots, drafts)
+        with torch.no_grad():
+            return self._hidden_states(batch, tokens.view_as(batch.tokens))
+
+    def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
         output = self.model.base_model(
-            input_ids=batch.tokens,
+            input_ids=batch.tokens if tokens is None else tokens,
             position_ids=batch.position_ids,
             attention_mask=attention_mask(batch, self.attention),
             use_cache=False,
@@ -101,23 +207,71 @@ class Objective(nn.Module):
         return hidden.flatten(0, 1)
 
     def _cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses of hidden states [labels, width], in chunks of ``MAX_LOGITS`` logits.
+        return self._in_chunks(self._chunk_losses, hidden, labels)
 
-        Several chunks are checkpointed: the backward pass computes their logits again.
-        ``F.linear_cross_entropy`` would do the same, but torch 2.11 lacks it, and it takes a weight
-        matrix instead of any module as the output layer.
+    def _in_chunks(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+        """Call a function of columns [labels, ...] in chunks of ``MAX_LOGITS`` logits.
+
+        Each column of hidden states makes logits. Several chunks are checkpointed: the backward
+        pass computes their logits again. ``F.linear_cross_entropy`` would do the same, but torch
+        2.11 lacks it, and it takes a weight matrix instead of any module as the output layer.
         """
-        num_chunks = -(-len(labels) * self.model.config.vocab_size // MAX_LOGITS)
+        per_label = self.model.config.vocab_size * sum(column.dim() > 1 for column in columns)
+        num_chunks = -(-len(columns[0]) * per_label // MAX_LOGITS)
         if num_chunks <= 1:
-            return self._chunk_losses(hidden, labels)
-        recompute = partial(
-            checkpoint, self._chunk_losses, use_reentrant=False, preserve_rng_state=False
-        )
-        return torch.cat(list(map(recompute, hidden.chunk(num_chunks), labels.chunk(num_chunks))))
+            return function(*columns)
+        recompute = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        chunks = zip(*(column.chunk(num_chunks) for column in columns), strict=True)
+        return torch.cat([recompute(*chunk) for chunk in chunks])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
 
     def _chunk_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return self._token_losses(self.model.get_output_embeddings()(hidden), labels)
+        return self._token_losses(self._logits(hidden), labels)
+
+    def _chunk_taught(
+        self, student: Tensor, teacher: Tensor, labels: Tensor, *, loss: MaskLoss
+    ) -> Tensor:
+        # Not under no_grad: autocast keeps its copy of a weight for later calls, and older torch
+        # would keep one without a gradient.
+        taught = self._logits(teacher).detach()
+        share, soft = loss.teacher_weight, loss.target == "soft"
+        return self._taught_losses(self._logits(student), taught, labels, share, soft=soft)
+
+    def _chunk_likeliest(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden).argmax(-1)
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def _taught_losses(
+    logits: Tensor, teacher: Tensor, labels: Tensor, share: float, *, soft: bool
+) -> Tensor:
+    """Return the mixture of the labels' and the teacher's losses, float32 [labels].
+
+    Args:
+        logits: [labels, vocabulary].
+        teacher: [labels, vocabulary], the teacher's logits.
+        labels: int64 [labels].
+        share: share λ of the teacher's loss.
+        soft: whether that is the divergence from its distribution or the loss of its likeliest
+            token.
+    """
+    ours = logits.float().log_softmax(-1)
+    if soft:
+        theirs = teacher.float().log_softmax(-1)
+        taught = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    else:
+        taught = F.nll_loss(ours, teacher.argmax(-1), reduction="none")
+    return share * taught + (1 - share) * F.nll_loss(ours, labels, reduction="none")
+
+
+def _relative_distance(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return |student - teacher|^2 / |teacher|^2 of hidden states [labels, width]: [labels]."""
+    teacher = teacher.float()
+    distance = (student.float() - teacher).square().sum(-1)
+    return distance / teacher.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)

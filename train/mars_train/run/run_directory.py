@@ -18,7 +18,7 @@ import yaml
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
 from mars_train.data.row_report import REPORT_FILE
-from mars_train.recipe import Recipe, Stage
+from mars_train.recipe import Recipe, TrainedStage
 from mars_train.stage.history import HISTORY_FILE, History, read_history
 
 _RECIPE, _LOCK = "recipe.yaml", ".lock"
@@ -29,8 +29,8 @@ _LEFT_BY_REFUSALS = {REPORT_FILE, _LOCK}
 class RunDirectory:
     """Directory of a run, ``output`` in its recipe.
 
-    It holds the recipe, the token store and its report, and a checkpoint for each finished stage.
-    The store and the checkpoints are complete or absent.
+    It holds the recipe, the token store and its report, and a checkpoint or responses for each
+    finished stage. All these are complete or absent.
     """
 
     recipe: Recipe
@@ -43,9 +43,14 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def stages(self) -> Path:
+        """Directory with one of each finished stage but the last."""
+        return self.path / "stages"
+
+    @property
     def new_model(self) -> Path:
         """Checkpoint of a new model, for a recipe that trains from scratch."""
-        return self.path / "stages" / "start"
+        return self.stages / "start"
 
     @property
     def data(self) -> Path:
@@ -69,12 +74,13 @@ class RunDirectory:
 
     def histories(self) -> dict[str, History]:
         """Return the history of each stage that is trained, by the stage's name and in order."""
-        files = {stage.name: self.trained(stage) / HISTORY_FILE for stage in self.recipe.stages}
+        stages = self.recipe.trained_stages
+        files = {stage.name: self.trained(stage) / HISTORY_FILE for stage in stages}
         return {name: read_history(file) for name, file in files.items() if file.exists()}
 
-    def trained(self, stage: Stage) -> Path:
+    def trained(self, stage: TrainedStage) -> Path:
         """Return the checkpoint of a stage; it exists once the stage is trained."""
-        return self.model if stage == self.recipe.stages[-1] else self.path / "stages" / stage.name
+        return self.model if stage == self.recipe.stages[-1] else self.stages / stage.name
 
     def is_resumed(self) -> bool:
         """Return whether the directory holds an unfinished run of this recipe.

@@ -40,8 +40,9 @@ from mars_train.data.encoding import check_vocabulary
 from mars_train.data.pipeline import prepare
 from mars_train.data.row_report import refuse_few_rows
 from mars_train.data.token_store import TokenStore
-from mars_train.recipe import Recipe, Stage
+from mars_train.recipe import GenerateStage, MarsStage, Recipe, Stage, TrainedStage
 from mars_train.run.curves import plot_curves
+from mars_train.run.generation import STORE, Generation
 from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
@@ -83,7 +84,10 @@ def train_stages(directory: RunDirectory, start: Start, console: Console) -> Non
             _prepare_data(directory, start.checkpoint, console)
         run = _Run(directory, storage, start.checkpoint.path, start.held_out, console)
         for stage in recipe.stages:
-            run.train(stage, terminated)
+            if isinstance(stage, GenerateStage):
+                run.generate(stage, terminated)
+            else:
+                run.train(stage, terminated)
         run.tidy()
 
 
@@ -116,7 +120,29 @@ class _Run:
     def recipe(self) -> Recipe:
         return self.directory.recipe
 
-    def train(self, stage: Stage, terminated: Callable[[], bool]) -> None:
+    def generate(self, stage: GenerateStage, terminated: Callable[[], bool]) -> None:
+        """Write responses of the model so far, unless they are there; the model stays."""
+        self.directory.stages.mkdir(exist_ok=True)
+        start = self.start
+
+        def shared() -> tuple[str, str]:
+            model = share(self.storage, _start_name(stage), start)
+            return model, share(self.storage, _DATA, self.directory.data)
+
+        generation = Generation(
+            recipe=self.recipe,
+            stage=stage,
+            model=start,
+            data=self.directory.data,
+            share=shared,
+            shards=Storage(self.storage.path(stage.name)),
+            results=Storage(str(self.directory.stages)),
+            console=self.console,
+        )
+        generation.run(terminated)
+        self.storage.remove(stage.name)
+
+    def train(self, stage: TrainedStage, terminated: Callable[[], bool]) -> None:
         """Train one stage unless it is trained already; the next stage starts from its model."""
         target = self.directory.trained(stage)
         if target.exists():
@@ -133,7 +159,7 @@ class _Run:
             self._take_out(stage, target)
         self.start = target
 
-    def _fit(self, stage: Stage, terminated: Callable[[], bool]) -> StageResult:
+    def _fit(self, stage: TrainedStage, terminated: Callable[[], bool]) -> StageResult:
         """Run Ray Train's workers until the stage has ended."""
         if terminated():
             raise Stopped(f"stopped before stage {stage.name}; the same command resumes the run")
@@ -145,6 +171,7 @@ class _Run:
             data=share(self.storage, _DATA, self.directory.data),
             held_out=self.held_out,
             provenance=_provenance(self.recipe, stage),
+            responses=self._shared_responses(stage),
         )
         with shown_progress(self.console, terminated) as board:
             trainer = TorchTrainer(
@@ -157,7 +184,14 @@ class _Run:
         assert isinstance(result.return_value, StageResult)
         return result.return_value
 
-    def _run_config(self, stage: Stage) -> RunConfig:
+    def _shared_responses(self, stage: TrainedStage) -> str | None:
+        """Return the responses that a stage trains on, for `fetch_shared`; None if it has none."""
+        if not isinstance(stage, MarsStage) or stage.responses is None:
+            return None
+        store = self.directory.stages / stage.responses / STORE
+        return share(self.storage, _responses_name(stage), store)
+
+    def _run_config(self, stage: TrainedStage) -> RunConfig:
         """Configure Ray Train with a new name, because it would resume a run of the same name."""
         storage = self.storage
         remote = None if storage.is_local else PyFileSystem(FSSpecHandler(storage.file_system))
@@ -168,7 +202,7 @@ class _Run:
             failure_config=FailureConfig(max_failures=self.recipe.scaling.max_failures),
         )
 
-    def _take_out(self, stage: Stage, target: Path) -> None:
+    def _take_out(self, stage: TrainedStage, target: Path) -> None:
         """Copy the trained model to its place, plot the curves, and clear the stage's storage."""
         storage = Storage(self.storage.path(stage.name))
         try:
@@ -197,7 +231,11 @@ class _Run:
 
     def tidy(self) -> None:
         """Remove everything from the storage that only an unfinished run needs."""
-        names = [name for stage in self.recipe.stages for name in (stage.name, _start_name(stage))]
+        names = [
+            name
+            for stage in self.recipe.stages
+            for name in (stage.name, _start_name(stage), _responses_name(stage))
+        ]
         for name in [_RAY_RUNS, _DATA, *names]:
             self.storage.remove(name)
         if self.recipe.checkpoints.storage is None:
@@ -211,6 +249,14 @@ class _Run:
 def _start_name(stage: Stage) -> str:
     """Return the name in the storage of the checkpoint that a stage begins with."""
     return f"start-{stage.name}"
+
+
+def _responses_name(stage: Stage) -> str:
+    """Return the name in the storage of the responses that a stage trains on.
+
+    No stage has a name with a dot.
+    """
+    return f"responses.{stage.name}"
 
 
 def _check_resources(recipe: Recipe, console: Console) -> None:
@@ -251,7 +297,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         highlight=False,
     )
     check_vocabulary(counts.max_token_id, checkpoint.config.vocab_size)
-    refuse_few_rows(counts.num_examples, recipe.stages)
+    refuse_few_rows(counts.num_examples, recipe)
 
 
 def _scaling_config(recipe: Recipe) -> ScalingConfig:
@@ -264,7 +310,7 @@ def _scaling_config(recipe: Recipe) -> ScalingConfig:
     )
 
 
-def _fitted(trainer: TorchTrainer, stage: Stage) -> Result:
+def _fitted(trainer: TorchTrainer, stage: TrainedStage) -> Result:
     """Run the trainer.
 
     Raises:

@@ -42,7 +42,7 @@ def run_worker(config: dict[str, Any]) -> StageResult:
     """
     job: StageJob = config["job"]
     scaling = job.recipe.scaling
-    _set_threads(scaling)
+    set_threads(scaling)
     workers = Workers(scaling.strategy, use_gpu=scaling.use_gpu, precision=job.recipe.precision)
     reporter = _RayReporter(workers, config["board"])
     try:
@@ -54,7 +54,7 @@ def run_worker(config: dict[str, Any]) -> StageResult:
     return StageResult("finished" if finished else "stopped", trainer.step)
 
 
-def _set_threads(scaling: Scaling) -> None:
+def set_threads(scaling: Scaling) -> None:
     """Give CPU kernels their share of the cores; Ray's default is one thread per worker."""
     share = max(1, (os.cpu_count() or 1) // scaling.most_workers)
     torch.set_num_threads(scaling.threads_per_worker or share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mars_train.recipe import MarsStage, Recipe, Stage
+from mars_train.recipe import MarsStage, Recipe, TrainedStage
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.progress import Progress
 
@@ -15,7 +15,7 @@ class StageJob:
     """Everything that a worker needs to know about its stage."""
 
     recipe: Recipe
-    stage: Stage
+    stage: TrainedStage
     storage: str
     """Directory or fsspec URL of the stage's checkpoints."""
     start: str
@@ -26,11 +26,19 @@ class StageJob:
     """Conversations to score the model on; None for no scoring."""
     provenance: dict[str, Any]
     """Facts about the run for the trained checkpoint's metadata."""
+    responses: str | None = None
+    """Token store of responses that the model wrote, which take the noisy loss: a local directory,
+    or a URL for `fetch_shared`. None if the training data takes it."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes, ascending; empty for plain AR training."""
+        return self.stage.block_sizes if isinstance(self.stage, MarsStage) else ()
 
     @property
     def block_size(self) -> int | None:
-        """B, or None for plain AR training."""
-        return self.stage.block_size if isinstance(self.stage, MarsStage) else None
+        """B of the trained model, or None for plain AR training."""
+        return max(self.block_sizes, default=None)
 
     @property
     def ar_weight(self) -> float:

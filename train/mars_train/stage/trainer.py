@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
 from mars_platform.checkpoint.directory import (
@@ -31,7 +31,8 @@ from mars_train.data.token_store import TokenStore
 from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
-from mars_train.method.objective import LossSums, Objective
+from mars_train.method.objective import LossSums, MaskLoss, Objective
+from mars_train.recipe import MarsStage, TrainedStage
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
@@ -51,6 +52,9 @@ class StageTrainer:
         UserError: the start model is unusable, or too many steps were not finite.
     """
 
+    objective_type = Objective
+    """Class of the objective, which a subclass may change."""
+
     def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter
         recipe = job.recipe
@@ -59,16 +63,20 @@ class StageTrainer:
         self.total_steps = num_steps(job.stage, len(data))
         self.model, self.checkpoint = self._load_start()
         attention = choose_attention(recipe.attention, self.model.config, workers.device)
-        self.batches = self._make_batches(data, attention)
-        objective = Objective(
+        responses = None if job.responses is None else TokenStore(Path(job.responses))
+        self.batches = self._make_batches(data, responses, attention)
+        objective = self.objective_type(
             self.model,
             masked=job.block_size is not None,
+            mask_loss=_mask_loss(job.stage),
             attention=attention,
             compile=recipe.compile,
         )
         self.objective = workers.wrap(objective, self.model._no_split_modules or [])
         self.state = self._initial_state()
-        self.checkpoints = Checkpoints(job, data.fingerprint, workers, reporter)
+        stores = [data] if responses is None else [data, responses]
+        fingerprint = "+".join(store.fingerprint for store in stores)
+        self.checkpoints = Checkpoints(job, fingerprint, workers, reporter)
         self._num_tokens, self._started_s = 0, time.monotonic()
 
     @property
@@ -119,7 +127,9 @@ class StageTrainer:
             _checkpoint_activations(model)
         return model, checkpoint
 
-    def _make_batches(self, data: TokenStore, attention: Attention) -> StageBatches:
+    def _make_batches(
+        self, data: TokenStore, responses: TokenStore | None, attention: Attention
+    ) -> StageBatches:
         metadata = self.checkpoint.metadata
         return StageBatches(
             data=data,
@@ -127,10 +137,11 @@ class StageTrainer:
             seed=self.job.recipe.seed,
             rank=self.workers.rank,
             num_workers=self.workers.num_workers,
-            block_size=self.job.block_size,
+            block_sizes=self.job.block_sizes,
             mask_token_id=metadata.mask_token_id if metadata else 0,
             pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
             multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
+            responses=responses,
         )
 
     def _initial_state(self) -> TrainingState:
@@ -157,38 +168,44 @@ class StageTrainer:
     def _optimize(self, batches: list[Batch]) -> StepRecord:
         """Run one optimizer step.
 
-        The loss is divided by the labels of all workers and micro-batches, so gradients do not
-        depend on how a step's conversations are split. Data parallelism averages gradients over
-        workers, hence the factor ``num_workers``.
+        Each stream's loss is divided by its labels of all workers and micro-batches, so gradients
+        do not depend on how a step's conversations are split. Data parallelism averages gradients
+        over workers, hence the factor ``num_workers``.
         """
         dropout_seeds = np.random.SeedSequence([self.job.recipe.seed, self.step, self.workers.rank])
         torch.manual_seed(int(dropout_seeds.generate_state(1)[0]))
-        num_labels, num_tokens = self.workers.sum(
-            sum(len(batch.labels) for batch in batches), sum(b.num_tokens for b in batches)
+        num_clean, num_noisy, num_tokens = self.workers.sum(
+            sum(batch.num_clean for batch in batches),
+            sum(batch.num_noisy for batch in batches),
+            sum(batch.num_tokens for batch in batches),
         )
-        scale = self.workers.num_workers / num_labels
+        counts = num_clean, max(num_noisy, 1.0)
+        scales = [self.workers.num_workers / count for count in counts]
         clean = noisy = torch.zeros((), device=self.workers.device)
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
-            sums = self._backward(batch, scale, last=last)
+            sums = self._backward(batch, *scales, last=last)
             clean, noisy = clean + sums.clean.detach(), noisy + sums.noisy.detach()
         norm = self.workers.clip_gradients(self.objective, self.job.stage.max_grad_norm)
-        return self._apply(clean, noisy, norm, num_labels, int(num_tokens))
+        clean_sum, noisy_sum = self.workers.sum(clean.item(), noisy.item())
+        return self._apply(clean_sum / counts[0], noisy_sum / counts[1], norm, int(num_tokens))
 
-    def _backward(self, batch: Batch, scale: float, *, last: bool) -> LossSums:
+    def _backward(
+        self, batch: Batch, clean_scale: float, noisy_scale: float, *, last: bool
+    ) -> LossSums:
+        on_policy = _is_on_policy(self.job.stage, self.step, self.total_steps)
         with self.workers.gradient_exchange(self.objective, last=last):
             with self.workers.autocast():
-                sums: LossSums = self.objective(batch.to(self.workers.device))
-            loss = (sums.noisy + self.job.ar_weight * sums.clean) * scale
+                batch = batch.to(self.workers.device)
+                sums: LossSums = self.objective(batch, on_policy=on_policy)
+            loss = sums.noisy * noisy_scale + self.job.ar_weight * sums.clean * clean_scale
             torch.autograd.backward(loss)
         return sums
 
     def _apply(
-        self, clean: Tensor, noisy: Tensor, norm: float, num_labels: float, num_tokens: int
+        self, clean_loss: float, noisy_loss: float, norm: float, num_tokens: int
     ) -> StepRecord:
         """Update the weights, unless loss or gradient is not finite on any worker."""
-        clean_sum, noisy_sum = self.workers.sum(clean.item(), noisy.item())
-        clean_loss, noisy_loss = clean_sum / num_labels, noisy_sum / num_labels
         record = StepRecord(
             loss=noisy_loss + self.job.ar_weight * clean_loss,
             clean_loss=clean_loss,
@@ -196,7 +213,7 @@ class StageTrainer:
             learning_rate=float(self.state.schedule.get_last_lr()[0]),
             gradient_norm=norm,
             num_tokens=num_tokens,
-            skipped=not (math.isfinite(clean_sum + noisy_sum) and math.isfinite(norm)),
+            skipped=not (math.isfinite(clean_loss + noisy_loss) and math.isfinite(norm)),
         )
         if not record.skipped:
             self.state.optimizer.step()
@@ -210,7 +227,7 @@ class StageTrainer:
         After its first backward pass DDP regroups gradients into buckets, which changes the order
         of summation over more than two workers. A resumed run must sum in the same order.
         """
-        self._backward(self.batches.filler(), 0.0, last=True)
+        self._backward(self.batches.filler(), 0.0, 0.0, last=True)
         self.state.optimizer.zero_grad()
 
     def _refuse_divergence(self) -> None:
@@ -292,6 +309,24 @@ class StageTrainer:
             except SaveFailed as error:
                 raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
         self.reporter.report({"step": self.step, "model": storage.path(MODEL)})
+
+
+def _mask_loss(stage: TrainedStage) -> MaskLoss | None:
+    """Return the terms of the loss behind masks; None for a stage without masks."""
+    if not isinstance(stage, MarsStage):
+        return None
+    terms = MaskLoss(depth_decay=stage.depth_decay, hidden_weight=stage.hidden_weight)
+    if stage.distillation is None:
+        return terms
+    told = stage.distillation
+    return replace(terms, teacher_weight=told.weight, target=told.target)
+
+
+def _is_on_policy(stage: TrainedStage, step: int, total_steps: int) -> bool:
+    """Return whether masks learn from the model's drafts in a step, counted from 0."""
+    if not isinstance(stage, MarsStage) or stage.on_policy is None:
+        return False
+    return step >= total_steps - math.ceil(stage.on_policy.share * total_steps)
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

@@ -52,6 +52,11 @@ class DecodingSetting:
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling parameters; an item's seed is theirs plus the item's index."""
 
+    def sampled(self, temperature: float, seed: int) -> DecodingSetting:
+        """Return the same setting at a temperature, 0 for greedy, with the seed of its noise."""
+        sampling = replace(self.sampling, temperature=temperature, seed=seed)
+        return replace(self, sampling=sampling)
+
 
 ONE_TOKEN = DecodingSetting(Mode.AR, 1.0)
 
@@ -72,6 +77,11 @@ class DecodedItem:
     """Reason why the output ended."""
     correct: bool | None
     """Whether the output is correct; None if the item has no answer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the output ended at an end token or its limit, and not by a failure."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
     def num_tokens(self) -> int:

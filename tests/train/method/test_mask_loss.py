@@ -1,0 +1,255 @@
+"""Options of the loss behind masks, compared with one plain forward pass for each prediction."""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import mars_train.method.objective as objective_module
+from mars_train.method.layout import collate, lay_out, pack
+from mars_train.method.objective import MaskLoss, Objective
+
+MASK, PAD, VOCABULARY = 60, 0, 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # far from uniform predictions
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@dataclass
+class Sequence:
+    ids: list[int]
+    supervised: list[bool]
+    block_size: int
+    offset: int
+    clean_loss: bool = True
+
+    def begin_of_block(self, position):
+        block = (position + self.offset) // self.block_size
+        return max(0, block * self.block_size - self.offset)
+
+
+def sequences(clean_loss=True):
+    """Short conversations of one or two turns, in blocks of different sizes."""
+    rng = np.random.default_rng(3)
+    found = []
+    for length, turns, block_size in [
+        (13, [(4, 13)], 4),
+        (11, [(2, 5), (7, 11)], 8),
+        (9, [(3, 9)], 3),
+    ]:
+        supervised = [any(a <= i < b for a, b in turns) for i in range(length)]
+        ids = rng.integers(1, MASK, length).tolist()
+        found.append(
+            Sequence(ids, supervised, block_size, int(rng.integers(block_size)), clean_loss)
+        )
+    return found
+
+
+def batch_of(items):
+    layouts = [
+        lay_out(
+            np.array(item.ids),
+            np.array(item.supervised),
+            item.block_size,
+            MASK,
+            item.offset,
+            clean_loss=item.clean_loss,
+        )
+        for item in items
+    ]
+    return collate(pack(layouts, 64), PAD)
+
+
+class Naive:
+    """The loss of one conversation, from a plain forward pass over each prediction's own prefix."""
+
+    def __init__(self, model, item, loss, on_policy):
+        self.model, self.item, self.loss, self.on_policy = model, item, loss, on_policy
+
+    def last(self, tokens):
+        """Return the last hidden state behind some tokens, and its logits."""
+        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state[0, -1]
+        return hidden, self.model.lm_head(hidden)
+
+    def hidden_token(self, position):
+        return MASK if self.item.supervised[position] else self.item.ids[position]
+
+    def drafts(self, begin, end):
+        """Return tokens begin..end-1 of a block: the model's drafts in place of masks."""
+        ids, found = self.item.ids, []
+        for position in range(begin, end):
+            masks = [self.hidden_token(p) for p in range(begin, position)]
+            if self.item.supervised[position]:
+                found.append(int(self.last(ids[:begin] + masks)[1].argmax()))
+            else:
+                found.append(ids[position])
+        return found
+
+    def sums(self):
+        clean = noisy = torch.zeros(())
+        item, loss = self.item, self.loss
+        for position in np.flatnonzero(item.supervised[1:]) + 1:
+            label = torch.tensor(item.ids[position])
+            clean_hidden, clean_logits = self.last(item.ids[:position])
+            if item.clean_loss:
+                clean = clean + F.cross_entropy(clean_logits, label)
+            begin = item.begin_of_block(position - 1)
+            masks = [self.hidden_token(p) for p in range(begin, position)]
+            depth = masks.count(MASK)
+            if depth == 0:
+                if item.clean_loss:
+                    noisy = noisy + F.cross_entropy(clean_logits, label)
+                continue
+            ours_hidden, ours = self.last(item.ids[:begin] + masks)
+            share, teacher_hidden, teacher = loss.teacher_weight, clean_hidden, clean_logits
+            soft = loss.target == "soft"
+            if self.on_policy:
+                drafts = self.drafts(begin, position)
+                teacher_hidden, teacher = self.last(item.ids[:begin] + drafts)
+                share, soft = 1.0, True
+            teacher, teacher_hidden = teacher.detach(), teacher_hidden.detach()
+            if soft:
+                p = teacher.softmax(-1)
+                taught = (p * (p.log() - ours.log_softmax(-1))).sum()
+            else:
+                taught = F.cross_entropy(ours, teacher.argmax())
+            value = (1 - share) * F.cross_entropy(ours, label) + share * taught
+            distance = (ours_hidden - teacher_hidden).norm() / teacher_hidden.norm()
+            value = value + loss.hidden_weight * distance**2
+            noisy = noisy + loss.depth_decay ** (depth - 1) * value
+        return clean, noisy
+
+
+def naive_sums(model, items, loss, on_policy):
+    pairs = [Naive(model, item, loss, on_policy).sums() for item in items]
+    return sum(clean for clean, _ in pairs), sum(noisy for _, noisy in pairs)
+
+
+LOSSES = {
+    "none": (MaskLoss(), False),
+    "decay": (MaskLoss(depth_decay=0.7), False),
+    "soft": (MaskLoss(teacher_weight=0.4), False),
+    "soft alone": (MaskLoss(teacher_weight=1.0), False),
+    "argmax": (MaskLoss(teacher_weight=0.4, target="argmax"), False),
+    "hidden": (MaskLoss(hidden_weight=0.3), False),
+    "drafts": (MaskLoss(), True),
+    "all": (MaskLoss(0.7, 0.4, "argmax", 0.3), False),
+    "all on drafts": (MaskLoss(0.7, 0.4, "argmax", 0.3), True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("clean_loss", [True, False])
+def test_losses_and_gradients_equal_a_pass_for_each_prediction(model, name, clean_loss):
+    loss, on_policy = LOSSES[name]
+    items = sequences() + (sequences(clean_loss=False) if not clean_loss else [])
+    batch, other = batch_of(items), copy.deepcopy(model)
+    assert {0, 1, 2, 3, 4} <= set(batch.depths.tolist())
+    objective = Objective(model, masked=True, mask_loss=loss)
+    model.zero_grad()
+    ours, expected = (
+        objective(batch, on_policy=on_policy),
+        naive_sums(other, items, loss, on_policy),
+    )
+    torch.testing.assert_close(torch.stack(list(ours)), torch.stack(expected), rtol=1e-5, atol=0)
+    (ours.noisy + 0.7 * ours.clean).backward()
+    (expected[1] + 0.7 * expected[0]).backward()
+    for (key, ours_of), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        scale = float(theirs.grad.abs().max())
+        assert scale > 0, key
+        torch.testing.assert_close(ours_of.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_options_that_are_off_leave_every_bit_of_the_loss(model):
+    batch = batch_of(sequences())
+    objective = Objective(model, masked=True)
+    clean, noisy = objective.label_losses(batch)
+    sums = objective(batch)
+    assert torch.equal(sums.clean, clean.sum())
+    assert torch.equal(sums.noisy, noisy.sum())
+
+
+@pytest.mark.parametrize("name", ["soft", "argmax", "all on drafts"])
+def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypatch):
+    loss, on_policy = LOSSES[name]
+    batch = batch_of(sequences())
+    objective = Objective(model, masked=True, mask_loss=loss)
+
+    def gradient():
+        model.zero_grad()
+        sums = objective(batch, on_policy=on_policy)
+        (sums.noisy + sums.clean).backward()
+        return sums.noisy.detach(), model.lm_head.weight.grad.clone()
+
+    expected, seen = gradient(), []
+    monkeypatch.setattr(objective_module, "MAX_LOGITS", 4 * VOCABULARY)
+    handle = model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].numel()))
+    ours = gradient()
+    handle.remove()
+    assert max(seen) <= 4 * VOCABULARY
+    assert len(seen) > 20
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_batch_without_labels_gives_zeros(model, on_policy):
+    loss = MaskLoss(teacher_weight=0.5, hidden_weight=0.5)
+    batch = collate([[lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)]], PAD)
+    model.zero_grad()
+    sums = Objective(model, masked=True, mask_loss=loss)(batch, on_policy=on_policy)
+    (sums.noisy + sums.clean).backward()
+    assert (float(sums.clean.detach()), float(sums.noisy.detach())) == (0, 0)
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_loss_compiles_as_one_graph_of_any_shape():
+    student, teacher = torch.randn(2, 9, VOCABULARY)
+    labels = torch.arange(9)
+    eager = objective_module._taught_losses
+    compiled = torch.compile(eager, dynamic=True, fullgraph=True, backend="aot_eager")
+    for soft in (True, False):
+        for num in (9, 5):
+            arguments = student[:num], teacher[:num], labels[:num], 0.3
+            ours, expected = compiled(*arguments, soft=soft), eager(*arguments, soft=soft)
+            torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["soft", "all on drafts"])
+@pytest.mark.parametrize("max_logits", [4 * VOCABULARY, 2**26])
+def test_autocast_keeps_every_gradient(model, name, max_logits, monkeypatch):
+    """Autocast keeps its copy of a weight, which has no gradient if it was made without one."""
+    loss, on_policy = LOSSES[name]
+    batch = batch_of(sequences())
+    objective = Objective(model, masked=True, mask_loss=loss)
+    monkeypatch.setattr(objective_module, "MAX_LOGITS", max_logits)
+
+    def gradient(*, half):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            sums = objective(batch, on_policy=on_policy)
+        (sums.noisy + sums.clean).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    ours, expected = gradient(half=True), gradient(half=False)
+    assert ours.keys() == expected.keys()
+    for key, theirs in expected.items():
+        similarity = F.cosine_similarity(ours[key].flatten(), theirs.flatten(), dim=0)
+        assert similarity > 0.95, key

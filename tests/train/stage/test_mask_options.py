@@ -1,0 +1,109 @@
+"""Options of a MARS stage in the trainer: resumed, shared by workers, and on written responses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mars_platform.checkpoint.directory import load_model
+from mars_platform.checkpoint.metadata import read_metadata
+from mars_train.data.token_store import TokenStore, block_offsets, block_sizes, step_rows
+from mars_train.method.layout import collate, lay_out
+from mars_train.method.objective import MaskLoss, Objective
+from mars_train.stage.trainer import MODEL
+from mars_train.storage.directories import Storage
+from stage_runs import build_job, run_stage, write_rows, write_start
+
+ALL = {
+    "block_size": [2, 3, 8],
+    "depth_decay": 0.8,
+    "distillation": {"weight": 0.5, "target": "argmax"},
+    "hidden_weight": 0.1,
+    "on_policy": {"share": 0.5},
+    "max_steps": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A start model, data, and fewer responses than data."""
+    path = tmp_path_factory.mktemp("made")
+    start = write_start(path / "start")
+    return start, write_rows(path / "data", 100), write_rows(path / "responses", 60, seed=1)
+
+
+@pytest.fixture
+def job_of(made, tmp_path):
+    start, data, responses = made
+
+    def build(name="run", *, stage=(), on_responses=True, **rest):
+        job = build_job(tmp_path / name, start, data, stage=ALL | dict(stage), **rest)
+        return replace(job, responses=str(responses) if on_responses else None)
+
+    return build
+
+
+def test_a_run_with_all_options_resumes_bit_for_bit_and_scales(job_of):
+    straight = run_stage(job_of("straight"))
+    stopped = run_stage(job_of(), stop_at=5)
+    assert (stopped.error, stopped.finished) == (None, False)
+    resumed = run_stage(job_of())
+    assert resumed.history == straight.history
+    for name, weight in straight.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+    sharded = run_stage(job_of("sharded", workers=2, strategy="fsdp2"))
+    np.testing.assert_allclose(sharded.losses, straight.losses, rtol=0, atol=1e-4)
+
+
+def test_other_responses_are_other_data(job_of, made, tmp_path):
+    assert run_stage(job_of(), stop_at=2).finished is False
+    other = replace(job_of(), responses=str(write_rows(tmp_path / "other", 60, seed=2)))
+    assert "belongs to another run, which differs in its data" in run_stage(other).error
+
+
+def mean_losses(job, *, step, on_policy):
+    """Return the clean and noisy loss of a step by the start model, one conversation at a time."""
+    mask_id = read_metadata(Storage(job.storage).fetch(MODEL)).mask_token_id
+    model = load_model(job.start).train()
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[mask_id] = weight[:mask_id].mean(dim=0)
+    objective = Objective(model, masked=True, mask_loss=MaskLoss(0.8, 0.5, "argmax", 0.1))
+    data = TokenStore(Path(job.data))
+    written = data if job.responses is None else TokenStore(Path(job.responses))
+    epoch, rows = step_rows(len(data), 16, job.recipe.seed, step)
+    sizes = block_sizes(rows, job.recipe.seed, epoch, (2, 3, 8))
+    assert set(sizes) == {2, 3, 8}
+    offsets = block_offsets(rows, job.recipe.seed, epoch, sizes)
+    sums, counts = np.zeros(2), np.zeros(2)
+    for row, size, offset in zip(rows.tolist(), sizes.tolist(), offsets.tolist(), strict=True):
+        masked = lay_out(*written[row % len(written)], size, mask_id, offset)
+        if job.responses is None:
+            batch = collate([[masked]], 0)
+            clean, noisy = objective(batch, on_policy=on_policy)
+            counts += len(batch.labels)
+        else:
+            plain = collate([[lay_out(*data[row], None, mask_id)]], 0)
+            clean = objective(plain).clean
+            noisy = objective(collate([[masked]], 0), on_policy=on_policy).noisy
+            at_0 = masked.depths == 0  # the clean loss of a text that the model wrote
+            losses, _ = objective.label_losses(collate([[masked]], 0))
+            noisy = noisy - losses[torch.from_numpy(at_0)].sum()
+            counts += len(plain.labels), len(masked.labels)
+        sums += clean.item(), noisy.item()
+    return sums / counts
+
+
+@pytest.mark.parametrize("on_responses", [False, True])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_step_takes_each_loss_on_its_own_conversations(job_of, on_responses, on_policy):
+    stage = {"max_steps": 2, "learning_rate": 1e-12, "on_policy": {"share": 0.5}}
+    job = job_of(stage=stage, on_responses=on_responses)
+    outcome, step = run_stage(job), int(on_policy)  # the last step learns from drafts
+    record = outcome.history.steps[step]
+    clean, noisy = mean_losses(job, step=step, on_policy=on_policy)
+    assert record.clean_loss == pytest.approx(clean, abs=1e-5)
+    assert record.noisy_loss == pytest.approx(noisy, abs=1e-5)
+    assert read_metadata(Storage(job.storage).fetch(MODEL)).block_size == 8
