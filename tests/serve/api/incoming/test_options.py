@@ -206,7 +206,7 @@ def test_a_plain_checkpoint_takes_no_low_threshold_of_a_span(plain):
     spans = Spans(Span.ANSWER, {}, {Span.ANSWER: 1.0})
     body = body_of(confidence_threshold={"answer": 1})
     assert options_of(plain, body, spans=spans).mode is Mode.AR
-    with pytest.raises(ApiError, match=r"^confidence_threshold: .* use mode 'ar'"):
+    with pytest.raises(ApiError, match=r"^confidence_threshold: .* use mode 'exact' or 'ar'"):
         options_of(plain, body_of(confidence_threshold={"answer": 1, "thinking": 0.9}))
 
 
@@ -285,11 +285,10 @@ def test_the_longest_queue_time_is_a_setting(mars):
 
 
 @pytest.mark.parametrize("default", list(Mode))
-def test_a_plain_checkpoint_decodes_one_token_per_pass(plain, default):
+def test_a_plain_checkpoint_decodes_one_token_per_pass_unless_asked(plain, default):
     assert options_of(plain, body_of(), mode=default).mode is Mode.AR
-    for mode in (Mode.EXACT, Mode.THRESHOLD):
-        with pytest.raises(ApiError, match=r"^mode: .* use mode 'ar'"):
-            options_of(plain, body_of(mode=mode))
+    with pytest.raises(ApiError, match=r"^mode: .* use mode 'exact' or 'ar'"):
+        options_of(plain, body_of(mode=Mode.THRESHOLD))
 
 
 def test_confidence_and_calibration_reach_the_engine(mars):
