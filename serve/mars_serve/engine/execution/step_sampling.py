@@ -65,14 +65,16 @@ def _sampled_parts(
 ) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
-    The group of the outcome that comes about goes on where the direct reads end, by grammar and bad
-    words; the others are of no use, and chosen without them.
+    Under a grammar, the group of the outcome that comes about goes on where the direct reads end;
+    the others are of no use. Without one, all are sampled together, without the tokens before them
+    that bad words may begin with: drafts that are forbidden fail their check.
     """
     request, sampling = row.request, row.request.options.sampling
     length, num_output = len(request.tokens), request.num_output
     end_tokens = ends | request.options.stop_ids
 
-    def part(begin: int, count: int, ahead: int, behind: Behind | None) -> SampledRow:
+    def part(begin: int, count: int, ahead: int, behind: Behind | None = None) -> SampledRow:
+        is_alone = ahead > 0 and behind is None
         return SampledRow(
             sampling=sampling,
             reads=list(range(begin, begin + count)),
@@ -80,18 +82,20 @@ def _sampled_parts(
             num_output=num_output + ahead,
             end_tokens=end_tokens,
             history=request.history,
-            allow=_allow(request, grammars),
+            allow=_allow(request, None if is_alone else grammars),
             allow_follows=request.matcher is not None or sampling.follows_output,
             behind=behind,
         )
 
-    checked = part(start, row.num_proposed, 0, None)
+    checked = part(start, row.num_proposed, 0)
     yield checked
     drafts = [draft.token for draft in request.drafts[: row.num_drafts]]
     begin = start + row.num_proposed
     for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            yield part(begin, count, outcome + 1, Behind(checked, drafts[:outcome]))
+            has_grammar = request.matcher is not None
+            behind = Behind(checked, drafts[:outcome]) if has_grammar else None
+            yield part(begin, count, outcome + 1, behind)
         begin += count
 
 
