@@ -22,7 +22,7 @@ from rich.table import Table
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.items import EvalItem, read_items

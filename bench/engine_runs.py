@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_serve.engine.drafter import Drafter
+from mars_serve.engine.drafting.drafter import Drafter
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings

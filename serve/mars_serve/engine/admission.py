@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 from mars_serve.engine.request import Request
 
 
@@ -19,8 +20,10 @@ class Limits:
     """Number of tokens that the model can choose from."""
     max_length: int
     """Most tokens of prompt and output together."""
-    gives_one: bool
-    """Whether each pass gives one token, because there are neither masks nor a drafting model."""
+    has_masks: bool
+    """Whether the model knows masks, or a drafting model proposes tokens in their place."""
+    checks_drafts: bool
+    """Whether a pass may check drafts, of masks or of another source."""
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.
@@ -30,10 +33,12 @@ class Limits:
         """
         self._check_length(request)
         options = request.options
-        if self.gives_one and options.may_take_several and options.window != 0:
+        can_run = self.checks_drafts if options.mode is Mode.EXACT else self.has_masks
+        if not can_run and options.may_take_several and options.window != 0:
+            others = "'ar' or 'exact'" if self.checks_drafts else "'ar'"
             raise UserError(
                 "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
-                f"mode '{options.mode}'; use mode 'ar'"
+                f"mode '{options.mode}'; use mode {others}"
             )
         if options.ignore_eos and options.grammar is not None:
             raise UserError(

@@ -22,7 +22,8 @@ from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.drafter import Drafter
+from mars_serve.engine.drafting.drafter import Drafter
+from mars_serve.engine.drafting.sources import DraftSources
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
 from mars_serve.engine.execution.forward import ModelRunner
@@ -95,8 +96,8 @@ class Engine:
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
         self._vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, self._vocabulary)
-        self._drafter, self._pacer = drafter, pacer
-        max_drafts = max(self.window, drafter.num_drafts if drafter else 0)
+        self._drafting = DraftSources(drafter, settings.num_lookup_drafts, self.window)
+        self._pacer, max_drafts = pacer, self._drafting.max_drafts
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -204,7 +205,7 @@ class Engine:
     def adapt_windows(self, times: StepTimes) -> None:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         self._audit_room.times = times
-        if self.window and self.settings.adaptive_windows:
+        if self._drafting.max_drafts and self.settings.adaptive_windows:
             self._chooser = WindowChooser(times, self.window)
 
     def measure_step_times(
@@ -217,8 +218,7 @@ class Engine:
     ) -> StepTimes:
         """Measure the seconds of steps over positions and cached tokens; see `measure_steps`."""
         assert not self.has_work, "steps are timed before the first request"
-        if self._drafter is not None:
-            self._drafter.warm_up()
+        self._drafting.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self.capture_graphs(CudaCapture(), on_progress)
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
@@ -251,7 +251,7 @@ class Engine:
         """Queue a request; see `check` for the requests that are refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
-        may_draft = self._drafter is not None and not request.is_audit
+        may_draft = self._drafting.has_drafter and not request.is_audit
         request.has_drafter = may_draft and request.options.may_take_several
         request.follow(self._step_live)
         if request.is_audit:
@@ -276,7 +276,8 @@ class Engine:
             self.checkpoint,
             self._vocabulary,
             self.max_length,
-            gives_one=self.window == 0 and self._drafter is None,
+            has_masks=self.window > 0 or self._drafting.has_drafter,
+            checks_drafts=self._drafting.max_drafts > 0,
         ).check(request)
         if request.options.grammar is not None and request.matcher is None:
             request.matcher = self.grammars.compile(request.options.grammar).matcher()
@@ -307,11 +308,7 @@ class Engine:
             self._pacer.begin(follows=self._finished_at is not None)
         self._take_live()
         self._end_overdue()
-        if self._drafter is not None:
-            running = self._scheduler.running
-            self._drafter.propose(
-                [item for item in running if item.has_drafter and not item.in_prefill(self.window)]
-            )
+        self._drafting.propose(self._scheduler.running)
         if self._num_audits:
             self._scheduler.audit_positions = self._audit_room.positions(
                 self._requests.values(), self._scheduler.running, self.window
@@ -456,11 +453,8 @@ class Engine:
         if not request.is_audit:
             self._counts.num_generated_tokens += len(tokens)
             self._counts.num_row_passes += bool(tokens)
-        if request.checks_drafts:
-            request.drafts = result.next_drafts
-            request.num_own_drafts = len(request.drafts)
-        if request.is_audit:
-            request.take_audited_drafts()
+        least_chance = self._chooser.least_gain if self._chooser is not None else 0.0
+        self._drafting.take(request, len(tokens), result.next_drafts, least_chance)
         self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
         if reason is not None:
             self._end(request, reason)
@@ -492,5 +486,4 @@ class Engine:
             self._scheduler.finish(request)
         if self._chooser is not None:
             self._chooser.forget(request.id)
-        if self._drafter is not None:
-            self._drafter.forget(request.id)
+        self._drafting.forget(request.id)

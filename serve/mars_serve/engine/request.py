@@ -75,7 +75,10 @@ class Request:
     drafts: list[Draft] = field(default_factory=list)
     """Drafts behind the committed tokens, to be checked."""
     num_own_drafts: int = 0
-    """Leading drafts that the model's own masks gave; a drafter gave the others."""
+    """Leading drafts that the model's own masks gave; the others come from a second model or from
+    the request's own text."""
+    num_lookup_drafts: int = 0
+    """Drafts at the end that come from the request's own text."""
     has_drafter: bool = False
     """Whether a second model drafts for the request, set by the engine."""
     history: TokenHistory | None = None
@@ -125,7 +128,7 @@ class Request:
                 mode = Mode.EXACT
         if mode is not self.mode:
             self.mode = mode
-            self.drafts, self.num_own_drafts = [], 0  # each mode reads the drafts differently
+            self.set_drafts([])  # each mode reads the drafts differently
         several = mode is Mode.EXACT or self.threshold < 1.0
         self.needs_masks = several and options.window != 0
 
@@ -159,6 +162,11 @@ class Request:
         if follows:
             tokens = self.audited[start : start + MAX_AUDIT_DRAFTS]
             self.drafts, self.num_own_drafts = [Draft(token, 1.0) for token in tokens], 0
+
+    def set_drafts(self, own: Sequence[Draft], looked_up: Sequence[Draft] = ()) -> None:
+        """Replace all drafts by those of masks, then those of the request's own text."""
+        self.drafts = [*own, *looked_up]
+        self.num_own_drafts, self.num_lookup_drafts = len(own), len(looked_up)
 
     @property
     def num_output(self) -> int:
@@ -206,6 +214,11 @@ class Request:
     def checks_drafts(self) -> bool:
         """Whether a step may feed drafts, and masks for each outcome of checking them."""
         return self.mode is Mode.EXACT or self.has_drafter
+
+    @property
+    def looks_up_drafts(self) -> bool:
+        """Whether the request's own text may give it drafts."""
+        return self.mode is Mode.EXACT and self.leaves_masks and not self.has_drafter
 
     @property
     def accepts_by_confidence(self) -> bool:

@@ -16,7 +16,7 @@ from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.pacing import Pacer
-from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check
 

@@ -14,7 +14,7 @@ from mars_platform.checkpoint.directory import Checkpoint, load_model, read_chec
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
-from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request

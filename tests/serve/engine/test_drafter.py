@@ -25,7 +25,7 @@ from mars_serve.engine.decoding_options import (
     Span,
     Spans,
 )
-from mars_serve.engine.drafter import Drafter, drafting_checkpoint
+from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request

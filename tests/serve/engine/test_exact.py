@@ -204,7 +204,9 @@ def test_each_group_proposes_what_a_plain_pass_does(
         for output in engine.finish_step(step):
             drafts = requests[int(output.request_id)].drafts
             group = found[output.request_id][len(output.tokens) - 1]  # it saw the right drafts
-            assert output.finish_reason or [draft.token for draft in drafts] == group
+            num_own = requests[int(output.request_id)].num_own_drafts
+            own = [draft.token for draft in drafts[:num_own]]
+            assert output.finish_reason or own == group or (not own and drafts)
     assert (2 if name == "all 2" else engine.window) in outcomes
     assert outcomes == set(range(max(outcomes) + 1)) or name in ("last", "free")
 

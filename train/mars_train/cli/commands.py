@@ -33,6 +33,7 @@ class DemoTask(StrEnum):
 
     LEDGER = "ledger"
     SHORT = "short"
+    VARIED = "varied"
 
 
 @data.callback(invoke_without_command=True)
@@ -45,7 +46,11 @@ def _data(context: typer.Context) -> None:
 def data_demo(
     out: Annotated[Path, typer.Option(help="Directory to write train.jsonl and eval.jsonl to.")],
     task: Annotated[
-        DemoTask, typer.Option(help="Answers of 84 tokens in free wording, or of 22 in fixed.")
+        DemoTask,
+        typer.Option(
+            help="Ledgers (answers of 84 tokens in free wording), short tasks (22, fixed wording), "
+            "or varied ones (60 to 150 tokens: ledgers, copies with one edit, free notes)."
+        ),
     ] = DemoTask.LEDGER,
     difficulty: Annotated[
         int | None,
@@ -64,16 +69,22 @@ def data_demo(
     """
     from mars_platform.cli.progress import progress_display
     from mars_train.data.demo import write_demo_data
-    from mars_train.data.demo_tasks import draw_ledger, draw_short
+    from mars_train.data.demo_tasks import TaskMaker, draw_ledger, draw_short
+    from mars_train.data.varied_tasks import draw_varied
 
-    if task is DemoTask.SHORT and difficulty is not None:
-        raise UserError("--difficulty: short tasks have none; leave it out, or give --task ledger")
-    ledger = partial(draw_ledger, difficulty=difficulty or _DIFFICULTY)
-    draw = ledger if task is DemoTask.LEDGER else draw_short
+    if task is not DemoTask.LEDGER and difficulty is not None:
+        raise UserError(
+            f"--difficulty: {task} tasks have none; leave it out, or give --task ledger"
+        )
+    makers: dict[DemoTask, TaskMaker] = {
+        DemoTask.LEDGER: partial(draw_ledger, difficulty=difficulty or _DIFFICULTY),
+        DemoTask.SHORT: draw_short,
+        DemoTask.VARIED: draw_varied,
+    }
     with progress_display() as display:
         write_demo_data(
             out,
-            draw,
+            makers[task],
             num_train=examples,
             num_eval=eval_examples,
             seed=seed,

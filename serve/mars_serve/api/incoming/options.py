@@ -152,20 +152,27 @@ def stop_rules(
     )
 
 
+def plain_modes(settings: ModelSettings) -> list[Mode]:
+    """Return the modes of a plain AR checkpoint; its text alone may draft for mode exact."""
+    return [Mode.EXACT, Mode.AR] if settings.engine.num_lookup_drafts else [Mode.AR]
+
+
 def _mode(
     body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
 ) -> Mode:
     """Return the request's mode: its own, else its tier's, else the model's setting."""
     plain = checkpoint.metadata is None and settings.draft is None
+    lossless = plain_modes(settings)
     is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
-    if plain and is_chosen and body.mode is not Mode.AR:
+    if plain and is_chosen and body.mode not in lossless:
+        others = " or ".join(f"'{mode}'" for mode in lossless)
         reason = f"{settings.name} is a plain AR checkpoint without mars.json"
         raise unsupported_value(
             "mode" if body.mode else "confidence_threshold",
-            f"{reason} and decodes one token a pass; use mode 'ar'",
+            f"{reason} and proposes no tokens by masks; use mode {others}",
         )
     if plain:
-        return Mode.AR
+        return body.mode or Mode.AR
     if tier is not ServiceTier.PRIORITY:
         return body.mode or settings.mode
     if body.mode is Mode.THRESHOLD:

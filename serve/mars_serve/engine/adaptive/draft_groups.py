@@ -13,7 +13,7 @@ from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import Draft, Request
 
 
 class DraftChances(NamedTuple):
@@ -31,6 +31,29 @@ class DraftChances(NamedTuple):
     def of(cls, each: Sequence[float]) -> DraftChances:
         """Build both lists from ``each``."""
         return cls(list(each), list(accumulate(each, mul)))
+
+
+def num_given_drafts(request: Request) -> int:
+    """Count the drafts that came with the last step; those of the request's text cost nothing yet.
+
+    The latter are candidates beside the masks of the next step, see `position_gains`.
+    """
+    return len(request.drafts) - request.num_lookup_drafts
+
+
+def position_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
+    """Return the expected tokens of each position that a request could feed.
+
+    Its masks come first, by outcome and depth, then, as a list of their own, the drafts that come
+    from its own text.
+
+    Args:
+        request: a request that checks drafts.
+        chances: the probabilities that its drafts are right.
+        window: most masks of an outcome.
+    """
+    looked_up = _reach(request, chances)[1 + num_given_drafts(request) :]
+    return [*mask_gains(request, chances, window), looked_up]
 
 
 def mask_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
@@ -75,8 +98,15 @@ def _reach(request: Request, chances: DraftChances) -> list[float]:
         options.sampling.temperature > 0 or options.grammar is not None
     ) and not request.has_drafter:
         # The mask's probability for a draft does not say how often sampling or a grammar picks it.
-        return [1.0, *chances.all_up_to[: len(drafts)]]
-    return list(accumulate((draft.confidence for draft in drafts), mul, initial=1.0))
+        num_given = num_given_drafts(request)
+        given = [1.0, *chances.all_up_to[: min(num_given, len(drafts))]]
+        return [*given[:-1], *_products(drafts[num_given:], given[-1])]
+    return _products(drafts, 1.0)
+
+
+def _products(drafts: Sequence[Draft], first: float) -> list[float]:
+    """Return ``first`` times the confidences of no draft, one draft, two drafts, and so on."""
+    return list(accumulate((draft.confidence for draft in drafts), mul, initial=first))
 
 
 def _outcome_shares(reach: list[float]) -> list[float]:

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_serve.engine.adaptive.acceptance_statistics import PRIOR, AcceptanceStatistics
-from mars_serve.engine.adaptive.draft_groups import DraftChances, chosen_masks, mask_gains
+from mars_serve.engine.adaptive.draft_groups import (
+    DraftChances,
+    chosen_masks,
+    num_given_drafts,
+    position_gains,
+)
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.request import Request
 
@@ -57,13 +62,13 @@ class WindowChooser:
     """
 
     def __init__(self, times: StepTimes, max_window: int) -> None:
-        assert max_window >= 1, "without masks there is nothing to choose"
         self._times = times
         self._max_window = max_window
         self._acceptance = AcceptanceStatistics(max_window)
         self._kept: dict[str, int] = {}  # last choice by request, for rows of one outcome
         self._usual = 0  # for rows that were not there at the last choice
-        self._least_gain = float("inf")  # tokens that a position must gain, for checking rows
+        self.least_gain = float("inf")
+        """Expected tokens that a position of a row that checks drafts must gain to be fed."""
         self._optimistic = DraftChances.of([PRIOR] * max_window)
         self._chances: dict[str, DraftChances] = {}  # by request, for rows that check drafts
         self._interval = self._num_kept = self._other_positions = 0
@@ -133,7 +138,7 @@ class WindowChooser:
     def _masks(self, request: Request) -> tuple[int, ...]:
         if _is_free_checking(request):
             chances = self._chances.get(request.id, self._optimistic)
-            return chosen_masks(request, chances, self._max_window, self._least_gain)
+            return chosen_masks(request, chances, self._max_window, self.least_gain)
         requested = request.masks(self._max_window)
         if not request.leaves_masks:
             return requested
@@ -144,7 +149,9 @@ class WindowChooser:
         self._acceptance.advance(self._num_kept - 1)
         self._learn_overhead()
         longest = self._max_window + 1
-        num_fed = sum(min(request.num_uncached, longest) + len(request.drafts) for request in rows)
+        num_fed = sum(
+            min(request.num_uncached, longest) + num_given_drafts(request) for request in rows
+        )
         num_fed += other_positions
         windows = self._choose(rows, num_fed, cached_tokens)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
@@ -180,7 +187,7 @@ class WindowChooser:
             num_fixed=np.where(is_free, 0, limits),
             limits=np.where(is_free, limits, 0),
             outcome_gains={
-                row: mask_gains(request, self._chances[request.id], self._max_window)
+                row: position_gains(request, self._chances[request.id], self._max_window)
                 for row, request in enumerate(rows)
                 if request.id in self._chances
             },
@@ -189,7 +196,7 @@ class WindowChooser:
         num_chosen, price = self._best(ranked, num_fed, cached_tokens)
         positions = num_fed + int(ranked.num_masks[num_chosen])
         position_cost = price * self._position_s(positions, cached_tokens)
-        self._least_gain = ranked.least_gain(num_chosen, position_cost)
+        self.least_gain = ranked.least_gain(num_chosen, position_cost)
         return ranked.masks_of_rows(num_chosen)
 
     def _best(self, ranked: _RankedMasks, num_fed: int, cached_tokens: int) -> tuple[int, float]:
@@ -257,9 +264,8 @@ class _RankedMasks:
         """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)
-        candidates = (depths < limits[:, None]).ravel().nonzero()[0]  # row by row, depth rising
-        values, rows = gains.ravel()[candidates], candidates // num_depths
-        is_first = candidates % num_depths == 0
+        rows, places = (depths < limits[:, None]).nonzero()  # row by row, depth rising
+        values, is_first = gains[rows, places], places == 0
         if outcome_gains:
             flat = [
                 (row, gain)

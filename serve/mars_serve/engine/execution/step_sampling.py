@@ -19,7 +19,7 @@ from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError
 from mars_serve.engine.sampling.grammar_budget import StepGrammars, cost
-from mars_serve.engine.sampling.sampler import SampledRow, TokenHistory, log_probs_of
+from mars_serve.engine.sampling.sampler import Behind, SampledRow, TokenHistory, log_probs_of
 from mars_serve.engine.sampling.token_rules import NoTokenLeft, TokenRules
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -65,14 +65,16 @@ def _sampled_parts(
 ) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
-    Groups are sampled without the grammar, and without the tokens before them that bad words may
-    begin with: drafts that are forbidden fail their check.
+    Under a grammar, the group of the outcome that comes about goes on where the direct reads end;
+    the others are of no use. Without one, all are sampled together, without the tokens before them
+    that bad words may begin with: drafts that are forbidden fail their check.
     """
     request, sampling = row.request, row.request.options.sampling
     length, num_output = len(request.tokens), request.num_output
     end_tokens = ends | request.options.stop_ids
 
-    def part(begin: int, count: int, ahead: int, *, is_group: bool) -> SampledRow:
+    def part(begin: int, count: int, ahead: int, behind: Behind | None = None) -> SampledRow:
+        is_alone = ahead > 0 and behind is None
         return SampledRow(
             sampling=sampling,
             reads=list(range(begin, begin + count)),
@@ -80,15 +82,20 @@ def _sampled_parts(
             num_output=num_output + ahead,
             end_tokens=end_tokens,
             history=request.history,
-            allow=_allow(request, None if is_group else grammars),
+            allow=_allow(request, None if is_alone else grammars),
             allow_follows=request.matcher is not None or sampling.follows_output,
+            behind=behind,
         )
 
-    yield part(start, row.num_proposed, 0, is_group=False)
+    checked = part(start, row.num_proposed, 0)
+    yield checked
+    drafts = [draft.token for draft in request.drafts[: row.num_drafts]]
     begin = start + row.num_proposed
     for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            yield part(begin, count, outcome + 1, is_group=True)
+            has_grammar = request.matcher is not None
+            behind = Behind(checked, drafts[:outcome]) if has_grammar else None
+            yield part(begin, count, outcome + 1, behind)
         begin += count
 
 

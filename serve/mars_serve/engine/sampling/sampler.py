@@ -62,6 +62,23 @@ class TokenHistory:
         return TokenHistory(self.prompt, Counter(self.counts))
 
 
+class Behind(NamedTuple):
+    """Drafts that are checked in the same choice."""
+
+    checked: SampledRow
+    """Row that checks them."""
+    drafts: list[int]
+
+    def chosen(self, tokens: list[int]) -> list[int] | None:
+        """Return the tokens up to behind the drafts, or None if the drafts are wrong.
+
+        Args:
+            tokens: tokens that the row chooses which checks them.
+        """
+        count = len(self.drafts)
+        return tokens[: count + 1] if tokens[:count] == self.drafts else None
+
+
 @dataclass(frozen=True)
 class SampledRow:
     """A row of a step, or one of its groups of masks, whose choice is not simply greedy."""
@@ -83,6 +100,9 @@ class SampledRow:
     them, bool [vocabulary], or None if the grammar does not match them; then all are allowed."""
     allow_follows: bool = True
     """Whether ``allow`` depends on those tokens."""
+    behind: Behind | None = None
+    """Drafts that the row stands behind. If they are right, ``allow`` gets the tokens chosen there
+    before the row's own; if not, the row is of no use, and its tokens are chosen without it."""
 
     @property
     def is_chain(self) -> bool:
@@ -110,16 +130,23 @@ def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, T
         all rows' reads. Their order is not that of the rows.
     """
     chosen = [torch.empty(2, 0, dtype=torch.long, device=logits.device)]
-    walks = [_Walk(row) for row in rows]
+    walks = [_Walk(row) for row in rows if row.behind is None]
+    groups = [row for row in rows if row.behind is not None]
     while walks:
         wave = sorted((pick for walk in walks for pick in walk.picks()), key=_Pick.kind)
         parts = list(_choose(logits, wave))
         chosen += parts
+        ended = [walk for walk in walks if walk.is_last] if groups else []
         walks = [walk for walk in walks if not walk.is_last]
-        if walks:  # a chain goes on from the token here, so the host has to know it
+        if walks or ended:  # a chain goes on from the token here, so the host has to know it
             token_of = dict(torch.cat(parts, dim=1).T.tolist())
         for walk in walks:
             walk.extend(token_of[walk.read])
+        for walk in ended:
+            tokens = [*walk.chosen, *(token_of[read] for read in walk.rest)]
+            for row in groups:
+                if row.behind is not None and row.behind.checked is walk.row:
+                    walks.append(_Walk(row, before=row.behind.chosen(tokens)))
     reads, tokens = torch.cat(chosen, dim=1)
     return reads, tokens
 
@@ -193,11 +220,23 @@ class _Walk:
 
     row: SampledRow
     chosen: list[int] = field(default_factory=list)
+    before: list[int] | None = field(default_factory=list)
+    """Tokens that ``allow`` gets before the row's own; None if the row is of no use."""
     history: TokenHistory | None = field(init=False)
 
     def __post_init__(self) -> None:
         history = self.row.history
         self.history = history.copy() if history is not None and self.row.is_chain else history
+
+    @property
+    def rest(self) -> list[int]:
+        """Reads whose tokens the current wave chooses."""
+        first = len(self.chosen)
+        return self.row.reads[first : first + 1 if self._is_chain else None]
+
+    @property
+    def _is_chain(self) -> bool:
+        return self.row.is_chain and self.before is not None
 
     @property
     def read(self) -> int:
@@ -206,7 +245,7 @@ class _Walk:
     @property
     def is_last(self) -> bool:
         """Whether the current wave chooses all remaining tokens."""
-        return not self.row.is_chain or len(self.chosen) == len(self.row.reads) - 1
+        return not self._is_chain or len(self.chosen) == len(self.row.reads) - 1
 
     def extend(self, token: int) -> None:
         self.chosen.append(token)
@@ -216,9 +255,11 @@ class _Walk:
     def picks(self) -> list[_Pick]:
         """Return the picks of the current wave."""
         # The function gets a copy, because it may keep the list.
-        allowed = None if self.row.allow is None else self.row.allow(list(self.chosen))
+        allowed = None
+        if self.row.allow is not None and self.before is not None:
+            allowed = self.row.allow([*self.before, *self.chosen])
         first = len(self.chosen)
-        depths = range(first, first + 1 if self.row.is_chain else len(self.row.reads))
+        depths = range(first, first + len(self.rest))
         return [_Pick(self.row, depth, self.history, allowed) for depth in depths]
 
 

@@ -138,10 +138,10 @@ def settings_to_run(checkpoint: Checkpoint, options: EvalOptions) -> list[Decodi
     """
     modes = options.modes or [Mode.AR if checkpoint.metadata is None else Mode.THRESHOLD]
     below_one = sorted({value for value in options.thresholds if value < 1.0}, reverse=True)
-    if checkpoint.metadata is None and (below_one or {*modes} != {Mode.AR}):
+    if checkpoint.metadata is None and (below_one or Mode.THRESHOLD in modes):
         raise UserError(
             f"model: {options.model} is a plain AR checkpoint without mars.json and decodes in "
-            "mode ar only; leave out other modes and thresholds under 1"
+            "modes ar and exact only; leave out mode threshold and thresholds under 1"
         )
     _check_modes(options, modes, below_one)
     settings = [ONE_TOKEN]

@@ -19,7 +19,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
-from mars_serve.engine.drafter import Drafter
+from mars_serve.engine.drafting.drafter import Drafter
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.token_rules import TokenRules

@@ -1,0 +1,235 @@
+"""Measures a MARS checkpoint on real text: what its masks know, and how fast it is for that.
+
+    python -m bench.beds.code MODEL --data eval.jsonl
+
+Greedy and sampled outputs are told apart, and for each the share that ends in a loop: loops are
+easy to draft, so that they make tokens a pass look better than they are. Tokens a pass are those of
+mode exact with all masks for every outcome; they depend on no clock. The speed at batch 1 is that
+of the engine with its own choice of drafts: all modes decode the same prompts in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench.beds.report import markdown
+from bench.beds.scores import conversation_rows, distributions, drafting
+from bench.engine_runs import decode, settings_for, warm_engine
+
+from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.data.conversations import Conversation
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_platform.statistics import ratio_of_totals
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling
+from mars_serve.engine.request import Request
+from mars_serve.measure.evaluation.decoding import (
+    DecodingSetting,
+    evaluation_engine,
+    run_setting,
+)
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+from mars_train.data.files import read_conversations
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+_BATCH = 16
+_MAX_PERIOD, _MIN_REPEATS, _MIN_LOOP = 32, 3, 24
+
+
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Return whether an output ends with the same tokens over and over.
+
+    A loop is a sequence of at most `_MAX_PERIOD` tokens that comes `_MIN_REPEATS` times or more and
+    makes up the last `_MIN_LOOP` tokens or more.
+    """
+    for period in range(1, min(_MAX_PERIOD, len(tokens) // _MIN_REPEATS) + 1):
+        length = max(period * _MIN_REPEATS, _MIN_LOOP)
+        end = tokens[-length:]
+        if length <= len(tokens) and all(
+            one == other for one, other in zip(end, end[period:], strict=False)
+        ):
+            return True
+    return False
+
+
+def measure(
+    model: str, data: Path, *, num_items: int, max_tokens: int, num_timed: int, rounds: int
+) -> dict[str, Any]:
+    """Return all figures of a checkpoint as JSON.
+
+    Raises:
+        UserError: the model or the data is unusable, or the model is a plain AR checkpoint.
+    """
+    checkpoint = read_checkpoint(model)
+    if checkpoint.metadata is None:
+        raise UserError(f"MODEL: {model} is a plain AR checkpoint; name one that knows masks")
+    items = read_items(
+        [data], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=num_items
+    )
+    conversations = list(read_conversations([str(data)]))
+    return {
+        "model": str(checkpoint.path),
+        "block_size": checkpoint.metadata.block_size,
+        "num_items": len(items),
+        "likelihood": likelihood(checkpoint, conversations),
+        "outputs": {
+            f"{temperature:g}": output_figures(checkpoint, items, temperature, max_tokens)
+            for temperature in TEMPERATURES
+        },
+        "speed": {
+            f"{temperature:g}": speeds(
+                checkpoint, items[:num_timed], temperature, max_tokens, rounds
+            )
+            for temperature in TEMPERATURES
+        },
+    }
+
+
+def likelihood(checkpoint: Checkpoint, conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return the AR loss of held-out responses in nats per token, and in bits per byte of text."""
+    model = load_model(checkpoint.path)
+    found = distributions(model, model, conversation_rows(checkpoint, conversations))
+    num_bytes = sum(len(each.messages[-1].content.encode()) for each in conversations)
+    nats = sum(found["loss"])
+    return {
+        "nats_per_token": nats / sum(found["labels"]),
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "entropy_per_token": sum(found["entropy"]) / sum(found["labels"]),
+    }
+
+
+def output_figures(
+    checkpoint: Checkpoint, items: Sequence[EvalItem], temperature: float, max_tokens: int
+) -> dict[str, Any]:
+    """Return agreement and tokens a pass over one-token outputs at a temperature."""
+    engine = evaluation_engine(checkpoint, items, max_tokens=max_tokens, max_num_seqs=_BATCH)
+    setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
+    outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
+    model = load_model(checkpoint.path)
+    found = drafting(checkpoint, model, items, outputs, temperature)
+    loops = [ends_in_loop(output.tokens) for output in outputs]
+    return found | {"ends_in_loop": loops}
+
+
+def speeds(
+    checkpoint: Checkpoint,
+    items: Sequence[EvalItem],
+    temperature: float,
+    max_tokens: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Return tokens a second of each way of decoding at batch 1, and its speed over mode ar.
+
+    The ways take turns; a ratio compares two runs of one round, and the median of all rounds is
+    returned.
+    """
+    engine = warm_engine(checkpoint, settings_for(checkpoint, 1))
+    options = DecodingOptions(max_tokens, Mode.AR, sampling=Sampling(temperature=temperature))
+    rates: dict[str, list[float]] = {mode: [] for mode in (Mode.AR, Mode.EXACT)}
+    passes: dict[str, float] = {}
+    for turn in range(rounds + 1):
+        for mode in rates:
+            own = replace(options, mode=Mode(mode))
+            requests = [_request(f"{mode}-{turn}-{item.index}", item, own) for item in items]
+            run = decode(engine, requests)
+            passes[mode] = run.tokens_per_forward
+            if turn:  # the first round shows the engine how much is accepted
+                rates[mode].append(run.tokens_per_s)
+    return {
+        mode: {
+            "tokens_per_s": statistics.median(each),
+            "over_ar": statistics.median(
+                ours / theirs for ours, theirs in zip(each, rates[Mode.AR], strict=True)
+            ),
+            "tokens_per_pass": passes[mode],
+        }
+        for mode, each in rates.items()
+    }
+
+
+def _request(name: str, item: EvalItem, options: DecodingOptions) -> Request:
+    sampling = replace(options.sampling, seed=item.index)
+    return Request(name, list(item.prompt), replace(options, sampling=sampling))
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown tables."""
+    fit = found["likelihood"]
+    depths = [f"depth {depth + 1}, %" for depth in range(found["block_size"])]
+    outputs, timed = [], []
+    for temperature, each in found["outputs"].items():
+        agreed = [
+            f"{100 * right / drafts:.1f}"
+            for right, drafts in zip(each["right"], each["drafts"], strict=True)
+        ]
+        loops = each["ends_in_loop"]
+        kept = [index for index, loop in enumerate(loops) if not loop]
+        row = [_name(temperature), _tokens_a_pass(each, range(len(loops)))]
+        row += [_tokens_a_pass(each, kept), f"{100 * statistics.mean(loops):.1f}"]
+        outputs.append([*row, f"{statistics.mean(each['tokens']):.0f}", *agreed])
+    for temperature, modes in found["speed"].items():
+        for mode, speed in modes.items():
+            rates = [f"{speed['tokens_per_s']:.0f}", f"{speed['over_ar']:.2f}"]
+            timed.append([_name(temperature), mode, *rates, f"{speed['tokens_per_pass']:.2f}"])
+    return "\n\n".join(
+        [
+            f"AR likelihood: {fit['nats_per_token']:.3f} nats a token, "
+            f"{fit['bits_per_byte']:.3f} bits a byte.",
+            markdown(
+                ["outputs", "tokens a pass", "without loops", "loops, %", "mean tokens", *depths],
+                outputs,
+            ),
+            markdown(
+                ["batch 1", "mode", "tokens/s", "over ar", "tokens a pass"],
+                timed,
+            ),
+        ]
+    )
+
+
+def _name(temperature: str) -> str:
+    return "greedy" if float(temperature) == 0 else f"at temperature {temperature}"
+
+
+def _tokens_a_pass(found: dict[str, Any], indices: Sequence[int]) -> str:
+    if not indices:
+        return "none"
+    tokens, passes = ([found[key][index] for index in indices] for key in ("tokens", "passes"))
+    rate = ratio_of_totals(tokens, passes)
+    return f"{rate.value:.3f} ({rate.low:.3f}-{rate.high:.3f})"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="MARS checkpoint.")],
+    data: Annotated[Path, typer.Option(help="Held-out conversations, JSONL.")],
+    items: Annotated[int, typer.Option(min=2, help="Conversations to decode.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
+    timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Measure a checkpoint, and print its figures as Markdown."""
+    torch.set_num_threads(threads)
+    try:
+        found = measure(
+            model, data, num_items=items, max_tokens=max_tokens, num_timed=timed, rounds=rounds
+        )
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if out is not None:
+        out.write_text(json.dumps(found) + "\n")
+    typer.echo(tables(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Proposes drafts that do not come from the model's own masks."""

@@ -1,0 +1,95 @@
+"""Drafts from a request's own text, and what is learnt from them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decoding.engine_requests import make_request
+from mars_platform.method.mode import Mode
+from mars_serve.engine.drafting.lookup import LookupDrafter
+from mars_serve.engine.request import Draft, Request
+
+SOURCE = random.Random(7).sample(range(1000), 60)
+
+
+def request_for(prompt: list[int], max_tokens: int = 200) -> Request:
+    return make_request("r", prompt, max_tokens, mode=Mode.EXACT)
+
+
+def follow(
+    drafter: LookupDrafter, request: Request, tokens: list[int], own: list[Draft] | None = None
+) -> list[int]:
+    """Commit tokens and return the drafts behind them."""
+    rejected = request.drafts[len(tokens) :]
+    request.tokens += tokens
+    request.set_drafts(own or [])
+    drafter.follow(request, rejected)
+    return [draft.token for draft in request.drafts]
+
+
+def test_a_copy_is_drafted_from_its_source_and_gone_on_with_behind_a_change() -> None:
+    drafter, request = LookupDrafter(8), request_for(SOURCE)
+    assert follow(drafter, request, [2000]) == []
+    drafts = follow(drafter, request, SOURCE[:9])
+    assert drafts == SOURCE[9 : 9 + len(drafts)]
+    assert len(drafts) >= 3
+    assert request.num_lookup_drafts == len(drafts)
+    # A token of the copy is another one; nothing like the new end stands in the text.
+    drafts = follow(drafter, request, [3000])
+    assert drafts
+    assert drafts == SOURCE[10 : 10 + len(drafts)]
+
+
+def test_a_text_that_repeats_itself_is_drafted_past_its_end() -> None:
+    drafter, request = LookupDrafter(8), request_for([1, 2, 3] * 4)
+    for _ in range(20):  # until the drafts are trusted
+        drafts = follow(drafter, request, [1, 2, 3])
+    assert drafts == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_suggestions_that_no_step_checked_are_learnt_from() -> None:
+    right, wrong = LookupDrafter(8), LookupDrafter(8)
+    chances = []
+    for drafter, is_right in ((right, True), (wrong, False)):
+        request = request_for(SOURCE * 2, 1000)
+        for index in range(40):
+            follow(drafter, request, SOURCE if is_right else [2000 + index, *SOURCE[:20]])
+            request.set_drafts([])
+        other = request_for(SOURCE)
+        other.id = "other"
+        follow(drafter, other, SOURCE[:20])
+        chances.append(other.drafts[0].confidence if other.drafts else 0.0)
+    assert chances[0] > 0.9
+    assert chances[1] < 0.3
+
+
+@pytest.mark.parametrize(("confidence", "kept"), [(0.99, 4), (0.1, 0)])
+def test_drafts_of_masks_are_completed_or_replaced_by_what_gains_more(
+    confidence: float, kept: int
+) -> None:
+    drafter, request = LookupDrafter(12), request_for(SOURCE)
+    follow(drafter, request, [2000])
+    for place in range(0, 24, 4):
+        follow(drafter, request, SOURCE[place : place + 4])
+    own = [Draft(token, confidence) for token in SOURCE[28:32]]
+    drafts = follow(drafter, request, SOURCE[24:28], own)
+    assert drafts == SOURCE[28 : 28 + len(drafts)]
+    assert len(drafts) > 4
+    assert request.num_own_drafts == kept
+    assert request.num_own_drafts + request.num_lookup_drafts == len(drafts)
+
+
+def test_rejected_drafts_stand_in_where_nothing_else_drafts() -> None:
+    drafter, request = LookupDrafter(8), request_for([10, 20, 30])
+    follow(drafter, request, [40])
+    request.set_drafts([Draft(token, 0.9) for token in (50, 60, 70)])
+    assert follow(drafter, request, [51]) == [60, 70]
+
+
+def test_no_draft_reaches_past_the_last_token() -> None:
+    drafter, request = LookupDrafter(8), request_for([1, 2, 3] * 6, 9)
+    for left in range(8, 0, -1):
+        drafts = follow(drafter, request, [1 + (8 - left) % 3])
+        assert len(drafts) <= left - 1
