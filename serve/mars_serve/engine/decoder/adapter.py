@@ -159,7 +159,7 @@ def step_gate(model: PreTrainedModel) -> StepGate | None:
 def _gated_layers(model: PreTrainedModel) -> list[tuple[nn.Module, str, GatedLinear]]:
     return [
         (parent, name, child)
-        for parent in model.base_model.layers.modules()
+        for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, GatedLinear)
     ]
