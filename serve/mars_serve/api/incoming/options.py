@@ -152,8 +152,10 @@ def stop_rules(
     )
 
 
-def plain_modes(settings: ModelSettings) -> list[Mode]:
-    """Return the modes of a plain AR checkpoint; its text alone may draft for mode exact."""
+def modes_of(settings: ModelSettings, checkpoint: Checkpoint) -> list[Mode]:
+    """Return the modes of a model; the text alone may draft for one that knows no masks."""
+    if checkpoint.metadata is not None or settings.draft is not None:
+        return list(Mode)
     return [Mode.EXACT, Mode.AR] if settings.engine.num_lookup_drafts else [Mode.AR]
 
 
@@ -162,7 +164,7 @@ def _mode(
 ) -> Mode:
     """Return the request's mode: its own, else its tier's, else the model's setting."""
     plain = checkpoint.metadata is None and settings.draft is None
-    lossless = plain_modes(settings)
+    lossless = modes_of(settings, checkpoint)
     is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
     if plain and is_chosen and body.mode not in lossless:
         others = " or ".join(f"'{mode}'" for mode in lossless)

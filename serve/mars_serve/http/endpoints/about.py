@@ -16,7 +16,7 @@ from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.checkpoint.examples import read_card, read_examples
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.api.incoming.options import plain_modes
+from mars_serve.api.incoming.options import modes_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.tools.formats import find_format
@@ -159,7 +159,7 @@ def _abilities(model: ServedModel) -> dict[str, Any]:
     is_plain = checkpoint.metadata is None and settings.draft is None
     return {
         "model": settings.name,
-        "modes": plain_modes(settings) if is_plain else list(Mode),
+        "modes": modes_of(settings, checkpoint),
         "mode": Mode.AR if is_plain else settings.mode,
         "adapter": settings.adapter,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from mars_platform import __version__
 from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError, clipped
+from mars_serve.api.incoming.options import modes_of
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import PublishedThreshold, ReplicaReport, ServedModel
 from mars_serve.http.recent import Recent
@@ -182,7 +183,7 @@ def _model_entry(model: ServedModel) -> dict[str, Any]:
         "root": model.settings.path,
         "max_model_len": model.max_length,
         "mars": {
-            "modes": list(Mode) if metadata or model.settings.draft else [Mode.AR],
+            "modes": modes_of(model.settings, model.checkpoint),
             "block_size": metadata.block_size if metadata else None,
             "adapter": model.settings.adapter,
         },
