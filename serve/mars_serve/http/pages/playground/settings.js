@@ -104,7 +104,8 @@ function json(id, kind, isRight) {
 function draw() {
   if (!about) return;
   const { mode, tau } = decoding();
-  $("#mode-hint").textContent = about.modes.length > 1 ? MODE_HINTS[mode] : "This model has no mars.json: it gives one token a pass, and only mode ar is there. Train it with marsray train to get the others.";
+  const lack = "This model has no mars.json, so it proposes nothing by masks. Train it with marsray train to get all modes.";
+  $("#mode-hint").textContent = about.modes.includes("threshold") ? MODE_HINTS[mode] : `${MODE_HINTS[mode]} ${lack}`;
   $("#tau").disabled = mode !== "threshold";
   $("#tau-value").textContent = tau.toFixed(2);
   const expected = $("#expected");
