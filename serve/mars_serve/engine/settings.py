@@ -46,10 +46,10 @@ class EngineSettings(Settings):
     cache_step_times: bool = True
     """Whether a replica keeps the step times that it measures at start in its user's cache
     directory, and checks them at its next start instead of measuring all of them again."""
-    num_lookup_drafts: int = Field(default=16, ge=0, le=64)
+    num_lookup_drafts: int = Field(default=0, ge=0, le=64)
     """Most drafts of a step, in mode exact, that come from the request's own text: the tokens that
-    followed an earlier place like its end. They are fed where they are expected to gain more than
-    they cost; 0 turns them off."""
+    followed an earlier place like its end; 0 for none. They help few requests at once whose output
+    repeats their text, and a plain AR checkpoint; with many they can cost more than they gain."""
     cuda_graphs: bool = True
     """Whether decoding steps are captured as CUDA graphs at start, on a GPU whose attention reads
     pages in place."""

@@ -74,7 +74,7 @@ async def test_what_a_model_lacks_is_explained(mars_dir, plain_dir, model_at, lo
     assert "frontier.json" in about["missing"]["frontier"]
     assert "marsray calibrate" in about["missing"]["frontier"]
     about = await told(*models, name="plain")
-    assert about["modes"] == ["exact", "ar"]
+    assert about["modes"] == ["ar"]
     assert "mars.json" in about["missing"]["frontier"]
 
 

@@ -64,7 +64,7 @@ def test_a_plain_checkpoint_decodes_exactly_and_faster_from_its_own_text(
     plain = replace(checkpoint, metadata=None, calibration=None)
     vocabulary = checkpoint.config.vocab_size
     model = build_model(vocab_size=vocabulary, seed=3)
-    settings = EngineSettings(max_num_seqs=6, num_pages=24, page_size=8)
+    settings = EngineSettings(max_num_seqs=6, num_pages=24, page_size=8, num_lookup_drafts=16)
     engine = Engine(plain, settings, model=model)
     if adapts:
         engine.adapt_windows(TIMES)

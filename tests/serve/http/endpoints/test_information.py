@@ -58,7 +58,7 @@ async def test_the_openai_client_lists_the_models(official, mars_dir):
     assert entries.keys() == {"mars", "plain"}
     mars, plain = ((entries[name].model_extra or {})["mars"] for name in ("mars", "plain"))
     assert mars == {"modes": ["threshold", "exact", "ar"], "block_size": 4, "adapter": None}
-    assert plain == {"modes": ["exact", "ar"], "block_size": None, "adapter": None}
+    assert plain == {"modes": ["ar"], "block_size": None, "adapter": None}
     assert (entries["mars"].model_extra or {})["root"] == str(mars_dir)
     assert await official.models.retrieve("mars") == entries["mars"]
 

@@ -331,7 +331,7 @@ def test_a_plain_model_says_what_it_lacks(open_page, server):
     ready(page)
     page.select_option("#model", "plain")
     page.locator("#facts").filter(has_text="one token a pass").wait_for()
-    assert page.locator("input[name=mode]:disabled").count() == 1
+    assert page.locator("input[name=mode]:disabled").count() == 2
     assert "mars.json" in page.locator("#mode-hint").inner_text()
     assert "mars.json" in page.locator("#expected").inner_text()
     assert "marsray calibrate" in page.locator("#examples").inner_text()
