@@ -83,16 +83,26 @@ def test_prompts_end_before_the_last_supervised_turn(data):
         assert prompt.tolist() == data[row][0][: len(prompt)].tolist()
 
 
-def test_a_row_that_is_supervised_from_its_beginning_has_a_prompt_of_one_token(tmp_path):
-    with TokenStoreWriter(tmp_path / "data") as writer:
+@pytest.fixture
+def twice(tmp_path):
+    """One conversation twice, which is supervised from its beginning."""
+    with TokenStoreWriter(tmp_path / "twice") as writer:
         writer.append(
-            keys=np.zeros((1, 2), np.int64),
-            lengths=np.array([4], np.int32),
-            tokens=np.arange(5, 9, dtype=np.int32),
-            supervised=np.ones(4, bool),
+            keys=np.stack([np.zeros(2, np.int64), np.arange(2)], axis=1),
+            lengths=np.array([4, 4], np.int32),
+            tokens=np.tile(np.arange(5, 9, dtype=np.int32), 2),
+            supervised=np.ones(8, bool),
         )
-        data = writer.finish()
-    assert prompt_of(data, 0).tolist() == [5]
+        return writer.finish()
+
+
+def test_a_row_that_is_supervised_from_its_beginning_has_a_prompt_of_one_token(twice):
+    assert prompt_of(twice, 0).tolist() == [5]
+
+
+def test_rows_of_one_prompt_draw_their_own_responses(model, twice):
+    one, other = responder_of(model, temperature=1.0).respond(twice, range(2))
+    assert one != other
 
 
 @pytest.mark.parametrize("max_tokens", [None, 6])
