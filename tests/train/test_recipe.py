@@ -109,6 +109,7 @@ INVALID = """
     stages.1.block_size=[] stages.1.block_size=[4,65] stages.1.block_size=[8,4]
     stages.1.block_size=[4,4] stages.1.block_size=4.5 stages.1.block_size=[true]
     stages.1.depth_decay=0 stages.1.depth_decay=1.1 stages.1.hidden_weight=-1
+    stages.1.hidden_weight=.inf stages.1.ar_weight=.inf stages.0.learning_rate=.inf
     stages.1.distillation.weight=0 stages.1.distillation.weight=1.1
     stages.1.distillation.target=hard stages.1.on_policy.share=0
     stages.1.on_policy.share=2
@@ -227,6 +228,18 @@ GENERATE, OWN = {"objective": "generate"}, {"objective": "mars", "responses": "g
 )
 def test_responses_need_a_stage_that_writes_them_before(found, expected):
     assert refusal(stages=found) == f"recipe.yaml: {expected}"
+
+
+def test_each_stage_may_have_responses_of_its_own():
+    found = [GENERATE, OWN, GENERATE | {"name": "more"}]
+    found.append(OWN | {"name": "last", "responses": "more"})
+    recipe = Recipe.model_validate(content(stages=found))
+    assert [stage.name for stage in recipe.trained_stages] == ["mars", "last"]
+
+
+def test_stages_behind_a_generating_one_are_checked():
+    message = refusal(stages=[GENERATE, OWN | {"batch_size": 1}], scaling={"num_workers": 2})
+    assert message.startswith("recipe.yaml: stages.1.batch_size: 1 conversations cannot be shared")
 
 
 def test_a_new_model_is_trained_before_it_responds():

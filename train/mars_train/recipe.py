@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.cluster.settings import ClusterSettings
@@ -85,7 +85,9 @@ class DataSettings(Settings):
 
 
 class _NamedStage(Settings):
-    """Settings that stages of every kind have."""
+    """Settings of stages of every kind."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     """Name of the stage, and of its directory."""
@@ -99,7 +101,7 @@ class _NamedStage(Settings):
 
 
 class _TrainedStage(_NamedStage):
-    """Settings that stages have which train the model."""
+    """Settings of the stages that train the model."""
 
     epochs: int = Field(default=5, ge=1)
     """Passes over the data."""
@@ -218,11 +220,11 @@ class GenerateStage(_NamedStage):
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of a response; null for as many as data.max_length leaves."""
     seed: int = Field(default=0, ge=0)
-    """Seed of what is drawn at a temperature above 0."""
+    """Seed of the tokens that are drawn at a temperature above 0."""
     max_num_seqs: int = Field(default=32, ge=1, le=4096)
     """Responses that a worker writes at once."""
     shard_size: int = Field(default=512, ge=1)
-    """Responses that are stored together; a stopped run goes on with the shards that lack."""
+    """Responses that are stored together; a resumed run writes only the missing shards."""
 
 
 TrainedStage = ArStage | MarsStage
@@ -398,9 +400,9 @@ class Recipe(Settings):
                     f"{key}: the next stage would train the model that the adapter belongs to; "
                     "make it the last stage"
                 )
-            if self.model.scratch is not None and self.stages[index] == self.trained_stages[0]:
+            if self.model.scratch is not None and index == 0:
                 raise ValueError(
-                    f"{key}: a new model has learned nothing that masks could foresee; put a stage "
+                    f"{key}: a new model has learned nothing that masks could predict; put a stage "
                     "of objective ar before it, or give a trained model as model.base"
                 )
             if self.compile:
@@ -410,7 +412,7 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _responses_are_written_before(self) -> Recipe:
         writers = {s.name: i for i, s in enumerate(self.stages) if isinstance(s, GenerateStage)}
-        taken = set()
+        taken = set[str]()
         for index, stage in enumerate(self.stages):
             name = stage.responses if isinstance(stage, MarsStage) else None
             if name is None:

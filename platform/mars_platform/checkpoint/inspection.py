@@ -6,6 +6,8 @@ HTTP library.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from mars_platform.errors import UserError, one_line
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _REMEDY = "copy the checkpoint's file again"
+_LAYER_WEIGHT = re.compile(r"\.layers\.\d+\..*?(\w+)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Inspection:
     mask_token_id: int | None
     """Id of the mask token; None also if the tokenizer has none."""
     layers: frozenset[str]
-    """Names of the layers that have a weight, such as q_proj; empty if the files do not say."""
+    """Names of the linear layers of attention and MLP, such as q_proj; empty if the files do not
+    say."""
 
 
 def inspect_model(model: str) -> Inspection:
@@ -62,8 +66,14 @@ def inspect_model(model: str) -> Inspection:
         max_length=_whole_number(config, "max_position_embeddings"),
         vocabulary_size=_whole_number(config, "vocab_size"),
         mask_token_id=mask_token_id,
-        layers=frozenset(name.split(".")[-2] for name in tensors if name.endswith(".weight")),
+        layers=_linear_layers(tensors),
     )
+
+
+def _linear_layers(tensors: Iterable[str]) -> frozenset[str]:
+    """Return the names of linear layers by their weights, such as model.layers.0.mlp.up_proj."""
+    found = map(_LAYER_WEIGHT.search, tensors)
+    return frozenset(each[1] for each in found if each and not each[1].endswith("norm"))
 
 
 def _whole_number(config: dict[str, Any], key: str) -> int | None:

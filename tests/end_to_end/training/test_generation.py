@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from mars_platform.checkpoint.directory import load_model
+from mars_platform.checkpoint.manifest import MANIFEST
 from mars_platform.errors import Stopped
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe
@@ -179,6 +180,14 @@ def test_a_damaged_result_is_named_and_removed(work):
     flip_bit(work.results / "generate" / STORE / "tokens.bin")
     printed = rejected(work)
     assert f"{work.results}/generate is damaged and written again: store/tokens.bin" in printed
+
+
+def test_what_has_lost_its_manifest_is_written_again(work, expected):
+    for directory in (work.results / "generate", work.shards / "shard-000002"):
+        (directory / MANIFEST).unlink()
+    work.run()
+    assert "2 of 3 shards are there" in work.printed
+    assert work.store.fingerprint == expected.fingerprint
 
 
 def test_a_recipe_trains_masks_on_responses_from_the_model_before(trained, tmp_path):

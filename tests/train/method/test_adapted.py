@@ -17,7 +17,7 @@ from mars_platform.checkpoint.adapter.layers import (
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_train.method.adapted import AdapterObjective
 from mars_train.method.attention import FLEX_MULTIPLE
-from mars_train.method.layout import collate
+from mars_train.method.layout import PADDING_DOCUMENT, collate
 from mars_train.method.objective import MaskLoss, Objective
 from packed import MASK, PAD, build_batch, build_model, checkpoint_layers, silent_layout
 
@@ -103,6 +103,17 @@ def test_the_backward_pass_goes_through_the_noisy_stream_alone():
     (num_clean, of_clean), (num_noisy, _) = passes
     assert of_clean is None
     assert num_clean + num_noisy < 1.5 * batch.tokens.numel()
+    is_used = batch.documents != PADDING_DOCUMENT
+    for num, stream in ((num_clean, ~batch.noisy), (num_noisy, batch.noisy)):
+        assert num == len(is_used) * int((is_used & stream).sum(dim=1).max())
+
+
+def test_logits_are_computed_behind_masks_alone():
+    objective, batch = AdapterObjective(adapted_model()), masks_only(build_batch())
+    sizes = []
+    objective.model.lm_head.register_forward_hook(lambda *call: sizes.append(len(call[2])))
+    objective(batch)
+    assert sum(sizes) == int((batch.depths > 0).sum())
 
 
 def test_a_batch_without_labels_gives_zero_gradients():

@@ -209,6 +209,20 @@ def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypa
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_logits_of_all_columns_of_a_chunk_count(model, monkeypatch):
+    monkeypatch.setattr(objective_module, "MAX_LOGITS", 4 * VOCABULARY)
+    objective, sizes = Objective(model, masked=True), []
+
+    def count(*columns):
+        sizes.append(len(columns[0]))
+        return columns[0].sum(-1)
+
+    hidden, labels = torch.randn(8, 32), torch.arange(8)
+    torch.testing.assert_close(objective._in_chunks(count, hidden, labels), hidden.sum(-1))
+    torch.testing.assert_close(objective._in_chunks(count, hidden, hidden, labels), hidden.sum(-1))
+    assert sizes == [4] * 2 + [2] * 4
+
+
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_a_batch_without_labels_gives_zeros(model, on_policy):
     loss = MaskLoss(teacher_weight=0.5, hidden_weight=0.5)

@@ -121,10 +121,14 @@ def test_a_mask_token_without_a_row_of_the_embedding_is_refused(content, model):
 
 
 def test_an_adapter_of_layers_that_the_model_has_not_is_refused(content):
-    content["stages"][1]["adapter"] = {"target_modules": ["q_proj", "query"]}
-    message = refusal(content)
-    assert message.startswith("stages.1.adapter.target_modules: ")
-    assert "has no layer called 'query'; it has down_proj, embed_tokens" in message
+    for unknown in ("query", "embed_tokens", "input_layernorm", "norm"):
+        content["stages"][1]["adapter"] = {"target_modules": ["q_proj", unknown]}
+        message = refusal(content)
+        assert message.startswith("stages.1.adapter.target_modules: ")
+        assert message.endswith(
+            f"has no layer called {unknown!r}; it has down_proj, gate_proj, k_proj, o_proj, "
+            "q_proj, up_proj, v_proj"
+        )
     content["stages"][1]["adapter"] = {"target_modules": ["q_proj"]}
     check(content)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -161,10 +162,13 @@ def test_checkpoints_hold_what_is_trained_and_no_more(job_of):
 def test_other_families_are_trained(job_of, tmp_path, family):
     start = write_start(tmp_path / "start", family=family, tie_word_embeddings=False)
     adapter = {**ADAPTER, "target_modules": ["o_proj", "down_proj"]}
-    job = job_of(start=start, stage={"max_steps": 2, "adapter": adapter})
-    outcome = run_stage(job)
+    job = job_of(start=start, stage={"max_steps": 2, "adapter": adapter, "block_size": [3, 6]})
+    outcome = run_stage(replace(job, known_as="some/model"))
     assert outcome.finished, outcome.error
-    assert trained_adapter(job).settings.target_modules == ["down_proj", "o_proj"]
+    trained = trained_adapter(job)
+    assert trained.settings.target_modules == ["down_proj", "o_proj"]
+    assert trained.metadata.block_size == 6
+    assert trained.metadata.base.name == "some/model"
 
 
 def test_the_mask_starts_as_the_row_of_a_model_that_knows_it(job_of, start, tmp_path):

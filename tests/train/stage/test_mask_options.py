@@ -10,6 +10,7 @@ import torch
 from mars_platform.checkpoint.directory import load_model
 from mars_platform.checkpoint.metadata import read_metadata
 from mars_train.data.token_store import TokenStore, block_offsets, block_sizes, step_rows
+from mars_train.method.batches import StageBatches
 from mars_train.method.layout import collate, lay_out
 from mars_train.method.objective import MaskLoss, Objective
 from mars_train.stage.trainer import MODEL
@@ -107,3 +108,25 @@ def test_a_step_takes_each_loss_on_its_own_conversations(job_of, on_responses, o
     assert record.clean_loss == pytest.approx(clean, abs=1e-5)
     assert record.noisy_loss == pytest.approx(noisy, abs=1e-5)
     assert read_metadata(Storage(job.storage).fetch(MODEL)).block_size == 8
+
+
+@pytest.mark.parametrize("on_responses", [False, True])
+def test_a_stage_with_an_adapter_has_no_clean_loss(job_of, on_responses):
+    job = job_of(on_responses=on_responses)
+    responses = None if job.responses is None else TokenStore(Path(job.responses))
+    batches = StageBatches(
+        data=TokenStore(Path(job.data)),
+        stage=job.stage,
+        seed=0,
+        rank=0,
+        num_workers=1,
+        block_sizes=(4,),
+        mask_token_id=251,
+        pad_token_id=0,
+        multiple_of=1,
+        clean_loss=False,
+        responses=responses,
+    )
+    step = next(batches.from_step(0))
+    assert sum(batch.num_clean for batch in step) == 0
+    assert all(batch.num_noisy == len(batch.labels) > 0 for batch in step)

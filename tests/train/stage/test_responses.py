@@ -15,6 +15,7 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage
 from mars_train.stage.responses import Responder, generate_responses, prompt_of
@@ -82,6 +83,28 @@ def test_prompts_end_before_the_last_supervised_turn(data):
         assert prompt.tolist() == data[row][0][: len(prompt)].tolist()
 
 
+@pytest.fixture
+def twice(tmp_path):
+    """One conversation twice, which is supervised from its beginning."""
+    with TokenStoreWriter(tmp_path / "twice") as writer:
+        writer.append(
+            keys=np.stack([np.zeros(2, np.int64), np.arange(2)], axis=1),
+            lengths=np.array([4, 4], np.int32),
+            tokens=np.tile(np.arange(5, 9, dtype=np.int32), 2),
+            supervised=np.ones(8, bool),
+        )
+        return writer.finish()
+
+
+def test_a_row_that_is_supervised_from_its_beginning_has_a_prompt_of_one_token(twice):
+    assert prompt_of(twice, 0).tolist() == [5]
+
+
+def test_rows_of_one_prompt_draw_their_own_responses(model, twice):
+    one, other = responder_of(model, temperature=1.0).respond(twice, range(2))
+    assert one != other
+
+
 @pytest.mark.parametrize("max_tokens", [None, 6])
 def test_responses_are_the_models_own_up_to_its_end_token(model, data, tmp_path, max_tokens):
     plain = load_model(model)
@@ -118,8 +141,9 @@ def test_a_model_that_knows_masks_writes_what_it_writes_one_by_one(model, data, 
     mask_id, _ = add_mask_token(plain, tokenizer)
     metadata = MarsMetadata(block_size=4, mask_token_id=mask_id, provenance={})
     save_checkpoint(tmp_path / "mars", plain, tokenizer, metadata)
-    ours = responder_of(tmp_path / "mars", temperature=0.7).respond(data, range(NUM_ROWS))
-    assert ours == responder_of(model, temperature=0.7).respond(data, range(NUM_ROWS))
+    ours, theirs = (responder_of(p, temperature=0.7) for p in (tmp_path / "mars", model))
+    assert [each._setting.mode for each in (ours, theirs)] == [Mode.EXACT, Mode.AR]
+    assert ours.respond(data, range(NUM_ROWS)) == theirs.respond(data, range(NUM_ROWS))
 
 
 def test_a_model_with_broken_weights_is_refused_and_leaves_nothing(model, data, tmp_path):

@@ -1,6 +1,5 @@
 import errno
 import os
-import subprocess
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,9 @@ from mars_train.storage.directories import (
     fetch_shared,
     share,
 )
+from mounting import can_mount, mounted
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting is not permitted here")
 
 CONTENT = {"a.bin": b"first", "inner/b.bin": bytes(range(256)) * 40, "empty": b""}
 
@@ -202,13 +204,11 @@ def small_disk(tmp_path):
     """Mount a file system of 64 KiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", path])  # noqa: S607
-    if made.returncode:
-        pytest.skip("mounting is not permitted here")
-    yield path
-    subprocess.run(["umount", path], check=True)  # noqa: S607
+    with mounted(path, "64k"):
+        yield path
 
 
+@needs_mounts
 @pytest.mark.parametrize("kind", ["plain", "safetensors", "manifest"])
 def test_a_full_disk_keeps_existing_directories(small_disk, kind):
     storage = Storage(str(small_disk))

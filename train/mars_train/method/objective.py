@@ -9,7 +9,7 @@ Imports no Ray.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -114,7 +114,7 @@ class Objective(nn.Module):
         masked = batch.depths > 0
         if on_policy:
             scored = self._scored(hidden, batch)[batch.noisy_sources[masked]]
-            loss = MaskLoss(self.mask_loss.depth_decay, 1.0, "soft", self.mask_loss.hidden_weight)
+            loss = replace(self.mask_loss, teacher_weight=1.0, target="soft")
             clean, noisy = self._taught(hidden, batch, scored, loss)
         elif self.masked and (self.mask_loss.teacher_weight or self.mask_loss.hidden_weight):
             teacher = hidden[batch.clean_sources[masked]].detach()

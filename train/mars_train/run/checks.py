@@ -76,7 +76,7 @@ def _check_mask_row(found: Inspection) -> None:
 
 
 def _check_target_modules(found: Inspection, recipe: Recipe) -> None:
-    """Refuse an adapter of layers that the model has not; stages before it keep the layers."""
+    """Refuse an adapter of layers that the model does not have; no earlier stage adds any."""
     for index, stage in enumerate(recipe.stages):
         adapter = stage.adapter if isinstance(stage, MarsStage) else None
         wanted = set(adapter.target_modules or ()) if adapter is not None else set()

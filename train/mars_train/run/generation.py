@@ -1,7 +1,7 @@
 """Runs a stage of objective generate: Ray actors write responses in shards, which are kept.
 
-A run that was stopped goes on with the shards that lack. Each shard, and the token store that they
-make up, says what it was made from: one of another model, data or setting is written again.
+A run that was stopped goes on with the missing shards. Each shard, and the token store that they
+make up, records what it was made from: one of another model, data or setting is written again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POLL_S = 0.5
 
 
 class Origin(Settings):
-    """What responses were made from; content of ``origin.json``."""
+    """The model, data and settings that responses were made from, kept in ``origin.json``."""
 
     model: str
     """`weights_fingerprint` of the model."""
@@ -107,16 +107,18 @@ class Generation:
             RuntimeError: writers failed too often.
         """
         name, origin = self.stage.name, self._origin()
-        if self._is_usable(self.results, name, origin):
+        if name in self.results.names() and self._is_usable(self.results, name, origin):
             self._say("written already")
             return
         data, started = TokenStore(self.data), time.monotonic()
         total = _num_shards(self.stage, data)
         self.shards.remove_partial()
+        stored = set(self.shards.names())
         missing = [
             index
             for index in range(total)
-            if not self._is_usable(self.shards, _shard_name(index), origin)
+            if (shard := _shard_name(index)) not in stored
+            or not self._is_usable(self.shards, shard, origin)
         ]
         if len(missing) < total:
             self._say(f"{total - len(missing)} of {total} shards are there")
@@ -152,9 +154,7 @@ class Generation:
         )
 
     def _is_usable(self, storage: Storage, name: str, origin: Origin) -> bool:
-        """Return whether a directory is there, whole and of this origin; else remove it."""
-        if name not in storage.names():
-            return False
+        """Return whether a directory is whole and of this origin; otherwise remove it."""
         path = storage.path(name)
         try:
             storage.verify(name)
@@ -201,7 +201,7 @@ class Generation:
                 ray.kill(writer)  # frees the memory of its GPU for the workers of the next stage
 
     def _num_written(self, finished: Any) -> int:
-        """Return how many shards a finished call of a writer has written.
+        """Return the number of shards that a finished call of a writer has written.
 
         Raises:
             UserError: the call names a mistake of the user's.
@@ -230,6 +230,7 @@ class Generation:
                 writer.finish()
             (directory / _ORIGIN).write_text(origin.model_dump_json(indent=1), encoding="utf-8")
 
+        self.results.remove(self.stage.name)  # one whose manifest was lost
         try:
             self.results.save(self.stage.name, write, SingleWriter())
         except SaveFailed as error:
@@ -303,7 +304,11 @@ class _Writer:
         try:
             responses = responder.respond(data, _rows_of(index, self._job.stage, data))
             write = partial(_write_responses, responses, self._job.origin)
-            Storage(self._job.storage).save(_shard_name(index), write, SingleWriter())
+            storage = Storage(self._job.storage)
+            # The shard is there if this process died before it could say so, and a part of it if
+            # the manifest was lost.
+            storage.remove(_shard_name(index))
+            storage.save(_shard_name(index), write, SingleWriter())
         except SaveFailed as error:
             return f"checkpoints.storage: {error}; make room and run again"
         except UserError as error:

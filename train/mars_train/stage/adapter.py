@@ -42,7 +42,7 @@ def add_adapter(
     identity = identify_base(checkpoint, base)
     mask_token_id, is_new = name_mask_token(checkpoint.tokenizer)
     attach_adapter(model, settings, mask_token_id)
-    if not is_new:  # the model was trained with masks, so that its own row is the best start
+    if not is_new:  # the model was trained with masks, so its own row is the best start
         embedding = model.get_input_embeddings()
         with torch.no_grad():
             embedding.mask_row.copy_(embedding.base_layer.weight[mask_token_id])

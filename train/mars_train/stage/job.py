@@ -30,7 +30,6 @@ class StageJob:
     responses: str | None = None
     """Token store of responses that the model wrote, which take the noisy loss: a local directory,
     or a URL for `fetch_shared`. None if the training data takes it."""
-
     known_as: str | None = None
     """Directory or hub id by which users know the start, if it is another."""
 
