@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import typer
 import yaml
 from bench.beds.variants import Responses, Variant
 from bench.training.published import PerConversationTrainer, fill_last_block
+from bench.training.quiet import Quiet
 
 from mars_platform.checkpoint.directory import read_tokenizer
 from mars_train.data.demo import write_demo_data
@@ -25,9 +25,8 @@ from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.data.varied_tasks import draw_varied
 from mars_train.recipe import DataSettings, GenerateStage, MarsStage, Recipe
 from mars_train.run.scratch import create_model
-from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.job import StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Progress
 from mars_train.stage.responses import generate_responses
 from mars_train.stage.trainer import MODEL, StageTrainer
 
@@ -54,24 +53,6 @@ class Sizes:
     """Steps of stage ar."""
     mars_steps: int | None = None
     """Steps of today's stage mars; those of a variant are a multiple of it."""
-
-
-class Quiet:
-    """A reporter for the trainer that shows warnings only."""
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        if warning:
-            typer.echo(text)
-
-    def notice_due(self) -> bool:
-        return False
-
-    def notice(self) -> Notice:
-        return Notice()
-
-    def report(self, metrics: dict[str, Any]) -> None: ...
 
 
 class Bed:

@@ -5,10 +5,10 @@ is the function's body. All modules of a package are either trained on or held o
 occurs twice, so that nothing held out can be known by heart. Functions alone are little text, so
 the training data also has passages: whole modules, cut into pieces that each continue the last.
 
-The library differs between patch versions of Python. `library.json` beside this file holds the hash
-of every source file and of the result, and another library is refused.
+The library differs between patch versions of Python. `standard_library.json` beside this file holds
+the hash of every source file and of the result, and another library is refused.
 
-    python -m bench.beds.library OUT [--any-version]
+    python -m bench.beds.standard_library OUT [--any-version]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import typer
 
 from mars_platform.errors import UserError
 
-MANIFEST = Path(__file__).with_name("library.json")
+MANIFEST = Path(__file__).with_name("standard_library.json")
 TRAIN, EVAL = "train.jsonl", "eval.jsonl"
 
 _LEFT_OUT = {

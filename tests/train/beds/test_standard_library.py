@@ -3,8 +3,8 @@ import json
 import textwrap
 
 import pytest
-from bench.beds import library
-from bench.beds.library import functions_of, is_held_out, passages_of, write
+from bench.beds import standard_library
+from bench.beds.standard_library import functions_of, is_held_out, passages_of, write
 from typer.testing import CliRunner
 
 from mars_platform.errors import UserError
@@ -114,7 +114,7 @@ def test_passages_are_the_module_in_pieces():
 def test_the_same_library_gives_the_same_data(root, tmp_path):
     for name in ("one", "other"):
         write(tmp_path / name, root, None)
-    for name in ("train.jsonl", "eval.jsonl", "library.json"):
+    for name in ("train.jsonl", "eval.jsonl", "standard_library.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
@@ -133,7 +133,7 @@ def test_nothing_that_is_held_out_is_trained_on(root, tmp_path):
 
 def test_another_library_is_refused(root, tmp_path):
     write(tmp_path / "data", root, None)
-    expected = json.loads((tmp_path / "data" / "library.json").read_text())
+    expected = json.loads((tmp_path / "data" / "standard_library.json").read_text())
     write(tmp_path / "same", root, expected)
     changed = root / held_out_name() / "more.py"
     changed.write_text(changed.read_text().replace("* 2", "* 3"))
@@ -153,9 +153,9 @@ def test_existing_data_is_kept(root, tmp_path):
 
 
 def test_the_command_names_the_first_file_that_differs(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "library_root", lambda: root)
-    app = library.typer.Typer()
-    app.command()(library.main)
+    monkeypatch.setattr(standard_library, "library_root", lambda: root)
+    app = standard_library.typer.Typer()
+    app.command()(standard_library.main)
     refused = CliRunner().invoke(app, [str(tmp_path / "data")])
     assert refused.exit_code == 1
     assert refused.output.count("\n") == 1
