@@ -30,7 +30,7 @@ def follow(
 
 
 def test_a_copy_is_drafted_from_its_source_and_gone_on_with_behind_a_change() -> None:
-    drafter, request = LookupDrafter(8), request_for(SOURCE)
+    drafter, request = LookupDrafter(8, 8), request_for(SOURCE)
     assert follow(drafter, request, [2000]) == []
     drafts = follow(drafter, request, SOURCE[:9])
     assert drafts == SOURCE[9 : 9 + len(drafts)]
@@ -43,14 +43,14 @@ def test_a_copy_is_drafted_from_its_source_and_gone_on_with_behind_a_change() ->
 
 
 def test_a_text_that_repeats_itself_is_drafted_past_its_end() -> None:
-    drafter, request = LookupDrafter(8), request_for([1, 2, 3] * 4)
+    drafter, request = LookupDrafter(8, 8), request_for([1, 2, 3] * 4)
     for _ in range(20):  # until the drafts are trusted
         drafts = follow(drafter, request, [1, 2, 3])
     assert drafts == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_suggestions_that_no_step_checked_are_learnt_from() -> None:
-    right, wrong = LookupDrafter(8), LookupDrafter(8)
+    right, wrong = LookupDrafter(8, 8), LookupDrafter(8, 8)
     chances = []
     for drafter, is_right in ((right, True), (wrong, False)):
         request = request_for(SOURCE * 2, 1000)
@@ -69,7 +69,7 @@ def test_suggestions_that_no_step_checked_are_learnt_from() -> None:
 def test_drafts_of_masks_are_completed_or_replaced_by_what_gains_more(
     confidence: float, kept: int
 ) -> None:
-    drafter, request = LookupDrafter(12), request_for(SOURCE)
+    drafter, request = LookupDrafter(12, 12), request_for(SOURCE)
     follow(drafter, request, [2000])
     for place in range(0, 24, 4):
         follow(drafter, request, SOURCE[place : place + 4])
@@ -82,14 +82,26 @@ def test_drafts_of_masks_are_completed_or_replaced_by_what_gains_more(
 
 
 def test_rejected_drafts_stand_in_where_nothing_else_drafts() -> None:
-    drafter, request = LookupDrafter(8), request_for([10, 20, 30])
+    drafter, request = LookupDrafter(8, 8), request_for([10, 20, 30])
     follow(drafter, request, [40])
     request.set_drafts([Draft(token, 0.9) for token in (50, 60, 70)])
     assert follow(drafter, request, [51]) == [60, 70]
 
 
+def test_few_drafts_come_from_the_text_even_if_masks_give_more() -> None:
+    drafter, request = LookupDrafter(2, 6), request_for(SOURCE)
+    follow(drafter, request, [2000])
+    for place in range(0, 24, 4):
+        assert len(follow(drafter, request, SOURCE[place : place + 4])) <= 2
+    sure = [Draft(token, 0.99) for token in SOURCE[28:32]]
+    assert follow(drafter, request, SOURCE[24:28], sure) == SOURCE[28:34]
+    unsure = [Draft(token, 0.1) for token in SOURCE[32:36]]
+    assert follow(drafter, request, SOURCE[28:32], unsure) == SOURCE[32:34]
+    assert (request.num_own_drafts, request.num_lookup_drafts) == (0, 2)
+
+
 def test_no_draft_reaches_past_the_last_token() -> None:
-    drafter, request = LookupDrafter(8), request_for([1, 2, 3] * 6, 9)
+    drafter, request = LookupDrafter(8, 8), request_for([1, 2, 3] * 6, 9)
     for left in range(8, 0, -1):
         drafts = follow(drafter, request, [1 + (8 - left) % 3])
         assert len(drafts) <= left - 1
