@@ -19,13 +19,17 @@ def request_for(prompt: list[int], max_tokens: int = 200) -> Request:
 
 
 def follow(
-    drafter: LookupDrafter, request: Request, tokens: list[int], own: list[Draft] | None = None
+    drafter: LookupDrafter,
+    request: Request,
+    tokens: list[int],
+    own: list[Draft] | None = None,
+    least_chance: float = 0.0,
 ) -> list[int]:
     """Commit tokens and return the drafts behind them."""
     rejected = request.drafts[len(tokens) :]
     request.tokens += tokens
     request.set_drafts(own or [])
-    drafter.follow(request, rejected)
+    drafter.follow(request, rejected, least_chance)
     return [draft.token for draft in request.drafts]
 
 
@@ -105,3 +109,32 @@ def test_no_draft_reaches_past_the_last_token() -> None:
     for left in range(8, 0, -1):
         drafts = follow(drafter, request, [1 + (8 - left) % 3])
         assert len(drafts) <= left - 1
+
+
+@pytest.mark.parametrize(("least_chance", "first"), [(0.1, 6), (0.3, 8)])
+def test_where_positions_are_dear_a_text_without_matches_is_searched_in_every_eighth_step(
+    least_chance: float, first: int
+) -> None:
+    drafter, request = LookupDrafter(8, 8), request_for(SOURCE)
+    for step in range(1, 6):
+        assert follow(drafter, request, [2000 + step], least_chance=least_chance) == []
+    copied = [SOURCE[:16], SOURCE[16:20], SOURCE[20:24], SOURCE[24:28]]
+    found = [bool(follow(drafter, request, each, least_chance=least_chance)) for each in copied]
+    assert found.index(True) + 6 == first
+    assert all(found[first - 6 :])  # a search that finds drafts ends the pause
+
+
+def test_nothing_is_drafted_below_the_least_chance() -> None:
+    drafter, request = LookupDrafter(8, 8), request_for(SOURCE)
+    follow(drafter, request, [2000])
+    assert follow(drafter, request, SOURCE[:3], least_chance=0.2)
+    other = request_for(SOURCE)
+    other.id = "other"
+    follow(drafter, other, [2000])
+    assert follow(drafter, other, SOURCE[:3], least_chance=0.9) == []
+
+
+def test_a_long_prompt_gives_no_drafts_until_all_of_it_is_indexed() -> None:
+    drafter, request = LookupDrafter(4, 4), request_for(list(range(5000)) + SOURCE)
+    found = [bool(follow(drafter, request, [token])) for token in (0, 1, 2, 3)]
+    assert found == [False, False, True, True]
