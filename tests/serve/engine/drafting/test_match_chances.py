@@ -14,9 +14,7 @@ def observe(chances: MatchChances, outcomes: str, length: int = 3) -> None:
 
 def test_before_any_evidence_longer_matches_are_trusted_more() -> None:
     chances = MatchChances().of
-    assert all(
-        0 < one < other < 1 for one, other in zip(chances, chances[1:REJECTED], strict=False)
-    )
+    assert all(0 < one < other < 1 for one, other in pairwise(chances[: LONGEST + 1]))
     assert len(chances) == LONGEST + 2
 
 
