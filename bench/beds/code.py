@@ -87,6 +87,7 @@ def measure(
         "model": str(checkpoint.path),
         "block_size": checkpoint.metadata.block_size,
         "num_items": len(items),
+        "num_lookup_drafts": num_lookup_drafts,
         "likelihood": likelihood(checkpoint, conversations),
         "outputs": {
             f"{temperature:g}": output_figures(checkpoint, items, temperature, max_tokens)

@@ -34,9 +34,9 @@ class DraftChances(NamedTuple):
 
 
 def num_given_drafts(request: Request) -> int:
-    """Count the drafts that came with the last step; those of the request's text cost nothing yet.
+    """Count the drafts of masks and of a second model, which count as fed whatever is chosen.
 
-    The latter are candidates beside the masks of the next step, see `position_gains`.
+    Drafts of the request's own text are candidates beside the masks, see `position_gains`.
     """
     return len(request.drafts) - request.num_lookup_drafts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import prod
 
 import pytest
 
@@ -127,7 +128,10 @@ def test_where_positions_are_dear_a_text_without_matches_is_searched_in_every_ei
 def test_nothing_is_drafted_below_the_least_chance() -> None:
     drafter, request = LookupDrafter(8, 8), request_for(SOURCE)
     follow(drafter, request, [2000])
-    assert follow(drafter, request, SOURCE[:3], least_chance=0.2)
+    assert 1 < len(follow(drafter, request, SOURCE[:4])) < 8
+    chances = [draft.confidence for draft in request.drafts]
+    assert prod(chances) >= 0.05
+    assert chances == sorted({*chances})  # each draft lengthens the match
     other = request_for(SOURCE)
     other.id = "other"
     follow(drafter, other, [2000])
@@ -138,3 +142,27 @@ def test_a_long_prompt_gives_no_drafts_until_all_of_it_is_indexed() -> None:
     drafter, request = LookupDrafter(4, 4), request_for(list(range(5000)) + SOURCE)
     found = [bool(follow(drafter, request, [token])) for token in (0, 1, 2, 3)]
     assert found == [False, False, True, True]
+
+
+def test_rejected_drafts_do_not_replace_those_of_masks() -> None:
+    drafter, request = LookupDrafter(8, 8), request_for([10, 20, 30])
+    follow(drafter, request, [40])
+    request.set_drafts([Draft(token, 0.9) for token in (50, 60, 70)])
+    assert follow(drafter, request, [51], [Draft(80, 0.1)]) == [80]
+
+
+def test_nothing_is_learnt_from_drafts_behind_wrong_ones_of_masks() -> None:
+    drafter, request = LookupDrafter(12, 12), request_for(SOURCE)
+
+    def chance_of_a_copy() -> float:
+        other = request_for(SOURCE)
+        other.id = "other"
+        follow(drafter, other, SOURCE[:20])
+        drafter.forget(other.id)
+        return other.drafts[0].confidence
+
+    follow(drafter, request, SOURCE[:20], [Draft(token, 0.99) for token in SOURCE[20:24]])
+    assert request.num_lookup_drafts > 0
+    before = chance_of_a_copy()
+    follow(drafter, request, list(range(3000, 3008)))
+    assert chance_of_a_copy() == before

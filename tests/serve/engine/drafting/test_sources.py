@@ -59,7 +59,7 @@ def test_a_request_that_has_ended_leaves_nothing_behind() -> None:
     taken(sources, request_of())
     sources.forget("r")
     sources.forget("never seen")
-    again = make_request("r", [2, 3, 4, 5, 6, 7, 8] * 4, 50, mode=Mode.EXACT)
+    again = make_request("r", [2, 3, 4, 5, 6, 7, 8] * 2, 50, mode=Mode.EXACT)
     again.tokens.append(2)
     sources.take(again, 1, [], 0.0)
     assert [draft.token for draft in again.drafts] == [3, 4, 5, 6]
