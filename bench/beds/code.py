@@ -10,7 +10,6 @@ of the engine with its own choice of drafts: all modes decode the same prompts i
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -20,11 +19,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench.beds.command import telling_mistakes
 from bench.beds.report import markdown
 from bench.beds.scores import conversation_rows, distributions, drafting
 from bench.engine_runs import decode, settings_for, warm_engine
 
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.cli.report import check_output_files, write_json
 from mars_platform.data.conversations import Conversation
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -61,7 +62,14 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
 
 
 def measure(
-    model: str, data: Path, *, num_items: int, max_tokens: int, num_timed: int, rounds: int
+    model: str,
+    data: Path,
+    *,
+    num_items: int,
+    max_tokens: int,
+    num_timed: int,
+    rounds: int,
+    num_lookup_drafts: int = 0,
 ) -> dict[str, Any]:
     """Return all figures of a checkpoint as JSON.
 
@@ -79,6 +87,7 @@ def measure(
         "model": str(checkpoint.path),
         "block_size": checkpoint.metadata.block_size,
         "num_items": len(items),
+        "num_lookup_drafts": num_lookup_drafts,
         "likelihood": likelihood(checkpoint, conversations),
         "outputs": {
             f"{temperature:g}": output_figures(checkpoint, items, temperature, max_tokens)
@@ -86,7 +95,7 @@ def measure(
         },
         "speed": {
             f"{temperature:g}": speeds(
-                checkpoint, items[:num_timed], temperature, max_tokens, rounds
+                checkpoint, items[:num_timed], temperature, max_tokens, rounds, num_lookup_drafts
             )
             for temperature in TEMPERATURES
         },
@@ -125,13 +134,17 @@ def speeds(
     temperature: float,
     max_tokens: int,
     rounds: int,
+    num_lookup_drafts: int = 0,
 ) -> dict[str, Any]:
     """Return tokens a second of each way of decoding at batch 1, and its speed over mode ar.
 
     The ways take turns; a ratio compares two runs of one round, and the median of all rounds is
     returned.
     """
-    engine = warm_engine(checkpoint, settings_for(checkpoint, 1))
+    settings = settings_for(checkpoint, 1).model_copy(
+        update={"num_lookup_drafts": num_lookup_drafts}
+    )
+    engine = warm_engine(checkpoint, settings)
     options = DecodingOptions(max_tokens, Mode.AR, sampling=Sampling(temperature=temperature))
     rates: dict[str, list[float]] = {mode: [] for mode in (Mode.AR, Mode.EXACT)}
     passes: dict[str, float] = {}
@@ -214,21 +227,28 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
     timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    lookup_drafts: Annotated[
+        int, typer.Option(min=0, max=64, help="Most drafts from the text in the timed rounds.")
+    ] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Measure a checkpoint, and print its figures as Markdown."""
     torch.set_num_threads(threads)
-    try:
+    with telling_mistakes():
+        check_output_files({"--out": out})
         found = measure(
-            model, data, num_items=items, max_tokens=max_tokens, num_timed=timed, rounds=rounds
+            model,
+            data,
+            num_items=items,
+            max_tokens=max_tokens,
+            num_timed=timed,
+            rounds=rounds,
+            num_lookup_drafts=lookup_drafts,
         )
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if out is not None:
-        out.write_text(json.dumps(found) + "\n")
-    typer.echo(tables(found))
+        typer.echo(tables(found))
+        if out is not None:
+            write_json(out, found)
 
 
 if __name__ == "__main__":

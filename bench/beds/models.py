@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import typer
 import yaml
 from bench.beds.variants import Responses, Variant
 from bench.training.published import PerConversationTrainer, fill_last_block
+from bench.training.quiet import Quiet
 
 from mars_platform.checkpoint.directory import read_tokenizer
+from mars_platform.cli.report import writing
+from mars_platform.errors import UserError
 from mars_train.data.demo import write_demo_data
 from mars_train.data.encoding import encode_rows
 from mars_train.data.files import read_conversations, read_rows
@@ -25,9 +29,8 @@ from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.data.varied_tasks import draw_varied
 from mars_train.recipe import DataSettings, GenerateStage, MarsStage, Recipe
 from mars_train.run.scratch import create_model
-from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.job import StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Progress
 from mars_train.stage.responses import generate_responses
 from mars_train.stage.trainer import MODEL, StageTrainer
 
@@ -54,24 +57,6 @@ class Sizes:
     """Steps of stage ar."""
     mars_steps: int | None = None
     """Steps of today's stage mars; those of a variant are a multiple of it."""
-
-
-class Quiet:
-    """A reporter for the trainer that shows warnings only."""
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        if warning:
-            typer.echo(text)
-
-    def notice_due(self) -> bool:
-        return False
-
-    def notice(self) -> Notice:
-        return Notice()
-
-    def report(self, metrics: dict[str, Any]) -> None: ...
 
 
 class Bed:
@@ -206,21 +191,32 @@ class Bed:
             generate_responses(self.ar_model, data, stage, max_length, out, rows=rows)
 
     def make_ready(self) -> None:
-        """Make data, tokens and the start model, unless they are there."""
-        if not self.held_out.exists():
+        """Make data, tokens and the start model, unless they are there.
+
+        Raises:
+            UserError: the directory has other data, or cannot be written.
+        """
+        data = self.work / "data"
+        if data.exists():
+            self._check_data()
+        else:
+            unfinished = self.work / "data.partial"
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
+            with writing(self.work):
+                unfinished.mkdir(parents=True)
+            sizes = self.sizes
             write_demo_data(
-                self.work / "data",
-                draw_varied,
-                num_train=self.sizes.examples,
-                num_eval=self.sizes.items,
-                seed=0,
+                unfinished, draw_varied, num_train=sizes.examples, num_eval=sizes.items, seed=0
             )
+            unfinished.rename(data)
         recipe = self.recipe()
         assert recipe.model.scratch is not None
         if not self.start.exists():
+            unfinished = self.work / "start.partial"
             conversations = read_conversations(recipe.data.train)
             texts = (message.content for talk in conversations for message in talk.messages)
-            create_model(recipe.model.scratch, texts, recipe.data.max_length, self.start, seed=0)
+            create_model(recipe.model.scratch, texts, recipe.data.max_length, unfinished, seed=0)
+            unfinished.rename(self.start)
         if not self.tokens.exists():
             store_tokens(recipe.data, self.start, self.tokens)
         if not self.filled_tokens.exists():
@@ -231,6 +227,23 @@ class Bed:
                 end_token=read_tokenizer(self.start).eos_token_id,
                 max_length=recipe.data.max_length,
             )
+
+    def _check_data(self) -> None:
+        """Refuse data of another generator or in other numbers."""
+        lines = [_lines(self.work / "data" / name) for name in ("train.jsonl", "eval.jsonl")]
+        first = draw_varied(random.Random(0)).row()  # the first task is held out
+        if [*map(len, lines)] != [self.sizes.examples, self.sizes.items] or (
+            lines[1][0] != json.dumps(first)
+        ):
+            raise UserError(
+                f"WORK: {self.work} has data that is not this bed's with {self.sizes.examples} "
+                f"training conversations and {self.sizes.items} held-out ones; name another "
+                "directory, or give --examples and --items as before"
+            )
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def store_tokens(data: DataSettings, tokenizer: Path, out: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench.beds.command import telling_mistakes
 from bench.beds.models import AR, Bed, Sizes
 from bench.beds.report import Result, table
 from bench.beds.scores import score_checkpoint
@@ -67,11 +68,19 @@ def _result(bed: Bed, seed: int, name: str) -> Path:
 
 
 def read_results(bed: Bed) -> dict[str, dict[int, Result]]:
-    """Return the results that there are, by variant in the order of the list, and by seed."""
+    """Return the results that there are, by variant in the order of the list, and by seed.
+
+    Raises:
+        UserError: a result is damaged.
+    """
     found: dict[str, dict[int, Result]] = {}
     for file in sorted((bed.work / "results").glob("seed*.json")):
         seed, _, name = file.stem.removeprefix("seed").partition("-")
-        found.setdefault(name, {})[int(seed)] = json.loads(file.read_text())
+        try:
+            result = json.loads(file.read_text())
+        except ValueError as error:
+            raise UserError(f"{file} is damaged; delete it, and it is measured again") from error
+        found.setdefault(name, {})[int(seed)] = result
     order = [AR, *(variant.name for variant in VARIANTS)]
     return {
         name: found[name]
@@ -120,20 +129,21 @@ def main(
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Block size to train with, part of the names then.")
     ] = None,
-    ar_steps: Annotated[int | None, typer.Option(help="Steps of stage ar, for a trial.")] = None,
+    ar_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of stage ar, for a trial.")
+    ] = None,
     mars_steps: Annotated[
-        int | None, typer.Option(help="Steps of the baseline's stage mars, for a trial.")
+        int | None, typer.Option(min=1, help="Steps of the baseline's stage mars, for a trial.")
     ] = None,
 ) -> None:
     """Train and score every variant, then print the tables."""
-    try:
+    bed = Bed(work.resolve(), Sizes(examples, items, ar_steps=ar_steps, mars_steps=mars_steps))
+    with telling_mistakes():
         variants = chosen(only or [])
-    except UserError as error:
-        raise typer.BadParameter(str(error)) from error
+        read_results(bed)  # a damaged one is named now, not after hours of training
+        bed.make_ready()
     if block_size is not None:
         variants = [with_blocks(variant, block_size) for variant in variants]
-    bed = Bed(work.resolve(), Sizes(examples, items, ar_steps=ar_steps, mars_steps=mars_steps))
-    bed.make_ready()
     run_ar(bed)
     kinds = {each.responses for each in variants if each.responses is not None}
     with _workers(jobs) as run_all:

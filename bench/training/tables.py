@@ -5,7 +5,7 @@ every block size with and without the AR loss. The trainer's own loop trains eac
 thread without Ray, and the engine scores it. A bench that was interrupted continues where it was;
 the results are in `WORK/results`.
 
-    python bench/training/tables.py WORK [--seeds 3] [--jobs 2]
+    python -m bench.training.tables WORK [--seeds 3] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from bench.training.quiet import Quiet
 from rich.console import Console
 
 from mars_platform.cluster.session import ray_session
@@ -33,9 +34,8 @@ from mars_train.data.files import read_conversations
 from mars_train.data.pipeline import prepare
 from mars_train.recipe import Recipe
 from mars_train.run.scratch import create_model
-from mars_train.stage.job import Notice, StageJob
+from mars_train.stage.job import StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Progress
 from mars_train.stage.trainer import MODEL, StageTrainer
 from mars_train.storage.directories import Storage
 
@@ -60,24 +60,6 @@ class Run:
     @property
     def key(self) -> str:
         return f"seed{self.seed}-{self.name}"
-
-
-class Quiet:
-    """A reporter for the trainer that shows warnings only."""
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        if warning:
-            typer.echo(text)
-
-    def notice_due(self) -> bool:
-        return False
-
-    def notice(self) -> Notice:
-        return Notice()
-
-    def report(self, metrics: dict[str, Any]) -> None: ...
 
 
 def execute(run: Run, work: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kustomized import JOBS, K8S, SERVING, STAYING, Document, rendered
+from kustomized import JOBS, K8S, SERVING, STAYING, Document, needs_kubectl, rendered
+
+pytestmark = needs_kubectl
 
 KEYS = "marsray-job-object-store"
 

@@ -10,7 +10,9 @@ import jsonschema
 import pytest
 import yaml
 
-from kustomized import K8S, Document, Rendered, rendered
+from kustomized import K8S, Document, Rendered, needs_kubectl, rendered
+
+pytestmark = needs_kubectl
 
 WITH_TLS = ["overlays/gpu", "overlays/ha"]
 HOST = {"type": "string", "pattern": r"^(\*\.)?[a-z0-9-]+(\.[a-z0-9-]+)+$", "maxLength": 253}

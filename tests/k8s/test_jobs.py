@@ -8,9 +8,11 @@ from typing import Any
 import typer
 import yaml
 
-from kustomized import K8S
+from kustomized import K8S, needs_kubectl
 from mars_platform.config import build_settings
 from mars_train.recipe import Recipe
+
+pytestmark = needs_kubectl
 
 CHECKPOINT = "/models/candidates/$CANDIDATE/model"
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import kubernetes_validate
 
-from kustomized import K8S, Document, quantity
+from kustomized import K8S, Document, needs_kubectl, quantity
 from mars_platform import __version__
+
+pytestmark = needs_kubectl
 
 README = (K8S / "README.md").read_text(encoding="utf-8")
 VERSION = "1.32"

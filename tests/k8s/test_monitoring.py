@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kustomized import needs_kubectl
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.observability import (
@@ -17,6 +18,8 @@ from mars_serve.observability import (
     request_telemetry,
 )
 from mars_serve.observability.metric_families import HistogramDefinition, MetricDefinition
+
+pytestmark = needs_kubectl
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTED = re.compile(r"\bray_(marsray_\w+)")

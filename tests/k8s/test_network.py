@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kustomized import needs_kubectl
+
+pytestmark = needs_kubectl
+
 Policy = dict[str, Any]
 
 

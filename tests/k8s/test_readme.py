@@ -6,7 +6,9 @@ import re
 import shlex
 from typing import Any
 
-from kustomized import JOBS, K8S, quantity
+from kustomized import JOBS, K8S, needs_kubectl, quantity
+
+pytestmark = needs_kubectl
 
 ON_CPUS = [each for each in JOBS if "gpu" not in each]
 

@@ -11,11 +11,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from kustomized import K8S
+from kustomized import K8S, needs_kubectl
 from mars_platform.config import build_settings
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy.app import application
 from mars_serve.deploy.proxies import _launcher, proxy_environment
+
+pytestmark = needs_kubectl
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - a pod's address
 STOP_S = 30

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kustomized import needs_kubectl
 from mars_platform.checkpoint.manifest import MANIFEST
 
 
@@ -100,6 +101,7 @@ def test_a_mistake_on_the_command_line_is_named(
     assert message in capsys.readouterr().err
 
 
+@needs_kubectl
 def test_the_object_store_replaces_the_disk(render, tmp_path):
     """An overlay adds the component as a user's would."""
     service = render("../tests/k8s/object-store")

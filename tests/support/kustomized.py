@@ -29,6 +29,11 @@ STAYING = ["overlays/submit", "overlays/gpu-submit"]
 """Clusters that run no job of their own."""
 OTHERS = ["setup/common", "setup/single-node", "setup/object-store", "files"]
 
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl, which renders the manifests, is not installed"
+)
+"""Mark of modules and tests that render manifests."""
+
 Document = dict[str, Any]
 
 
@@ -123,8 +128,6 @@ def _templates(value: Any, where: str) -> Iterator[PodTemplate]:
 
 @cache
 def rendered(name: str) -> Rendered:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, which renders the manifests, is not installed")
     done = subprocess.run(
         ["kubectl", "kustomize", str(K8S / name)],  # noqa: S607
         capture_output=True,

@@ -22,7 +22,9 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_train.stage.history import read_history
 from waiting import wait_until
 
-pytestmark = pytest.mark.full
+WHY_NOT = why_no_hosts()
+needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [pytest.mark.full, needs_hosts]
 
 K8S = Path(__file__).parents[3] / "k8s"
 NUM_STEPS, EVERY_STEPS = 240, 20
@@ -31,9 +33,6 @@ _WAIT_S = 120
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(reason)
     with network() as made:
         yield made
 

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 
 from clusters.pods import WAIT_S, WITH_TOKEN, Done, Pods, bearer, get, run
 from clusters.ray_heads import SHELL, ray_head
-from kustomized import rendered
+from kustomized import needs_kubectl, rendered
 from mars_platform.cluster.processes import free_port
 from mars_train.data.demo import write_demo_data
 from mars_train.data.demo_tasks import draw_short
 from waiting import wait_until
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, needs_kubectl]
 OVERLAYS = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
 OPEN = ["/", "/favicon.ico", "/api/authentication_mode", "/api/gcs_healthz"]
 CLOSED = ["/api/version", "/api/ray/version", "/api/jobs/", "/api/serve/applications/",

@@ -51,10 +51,11 @@ OTHERS = {
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint: Checkpoint) -> Engine:
+@pytest.fixture(scope="module", params=[0, 16], ids=["masks alone", "with lookup drafts"])
+def engine(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Engine:
     """An engine that adapts windows, with so few pages that requests are preempted at times."""
-    engine = Engine(checkpoint, EngineSettings(max_num_seqs=12, num_pages=30))
+    settings = EngineSettings(max_num_seqs=12, num_pages=30, num_lookup_drafts=request.param)
+    engine = Engine(checkpoint, settings)
     engine.adapt_windows(TIMES)
     return engine
 

@@ -46,9 +46,16 @@ CHARACTERS = '0123456789abcdefghij,.{}":+'
 COMMON = [5, 6, 9, 15, 16, 18]
 SPECIAL = SpecialTokens(eos=frozenset({1, 7}), never_emitted=frozenset({PAD, MASK}))
 SIZES = [
-    {"num_pages": 10, "max_num_seqs": 6, "page_size": 4},  # two requests at a time, often preempted
+    # two requests at a time, often preempted
+    {"num_pages": 10, "max_num_seqs": 6, "page_size": 4, "num_lookup_drafts": 16},
     {"num_pages": 40, "max_num_seqs": 4, "page_size": 2},
-    {"num_pages": 16, "max_num_seqs": 8, "page_size": 3, "enable_prefix_caching": 0},
+    {
+        "num_pages": 16,
+        "max_num_seqs": 8,
+        "page_size": 3,
+        "enable_prefix_caching": 0,
+        "num_lookup_drafts": 3,
+    },
 ]
 CAPACITY = min(size["num_pages"] * size["page_size"] for size in SIZES)
 
@@ -172,8 +179,9 @@ def _engine(**sizes: int) -> Engine:
 def engines() -> list[Engine]:
     """Engines that serve all schedules, so that later ones find cached prefixes."""
     made = [_engine(**sizes) for sizes in SIZES]
-    for engine in made:
+    for engine in made[:2]:
         engine.warm_up()  # windows adapt: they depend on timing, and the trace says what they were
+    # The last one feeds all masks and drafts that there are, whether or not they are worth it.
     return made
 
 
@@ -201,7 +209,7 @@ def test_every_output_is_the_oracles(
 ) -> None:
     engine = engines[which]
     requests = {str(index): arrival.request(str(index)) for index, arrival in enumerate(arrivals)}
-    outputs = _play(engine, arrivals, requests, live)
+    outputs = _play(engine, arrivals, requests, live, seen)
     assert engine.status().num_free_pages == engine.num_pages
     for name, request in requests.items():
         options, found = request.options, outputs[name]
@@ -230,6 +238,7 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert all(seen[f"{mode}, {kind}"] > 3 for mode in Mode for kind in kinds)
     assert sum(seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds) > 2
     assert sum(seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] for kind in kinds) > 20
+    assert seen["lookup drafts"] > 20
     assert seen["threshold moved"] > 3
     assert seen["threshold moved, masks accepted"] > 0
 
@@ -252,6 +261,7 @@ def _play(
     arrivals: list[Arrival],
     requests: dict[str, Request],
     live: list[float],
+    seen: Counter[str],
 ) -> dict[str, list[StepOutput]]:
     outputs = defaultdict[str, list[StepOutput]](list)
     step = 0
@@ -266,6 +276,7 @@ def _play(
         engine.live = LiveDecoding(live[step % len(live)])
         for output in engine.step():
             outputs[output.request_id].append(output)
+            seen["lookup drafts"] += requests[output.request_id].num_lookup_drafts
         engine.check_integrity()
         step += 1
     return outputs

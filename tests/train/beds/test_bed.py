@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from bench.beds.code import measure, tables
@@ -6,10 +8,12 @@ from bench.beds.report import closed_gap, table
 from bench.beds.run import chosen, generate, main, read_results, with_blocks
 from bench.beds.scores import distributions
 from bench.beds.variants import BASELINE, VARIANTS
-from typer import BadParameter
+from typer import Exit
 
 from decoding.tiny_models import build_model
 from mars_platform.errors import UserError
+from mars_train.data.demo import write_demo_data
+from mars_train.data.demo_tasks import draw_short
 from mars_train.data.token_store import TokenStore
 
 
@@ -72,10 +76,48 @@ def test_the_ideal_drafter_closes_the_whole_gap():
     assert closed_gap(5.0, 3.0, 5.0) == 1.0
 
 
-def test_unknown_variants_are_refused():
+def refusal(capsys, *arguments, **options):
+    """Return the line in which a command refuses what it was given."""
+    with pytest.raises(Exit):
+        main(*arguments, seeds=1, jobs=1, **options)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_unknown_variants_are_refused(tmp_path, capsys):
     assert chosen([]) == VARIANTS
-    with pytest.raises(BadParameter, match="no variant nothing; name one of baseline"):
-        main("unused", only=["nothing"])
+    line = refusal(capsys, tmp_path / "work", only=["nothing"])
+    assert "no variant nothing; name one of baseline" in line
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refusal(capsys, tmp_path / "file")
+    write_demo_data(tmp_path / "data", draw_short, num_train=16, num_eval=2, seed=0)
+    line = refusal(capsys, tmp_path, examples=16, items=2)
+    assert "not this bed's with 16 training conversations and 2 held-out ones" in line
+
+
+def test_data_in_other_numbers_or_a_damaged_result_is_refused(bed, tmp_path, capsys):
+    shutil.copytree(bed.work / "data", tmp_path / "data")
+    assert "has data that is not" in refusal(capsys, tmp_path, examples=40, items=1)
+    assert "has data that is not" in refusal(capsys, tmp_path, examples=39, items=2)
+    damaged = tmp_path / "results" / f"seed0-{BASELINE}.json"
+    damaged.parent.mkdir()
+    damaged.write_text('{"train":')
+    assert f"{damaged} is damaged" in refusal(capsys, tmp_path, examples=40, items=2)
+
+
+def test_a_run_that_was_stopped_makes_its_data_anew(tmp_path):
+    bed = Bed(tmp_path, Sizes(examples=16, items=2))
+    (tmp_path / "data.partial").mkdir()
+    (tmp_path / "data.partial" / "eval.jsonl").write_text("half a line")
+    bed.make_ready()
+    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 16
+    assert len(TokenStore(bed.filled_tokens)) == len(TokenStore(bed.tokens)) == 16
+    bed.make_ready()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_another_block_size_has_a_name_of_its_own():
@@ -111,8 +153,9 @@ def test_distributions_are_those_of_the_models():
 
 def test_real_text_is_measured_greedy_and_sampled(bed):
     found = measure(
-        str(bed.model(0, BASELINE)), bed.held_out, num_items=2, max_tokens=12, num_timed=1, rounds=1
-    )
+        str(bed.model(0, BASELINE)), bed.held_out, num_items=2, max_tokens=12, num_timed=1,
+        rounds=1, num_lookup_drafts=4,
+    )  # fmt: skip
     assert [*found["outputs"]] == [*found["speed"]] == ["0", "0.7", "1"]
     for each in found["outputs"].values():
         assert len(each["right"]) == found["block_size"] == 8

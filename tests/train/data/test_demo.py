@@ -153,3 +153,10 @@ def test_more_questions_than_exist_are_refused(tmp_path):
             tmp_path / "data", lambda rng: rng.choice(few), num_train=3, num_eval=5, seed=0
         )
     assert not (tmp_path / "data").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "data"):
+        with pytest.raises(UserError, match=r"^--out: .*file.* cannot be made"):
+            write_demo_data(out, draw_short, num_train=2, num_eval=2, seed=0)

@@ -38,7 +38,8 @@ def write_demo_data(
         on_progress: called now and then with the number of tasks drawn and the number of all.
 
     Raises:
-        UserError: the directory has data already, or there are fewer distinct questions.
+        UserError: the directory has data already or cannot be made, or there are fewer distinct
+            questions.
     """
     existing = [name for name in ("train.jsonl", "eval.jsonl") if (out / name).exists()]
     if existing:
@@ -54,7 +55,7 @@ def write_demo_data(
         held_out[task.question] = task
         if len(held_out) % _TOLD_EVERY == 0:
             on_progress(len(held_out), num_eval + num_train)
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     _write(out / "eval.jsonl", list(held_out.values()))
     train: list[Task] = []
     while len(train) < num_train:
@@ -64,6 +65,15 @@ def write_demo_data(
             if len(train) % _TOLD_EVERY == 0:
                 on_progress(num_eval + len(train), num_eval + num_train)
     _write(out / "train.jsonl", train)
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--out: {out} cannot be made ({error.strerror}); name another directory"
+        ) from error
 
 
 def _write(path: Path, tasks: list[Task]) -> None:

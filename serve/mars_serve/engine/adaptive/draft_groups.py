@@ -34,9 +34,9 @@ class DraftChances(NamedTuple):
 
 
 def num_given_drafts(request: Request) -> int:
-    """Count the drafts that came with the last step; those of the request's text cost nothing yet.
+    """Count the drafts of masks and of a second model, which count as fed whatever is chosen.
 
-    The latter are candidates beside the masks of the next step, see `position_gains`.
+    Drafts of the request's own text are candidates beside the masks, see `position_gains`.
     """
     return len(request.drafts) - request.num_lookup_drafts
 
@@ -44,30 +44,20 @@ def num_given_drafts(request: Request) -> int:
 def position_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
     """Return the expected tokens of each position that a request could feed.
 
-    Its masks come first, by outcome and depth, then, as a list of their own, the drafts that come
-    from its own text.
+    Its masks come first, by outcome and depth; the last list is that of the drafts from its own
+    text.
 
     Args:
         request: a request that checks drafts.
         chances: the probabilities that its drafts are right.
         window: most masks of an outcome.
     """
-    looked_up = _reach(request, chances)[1 + num_given_drafts(request) :]
-    return [*mask_gains(request, chances, window), looked_up]
-
-
-def mask_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
-    """Return the expected tokens of each mask that a request could feed, by outcome and depth.
-
-    Args:
-        request: a request that checks drafts.
-        chances: the probabilities that its drafts are right.
-        window: most masks of an outcome.
-    """
-    return [
+    reach = _reach(request, chances)
+    masks = [
         [share * gain for gain in chances.all_up_to[: request.num_masks(window, outcome)]]
-        for outcome, share in enumerate(_outcome_shares(_reach(request, chances)))
+        for outcome, share in enumerate(_outcome_shares(reach))
     ]
+    return [*masks, reach[1 + num_given_drafts(request) :]]
 
 
 def chosen_masks(

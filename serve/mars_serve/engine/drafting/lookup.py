@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -41,13 +42,14 @@ _SURE = 0.5
 class LookupDrafter:
     """Drafts for the requests of one engine from their own text. Not thread-safe."""
 
-    def __init__(self, num_drafts: int) -> None:
+    def __init__(self, num_drafts: int, max_drafts: int) -> None:
         """Start without requests.
 
         Args:
-            num_drafts: most drafts of a request in a step, those of masks included.
+            num_drafts: most drafts of a step that come from a request's text.
+            max_drafts: most drafts of a request in a step, those of masks included.
         """
-        self.num_drafts = num_drafts
+        self._num_drafts, self._max_drafts = num_drafts, max_drafts
         self._shared = MatchChances()
         self._texts: dict[str, _Text] = {}
 
@@ -69,11 +71,13 @@ class LookupDrafter:
             text = self._texts[request.id] = _Text(request.max_length, MatchChances(self._shared))
         if text.skips(least_chance):
             return
-        most = min(self.num_drafts, request.num_left - 1)
-        if most > 0:
+        room = min(self._max_drafts, request.num_left - 1)
+        if room > 0:
             text.grow(request.tokens)
-            own = request.drafts[:most]
-            suggestion = text.suggest(request.tokens, own, rejected[:most], most - len(own))
+            own, most = request.drafts[:room], min(self._num_drafts, room)
+            suggestion = text.suggest(
+                request.tokens, own, rejected[:most], most, min(most, room - len(own))
+            )
             if suggestion is not None:
                 request.set_drafts(suggestion.behind, suggestion.drafts)
 
@@ -131,7 +135,12 @@ class _Text:
         self._length += len(new)
 
     def suggest(
-        self, tokens: Sequence[int], own: Sequence[Draft], rejected: Sequence[Draft], num_free: int
+        self,
+        tokens: Sequence[int],
+        own: Sequence[Draft],
+        rejected: Sequence[Draft],
+        most: int,
+        most_behind: int,
     ) -> _Suggestion | None:
         """Return what is likely to follow the text, alone or behind the drafts of masks, if any.
 
@@ -139,15 +148,16 @@ class _Text:
             tokens: the text.
             own: drafts of masks.
             rejected: drafts that stood behind a wrong one.
-            num_free: most drafts beside those of masks.
+            most: most tokens to return.
+            most_behind: most tokens to return behind the drafts of masks.
         """
         if self._index.num_indexed < len(tokens):
             return None  # a long prompt is indexed in several steps
         found = list[_Suggestion]()
         if own:
-            found.append(self._behind(tokens, own, num_free))
+            found.append(self._behind(tokens, own, most_behind))
         if _chance_of_all(own) < _SURE or not own:
-            found.append(self._alone(tokens, len(own) + num_free))
+            found.append(self._alone(tokens, most))
         if rejected and not own:
             chance = self._chances.of[REJECTED]
             tail = [Draft(draft.token, chance) for draft in rejected]
@@ -214,10 +224,7 @@ class _Text:
 
 
 def _chance_of_all(drafts: Sequence[Draft]) -> float:
-    chance = 1.0
-    for draft in drafts:
-        chance *= draft.confidence
-    return chance
+    return prod(draft.confidence for draft in drafts)
 
 
 def _expected_right(suggestion: _Suggestion) -> float:

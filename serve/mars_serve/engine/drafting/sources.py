@@ -28,7 +28,9 @@ class DraftSources:
         num_drafted = drafter.num_drafts if drafter is not None else 0
         self.max_drafts = max(window, num_drafted, num_lookup_drafts)
         """Most drafts of a request in a step, those of masks included."""
-        self._lookup = LookupDrafter(self.max_drafts) if num_lookup_drafts else None
+        self._lookup = None
+        if num_lookup_drafts:
+            self._lookup = LookupDrafter(num_lookup_drafts, self.max_drafts)
         self._window = window
 
     @property
@@ -57,13 +59,13 @@ class DraftSources:
             own: drafts behind them from the model's own masks.
             least_chance: probability below which a draft, with those before it, is not fed.
         """
-        rejected = request.drafts[num_new:]
+        before = request.drafts
         if request.checks_drafts:
             request.set_drafts(own)
         if request.is_audit:
             request.take_audited_drafts()
         elif self._lookup is not None and request.looks_up_drafts:
-            self._lookup.follow(request, rejected, least_chance)
+            self._lookup.follow(request, before[num_new:], least_chance)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""

@@ -70,6 +70,7 @@ class _Vocabulary:
     size: int
     """Number of logits or, if that is larger, of the tokenizer's tokens."""
     num_logits: int
+    """Number of logits alone."""
     end_ids: frozenset[int]
     ends: _Bits
     words: _Bits

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from decoding.engine_requests import make_request
 from mars_platform.method.mode import Mode
-from mars_serve.engine.adaptive.draft_groups import DraftChances, chosen_masks, mask_gains
+from mars_serve.engine.adaptive.draft_groups import (
+    DraftChances,
+    chosen_masks,
+    num_given_drafts,
+    position_gains,
+)
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.request import Draft, Request
 
@@ -42,7 +47,25 @@ def test_a_masks_gain_is_its_outcomes_probability_times_that_of_its_depth(
 ) -> None:
     row = exact_row(drafts, temperature=temperature)
     expected = [[share * gain for gain in (0.9, 0.54, 0.27)[:window]] for share in shares]
-    assert mask_gains(row, CHANCES, window) == [pytest.approx(gains) for gains in expected]
+    *masks, looked_up = position_gains(row, CHANCES, window)
+    assert masks == [pytest.approx(gains) for gains in expected]
+    assert looked_up == []
+
+
+@pytest.mark.parametrize(
+    ("temperature", "gains"),
+    # The chances of sampled drafts of masks are those observed by depth.
+    [(0.0, [0.8 * 0.7, 0.8 * 0.7 * 0.6]), (1.0, [0.9 * 0.7, 0.9 * 0.7 * 0.6])],
+)
+def test_a_draft_from_the_text_gains_the_chance_that_it_and_all_before_it_are_right(
+    temperature: float, gains: list[float]
+) -> None:
+    row = exact_row([0.8, 0.7, 0.6], temperature=temperature)
+    row.num_lookup_drafts = 2
+    assert num_given_drafts(row) == 1
+    *masks, looked_up = position_gains(row, CHANCES, MAX_WINDOW)
+    assert len(masks) == 4
+    assert looked_up == pytest.approx(gains)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +101,7 @@ def test_no_mask_is_fed_past_the_last_token(
         for outcome, num_masks in enumerate(masks):
             # The outcome gives outcome + 1 tokens, and the step after it one without drafts.
             assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
-    shares = [gains[0] for gains in mask_gains(row, CHANCES, MAX_WINDOW) if gains]
+    shares = [gains[0] for gains in position_gains(row, CHANCES, MAX_WINDOW) if gains]
     assert sum(shares) <= CHANCES.each[0] + 1e-9
     if num_left > MAX_WINDOW + 2:
         assert sum(shares) == pytest.approx(CHANCES.each[0])  # exactly one outcome occurs

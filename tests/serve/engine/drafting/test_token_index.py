@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,3 +41,16 @@ def test_a_long_text_is_indexed_in_pieces() -> None:
         assert before < index.num_indexed <= before + 2048
     assert calls == 3
     assert index.longest_match(tokens, tokens[700:716]) == (716, 16)
+
+
+def test_an_index_takes_at_most_128_kib_and_4_bytes_a_token() -> None:
+    tokens = [7] * 60_000
+    tracemalloc.start()
+    try:
+        index = TokenIndex(2_000_000)
+        while index.num_indexed < len(tokens):
+            index.extend(tokens)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < (128 << 10) + 5 * len(tokens)  # an array grows by an eighth at a time

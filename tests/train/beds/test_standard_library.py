@@ -1,10 +1,11 @@
 import ast
 import json
+import re
 import textwrap
 
 import pytest
-from bench.beds import library
-from bench.beds.library import functions_of, is_held_out, passages_of, write
+from bench.beds import standard_library
+from bench.beds.standard_library import MANIFEST, functions_of, is_held_out, passages_of, write
 from typer.testing import CliRunner
 
 from mars_platform.errors import UserError
@@ -49,13 +50,13 @@ def held_out_name():
 
 def trained_name():
     return next(
-        name for name in (f"kept{index}" for index in range(1_000)) if not is_held_out(name)
+        name for name in (f"a_kept{index}" for index in range(1_000)) if not is_held_out(name)
     )
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A library of a trained and a held-out package, with a function that both have."""
+    """A library of a trained package and, behind it, a held-out one, which share a function."""
     root = tmp_path / "lib"
     shared = "def shared(values):\n    total = sum(values)\n    return [total, *values, total]\n"
     for name in (trained_name(), held_out_name()):
@@ -65,6 +66,7 @@ def root(tmp_path):
         (package / "more.py").write_text(
             f"def only_here(item):\n    found = [item, '{name}']\n    return tuple(found * 2)\n"
         )
+    (root / "_sysconfigdata_of_a_build.py").write_text(SOURCE.replace("book", "build"))
     (root / "test").mkdir()
     (root / "test" / "checks.py").write_text(SOURCE)
     return root
@@ -114,7 +116,7 @@ def test_passages_are_the_module_in_pieces():
 def test_the_same_library_gives_the_same_data(root, tmp_path):
     for name in ("one", "other"):
         write(tmp_path / name, root, None)
-    for name in ("train.jsonl", "eval.jsonl", "library.json"):
+    for name in ("train.jsonl", "eval.jsonl", "standard_library.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
@@ -128,12 +130,12 @@ def test_nothing_that_is_held_out_is_trained_on(root, tmp_path):
     assert len(answers) == len(set(answers)) == 5
     functions = [each for each in train if ", continued\n" not in each[0]["content"]]
     assert not {each[1]["content"] for each in functions} & set(answers)
-    assert "checks" not in str(train + held_out)
+    assert not {"checks", "build"} & {*re.findall("[a-z]+", str(train + held_out))}
 
 
 def test_another_library_is_refused(root, tmp_path):
     write(tmp_path / "data", root, None)
-    expected = json.loads((tmp_path / "data" / "library.json").read_text())
+    expected = json.loads((tmp_path / "data" / "standard_library.json").read_text())
     write(tmp_path / "same", root, expected)
     changed = root / held_out_name() / "more.py"
     changed.write_text(changed.read_text().replace("* 2", "* 3"))
@@ -143,6 +145,9 @@ def test_another_library_is_refused(root, tmp_path):
     assert "\n" not in str(error.value)
     assert not (tmp_path / "other").exists()
     write(tmp_path / "other", root, None)
+    expected["files"] = json.loads((tmp_path / "other" / MANIFEST.name).read_text())["files"]
+    with pytest.raises(UserError, match=r"eval\.jsonl of Python"):  # as other rules would write it
+        write(tmp_path / "another", root, expected)
 
 
 def test_existing_data_is_kept(root, tmp_path):
@@ -153,9 +158,9 @@ def test_existing_data_is_kept(root, tmp_path):
 
 
 def test_the_command_names_the_first_file_that_differs(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "library_root", lambda: root)
-    app = library.typer.Typer()
-    app.command()(library.main)
+    monkeypatch.setattr(standard_library, "library_root", lambda: root)
+    app = standard_library.typer.Typer()
+    app.command()(standard_library.main)
     refused = CliRunner().invoke(app, [str(tmp_path / "data")])
     assert refused.exit_code == 1
     assert refused.output.count("\n") == 1

@@ -5,10 +5,10 @@ is the function's body. All modules of a package are either trained on or held o
 occurs twice, so that nothing held out can be known by heart. Functions alone are little text, so
 the training data also has passages: whole modules, cut into pieces that each continue the last.
 
-The library differs between patch versions of Python. `library.json` beside this file holds the hash
-of every source file and of the result, and another library is refused.
+The library differs between patch versions of Python. `standard_library.json` beside this file holds
+the hash of every source file and of the result, and another library is refused.
 
-    python -m bench.beds.library OUT [--any-version]
+    python -m bench.beds.standard_library OUT [--any-version]
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench.beds.command import telling_mistakes
 
+from mars_platform.cli.report import writing
 from mars_platform.errors import UserError
 
-MANIFEST = Path(__file__).with_name("library.json")
+MANIFEST = Path(__file__).with_name("standard_library.json")
 TRAIN, EVAL = "train.jsonl", "eval.jsonl"
 
 _LEFT_OUT = {
@@ -282,7 +284,8 @@ def write(out: Path, root: Path, expected: dict[str, Any] | None) -> tuple[int, 
         expected: manifest that the library must have; None takes any.
 
     Raises:
-        UserError: the library is another one, or the directory has data already.
+        UserError: the library is another one, or the directory has data already, or cannot be
+            written.
     """
     for name in (TRAIN, EVAL):
         if (out / name).exists():
@@ -292,10 +295,11 @@ def write(out: Path, root: Path, expected: dict[str, Any] | None) -> tuple[int, 
     found = manifest(root, results)
     if expected is not None:
         check(found, expected)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in results.items():
-        (out / name).write_bytes(content)
-    (out / MANIFEST.name).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in results.items():
+            (out / name).write_bytes(content)
+        (out / MANIFEST.name).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
     return len(train), len(held_out)
 
 
@@ -315,11 +319,8 @@ def main(
 ) -> None:
     """Write conversations out of the standard library of the Python that runs this."""
     expected = None if any_version else json.loads(MANIFEST.read_text(encoding="utf-8"))
-    try:
+    with telling_mistakes():
         num_train, num_held_out = write(out, library_root(), expected)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
     typer.echo(
         f"{out}: {num_train:,} training conversations and {num_held_out:,} held-out functions"
     )
