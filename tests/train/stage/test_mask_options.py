@@ -13,7 +13,8 @@ from mars_train.data.token_store import TokenStore, block_offsets, block_sizes, 
 from mars_train.method.batches import StageBatches
 from mars_train.method.layout import collate, lay_out
 from mars_train.method.objective import MaskLoss, Objective
-from mars_train.stage.trainer import MODEL
+from mars_train.recipe import MarsStage
+from mars_train.stage.trainer import MODEL, learns_from_drafts
 from mars_train.storage.directories import Storage
 from stage_runs import build_job, run_stage, write_rows, write_start
 
@@ -130,3 +131,10 @@ def test_a_stage_with_an_adapter_has_no_clean_loss(job_of, on_responses):
     step = next(batches.from_step(0))
     assert sum(batch.num_clean for batch in step) == 0
     assert all(batch.num_noisy == len(batch.labels) > 0 for batch in step)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.1, {7}), (0.5, {4, 5, 6, 7}), (1.0, {*range(8)})])
+def test_the_last_share_of_the_steps_learns_from_drafts(share, steps):
+    """A share of less than a step is one step."""
+    stage = MarsStage(objective="mars", on_policy={"share": share})
+    assert {step for step in range(8) if learns_from_drafts(stage, step, 8)} == steps

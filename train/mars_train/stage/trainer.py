@@ -216,7 +216,7 @@ class StageTrainer:
     def _backward(
         self, batch: Batch, clean_scale: float, noisy_scale: float, *, last: bool
     ) -> LossSums:
-        on_policy = _is_on_policy(self.job.stage, self.step, self.total_steps)
+        on_policy = learns_from_drafts(self.job.stage, self.step, self.total_steps)
         with self.workers.gradient_exchange(self.objective, last=last):
             with self.workers.autocast():
                 batch = batch.to(self.workers.device)
@@ -352,7 +352,7 @@ def _mask_loss(stage: TrainedStage) -> MaskLoss | None:
     return replace(terms, teacher_weight=told.weight, target=told.target)
 
 
-def _is_on_policy(stage: TrainedStage, step: int, total_steps: int) -> bool:
+def learns_from_drafts(stage: TrainedStage, step: int, total_steps: int) -> bool:
     """Return whether masks learn from the model's drafts in a step, counted from 0."""
     if not isinstance(stage, MarsStage) or stage.on_policy is None:
         return False
