@@ -282,6 +282,12 @@ def test_a_missing_file_is_named(base_path, adapter_copy, name, problem):
     assert problem in refusal(base_path, adapter_copy)
 
 
+def test_a_directory_that_is_missing_is_named(base_path, tmp_path):
+    link = tmp_path / "current"
+    link.symlink_to(tmp_path / "gone")
+    assert f"adapter: there is no directory {link}; " in refusal(base_path, link)
+
+
 def test_a_model_is_no_adapter(base_path):
     assert "so it is no adapter" in refusal(base_path, base_path)
 

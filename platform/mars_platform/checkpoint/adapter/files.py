@@ -156,6 +156,8 @@ def read_adapter(path: str | Path) -> Adapter:
             newer than this version.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"adapter: there is no directory {path}; name that of an adapter")
     if not (path / ADAPTER_FILE).is_file():
         raise UserError(
             f"adapter: {path} holds no {ADAPTER_FILE}, so it is no adapter; name the output of a "
