@@ -128,6 +128,16 @@ def test_the_gate_follows_each_pass(base_path, adapter_path):
     assert torch.allclose(together[1], alone[1], atol=1e-5)
 
 
+def test_a_pass_without_masks_gives_every_weight_a_gradient_of_zero(base_path):
+    """Else workers without masks in a step would not take part in the sum of gradients."""
+    model = load_model(base_path)
+    mask_id, _ = name_mask_token(read_checkpoint(base_path).tokenizer)
+    attach_adapter(model, AdapterSettings(rank=4), mask_id)
+    model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits.sum().backward()
+    gradients = [parameter.grad for parameter in adapter_parameters(model).values()]
+    assert all(each is not None and not each.any() for each in gradients)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_mask_past_the_vocabulary_is_the_adapters_alone(tmp_path, tied):
     base_path = make_base(tmp_path / "base", spare_row=False, tied=tied)
