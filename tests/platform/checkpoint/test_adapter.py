@@ -194,14 +194,12 @@ def test_an_adapter_holds_its_own_weights_only(base_path, adapter_path):
 def test_any_rank_and_scale_are_stored(base_path, tmp_path):
     base, model = read_checkpoint(base_path), load_model(base_path)
     identity, (mask_id, _) = identify_base(base, "base"), name_mask_token(base.tokenizer)
-    attach_adapter(
-        model,
-        AdapterSettings(rank=3, alpha=5, target_modules=["v_proj", "q_proj", "v_proj"]),
-        mask_id,
-    )
+    given = AdapterSettings(rank=3, alpha=5, target_modules=["v_proj", "q_proj", "v_proj"])
+    attach_adapter(model, given, mask_id)
     metadata = AdapterMetadata(block_size=4, mask_token_id=mask_id, base=identity)
     save_adapter(tmp_path, model, base.tokenizer, metadata)
     settings = read_adapter(tmp_path).settings
+    assert settings == given
     assert (settings.rank, settings.alpha) == (3, 5)
     assert settings.target_modules == ["q_proj", "v_proj"]
     assert settings.scale == 5 / 3
