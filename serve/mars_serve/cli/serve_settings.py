@@ -25,16 +25,17 @@ def serve_settings(
     """Merge the sources: options override the file, ``--set`` overrides both.
 
     Raises:
-        UserError: neither a file nor a model is given, an adapter names none of the models, or a
-            value is invalid.
+        UserError: neither a file nor a model is given, an adapter names none of the models, a model
+            gets several, or a value is invalid.
     """
     if config is None and not models:
         raise UserError("give a config file, or a model with --model DIR")
     content: dict[str, Any] = read_yaml(config) if config else {}
     if models:
         content["models"] = [_model_entry(model) for model in models]
-    for adapter in adapters:
-        _add_adapter(content.get("models"), adapter)
+    named = [_add_adapter(content.get("models"), adapter) for adapter in adapters]
+    if twice := [name for name in named if named.count(name) > 1]:
+        raise UserError(f"--adapter: model {twice[0]!r} gets several; a model has one adapter")
     if replicas is not None and isinstance(content.get("models"), list):
         entries = [entry for entry in content["models"] if isinstance(entry, dict)]
         for entry in entries:
@@ -53,8 +54,11 @@ def _model_entry(text: str) -> dict[str, Any]:
     return {"name": name, "path": path}
 
 
-def _add_adapter(models: Any, text: str) -> None:
+def _add_adapter(models: Any, text: str) -> str:
     """Give the adapter ``NAME=DIR`` to the model of that name, or ``DIR`` to the only model.
+
+    Returns:
+        The model's name.
 
     Raises:
         UserError: it is not clear which model the adapter belongs to.
@@ -72,3 +76,4 @@ def _add_adapter(models: Any, text: str) -> None:
         known = ", ".join(entries) or "none"
         raise UserError(f"--adapter: there is no model {name!r}; the models are {known}")
     entries[name]["adapter"] = path
+    return name

@@ -11,8 +11,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from decoding.adapters import write_adapter
+from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
 from mars_platform.checkpoint.adapter.files import (
-    CONFIG_FILE,
     WEIGHTS_FILE,
     identify_base,
     load_adapted,
@@ -31,8 +32,10 @@ from mars_platform.checkpoint.directory import (
     name_mask_token,
     read_checkpoint,
 )
+from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
 from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_platform.checkpoint.references import ADAPTER_FILE
 from mars_platform.errors import UserError
 from mars_platform.method.reference import decode
 from mars_train.recipe import ScratchModel
@@ -60,22 +63,6 @@ def make_base(path, *, spare_row=True, tied=True, seed=0):
     return path
 
 
-def make_adapter(base_path, path):
-    """Write an adapter with random weights, as if it were trained, for a base model."""
-    base, model = read_checkpoint(base_path), load_model(base_path)
-    identity = identify_base(base, str(base_path))
-    mask_id, _ = name_mask_token(base.tokenizer)
-    attach_adapter(model, AdapterSettings(rank=4), mask_id)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.normal_(std=0.3, generator=generator)
-    path.mkdir()
-    metadata = AdapterMetadata(block_size=4, mask_token_id=mask_id, base=identity)
-    save_adapter(path, model, base.tokenizer, metadata)
-    return path
-
-
 @pytest.fixture(scope="module")
 def base_path(tmp_path_factory):
     return make_base(tmp_path_factory.mktemp("base") / "model")
@@ -83,7 +70,7 @@ def base_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapter_path(base_path, tmp_path_factory):
-    return make_adapter(base_path, tmp_path_factory.mktemp("adapter") / "adapter")
+    return write_adapter(base_path, tmp_path_factory.mktemp("adapter") / "adapter")
 
 
 @pytest.fixture
@@ -121,6 +108,8 @@ def test_a_new_adapter_changes_no_more_than_the_row_of_the_mask(base_path):
     checkpoint = read_checkpoint(base_path)
     mask_id, _ = name_mask_token(checkpoint.tokenizer)
     attach_adapter(model, AdapterSettings(), mask_id)
+    own = {id(parameter) for parameter in adapter_parameters(model).values()}
+    assert {id(each) for each in model.parameters() if each.requires_grad} == own
     add_mask_token(base, read_checkpoint(base_path).tokenizer)  # takes the mean row, too
     masked = [*PROMPT, mask_id, mask_id]
     own = slice(0, mask_id)  # the base's output row of the mask has changed as well
@@ -139,10 +128,20 @@ def test_the_gate_follows_each_pass(base_path, adapter_path):
     assert torch.allclose(together[1], alone[1], atol=1e-5)
 
 
+def test_a_pass_without_masks_gives_every_weight_a_gradient_of_zero(base_path):
+    """Else workers without masks in a step would not take part in the sum of gradients."""
+    model = load_model(base_path)
+    mask_id, _ = name_mask_token(read_checkpoint(base_path).tokenizer)
+    attach_adapter(model, AdapterSettings(rank=4), mask_id)
+    model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits.sum().backward()
+    gradients = [parameter.grad for parameter in adapter_parameters(model).values()]
+    assert all(each is not None and not each.any() for each in gradients)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_mask_past_the_vocabulary_is_the_adapters_alone(tmp_path, tied):
     base_path = make_base(tmp_path / "base", spare_row=False, tied=tied)
-    checkpoint, model = adapted(base_path, make_adapter(base_path, tmp_path / "adapter"))
+    checkpoint, model = adapted(base_path, write_adapter(base_path, tmp_path / "adapter"))
     mask = checkpoint.metadata.mask_token_id
     assert mask == checkpoint.config.vocab_size
     assert mask not in checkpoint.special.never_emitted
@@ -168,7 +167,7 @@ def test_a_mask_past_the_vocabulary_is_the_adapters_alone(tmp_path, tied):
 @pytest.mark.parametrize("spare_row", [True, False])
 def test_peft_loads_the_directory_and_computes_the_same_at_masks(tmp_path, spare_row):
     base_path = make_base(tmp_path / "base", spare_row=spare_row)
-    path = make_adapter(base_path, tmp_path / "adapter")
+    path = write_adapter(base_path, tmp_path / "adapter")
     checkpoint, model = adapted(base_path, path)
     mask = checkpoint.metadata.mask_token_id
     base = load_model(base_path)
@@ -192,6 +191,27 @@ def test_an_adapter_holds_its_own_weights_only(base_path, adapter_path):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_any_rank_and_scale_are_stored(base_path, tmp_path):
+    base, model = read_checkpoint(base_path), load_model(base_path)
+    identity, (mask_id, _) = identify_base(base, "base"), name_mask_token(base.tokenizer)
+    given = AdapterSettings(rank=3, alpha=5, target_modules=["v_proj", "q_proj", "v_proj"])
+    attach_adapter(model, given, mask_id)
+    metadata = AdapterMetadata(block_size=4, mask_token_id=mask_id, base=identity)
+    save_adapter(tmp_path, model, base.tokenizer, metadata)
+    settings = read_adapter(tmp_path).settings
+    assert settings == given
+    assert (settings.rank, settings.alpha) == (3, 5)
+    assert settings.target_modules == ["q_proj", "v_proj"]
+    assert settings.scale == 5 / 3
+
+
+def test_the_sum_of_an_adapter_covers_its_model(adapter_path, adapter_copy):
+    assert weights_fingerprint(adapter_copy) == weights_fingerprint(adapter_path)
+    base = json.loads((adapter_copy / METADATA_FILE).read_text())["base"]
+    changed(adapter_copy, METADATA_FILE, base={**base, "weights": "0" * 64})
+    assert weights_fingerprint(adapter_copy) != weights_fingerprint(adapter_path)
+
+
 def test_a_copied_base_is_the_same_model(base_path, adapter_path, tmp_path):
     copied = shutil.copytree(base_path, tmp_path / "elsewhere")
     config = json.loads((copied / "config.json").read_text())
@@ -204,10 +224,15 @@ def test_a_copied_base_is_the_same_model(base_path, adapter_path, tmp_path):
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refusal(base_path, adapter_path):
+def check_fit_of(base_path, adapter_path):
+    """Check an adapter as a server does before it starts anything."""
+    check_fit(read_model(base_path, adapter_path))
+
+
+def refusal(base_path, adapter_path, load=adapted):
     """The one line with which an adapter is refused, wherever in its reading."""
     with pytest.raises(UserError) as caught:
-        adapted(base_path, adapter_path)
+        load(base_path, adapter_path)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -254,7 +279,7 @@ def test_a_newer_format_is_refused(base_path, adapter_copy):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (CONFIG_FILE, f"holds no {CONFIG_FILE}, so it is no adapter"),
+        (ADAPTER_FILE, f"holds no {ADAPTER_FILE}, so it is no adapter"),
         (METADATA_FILE, f"holds no {METADATA_FILE}, so its weights are not for masks"),
         (WEIGHTS_FILE, f"{WEIGHTS_FILE} cannot be read"),
         ("tokenizer.json", "the tokenizer in"),
@@ -263,6 +288,12 @@ def test_a_newer_format_is_refused(base_path, adapter_copy):
 def test_a_missing_file_is_named(base_path, adapter_copy, name, problem):
     (adapter_copy / name).unlink()
     assert problem in refusal(base_path, adapter_copy)
+
+
+def test_a_directory_that_is_missing_is_named(base_path, tmp_path):
+    link = tmp_path / "current"
+    link.symlink_to(tmp_path / "gone")
+    assert f"adapter: there is no directory {link}; " in refusal(base_path, link)
 
 
 def test_a_model_is_no_adapter(base_path):
@@ -277,12 +308,12 @@ def test_cut_weights_are_refused(base_path, adapter_copy):
 
 def test_a_file_unlike_the_manifest_is_refused(base_path, adapter_copy):
     (adapter_copy / MANIFEST).write_text(describe_all(adapter_copy).text)
-    changed(adapter_copy, CONFIG_FILE, lora_alpha=64)
-    assert f"is damaged: {CONFIG_FILE} has" in refusal(base_path, adapter_copy)
+    changed(adapter_copy, ADAPTER_FILE, lora_alpha=64)
+    assert f"is damaged: {ADAPTER_FILE} has" in refusal(base_path, adapter_copy)
 
 
 def test_weights_of_another_rank_are_refused(base_path, adapter_copy):
-    changed(adapter_copy, CONFIG_FILE, r=8)
+    changed(adapter_copy, ADAPTER_FILE, r=8)
     message = refusal(base_path, adapter_copy)
     assert "has the shape (4, 32), and rank and model need (8, 32)" in message
 
@@ -298,9 +329,9 @@ def test_weights_that_are_missing_or_too_many_are_refused(base_path, adapter_cop
 
 
 def test_target_modules_that_the_model_lacks_are_refused(base_path, adapter_copy):
-    changed(adapter_copy, CONFIG_FILE, target_modules=["q_proj", "query"])
+    changed(adapter_copy, ADAPTER_FILE, target_modules=["q_proj", "query"])
     message = refusal(base_path, adapter_copy)
-    assert f"adapter: {adapter_copy / CONFIG_FILE} does not fit the model" in message
+    assert f"adapter: {adapter_copy / ADAPTER_FILE} does not fit the model" in message
     assert "has no linear layer called 'query'; it has down_proj, gate_proj" in message
 
 
@@ -309,15 +340,82 @@ def test_target_modules_that_the_model_lacks_are_refused(base_path, adapter_copy
     [
         ("peft_type", "LOHA"),
         ("use_dora", True),
+        ("use_rslora", True),
+        ("fan_in_fan_out", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("layers_to_transform", [0]),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("task_type", "SEQ_CLS"),
         ("rank_pattern", {"q_proj": 2}),
         ("modules_to_save", ["lm_head"]),
     ],
 )
 def test_kinds_of_lora_that_are_not_implemented_are_refused(base_path, adapter_copy, key, value):
-    changed(adapter_copy, CONFIG_FILE, **{key: value})
-    assert f"{CONFIG_FILE}: {key}" in refusal(base_path, adapter_copy)
+    changed(adapter_copy, ADAPTER_FILE, **{key: value})
+    assert f"{ADAPTER_FILE}: {key}" in refusal(base_path, adapter_copy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("r", 0), ("r", 5000), ("lora_alpha", float("inf")), ("lora_alpha", 10**400)]
+)
+def test_ranks_and_scales_out_of_range_are_refused(base_path, adapter_copy, key, value):
+    changed(adapter_copy, ADAPTER_FILE, **{key: value})
+    assert f"{ADAPTER_FILE}: {key}" in refusal(base_path, adapter_copy)
+
+
+def with_first_weight(path, change):
+    """Change the first of an adapter's weights; the file and the weight's name are returned."""
+    tensors = load_file(path / WEIGHTS_FILE)
+    name = min(tensors)
+    save_file({**tensors, name: change(tensors[name])}, path / WEIGHTS_FILE)
+    return name
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weight: weight.index_fill(1, torch.tensor([3]), torch.nan),
+        lambda weight: weight.double().index_fill(1, torch.tensor([3]), 1e300),
+        lambda weight: weight.to(torch.int8),
+    ],
+)
+@pytest.mark.parametrize("load", [adapted, check_fit_of])
+def test_numbers_that_are_not_finite_are_refused(base_path, adapter_copy, spoil, load):
+    name = with_first_weight(adapter_copy, spoil)
+    message = refusal(base_path, adapter_copy, load)
+    assert f"{name} in {adapter_copy / WEIGHTS_FILE} holds other numbers than finite" in message
+
+
+def test_weights_of_another_number_type_are_converted(base_path, adapter_path, adapter_copy):
+    with_first_weight(adapter_copy, torch.Tensor.double)
+    expected, found = [adapted(base_path, path)[1] for path in (adapter_path, adapter_copy)]
+    assert torch.equal(logits_of(found, [*PROMPT, 300]), logits_of(expected, [*PROMPT, 300]))
+
+
+def test_a_header_of_absurd_size_is_refused(base_path, adapter_copy):
+    (adapter_copy / WEIGHTS_FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    assert f"{WEIGHTS_FILE} cannot be read" in refusal(base_path, adapter_copy)
+
+
+def test_a_link_to_the_directory_and_links_in_it_are_followed(base_path, adapter_path, tmp_path):
+    copied = tmp_path / "links"
+    copied.mkdir()
+    for file in adapter_path.iterdir():
+        (copied / file.name).symlink_to(file)
+    link = tmp_path / "current"
+    link.symlink_to(copied)
+    checkpoint, model = adapted(base_path, link)
+    masks = [checkpoint.metadata.mask_token_id] * 3
+    assert torch.equal(logits_of(model, masks), logits_of(adapted(base_path, copied)[1], masks))
+
+
+def test_the_tokenizer_has_to_have_the_mask_where_mars_json_says(base_path, adapter_copy):
+    changed(adapter_copy, METADATA_FILE, mask_token_id=7)
+    changed(adapter_copy, ADAPTER_FILE, trainable_token_indices={"embed_tokens": [7]})
+    assert "is not the one that the adapter was trained with" in refusal(base_path, adapter_copy)
 
 
 def test_a_row_for_another_token_is_refused(base_path, adapter_copy):
-    changed(adapter_copy, CONFIG_FILE, trainable_token_indices={"embed_tokens": [3]})
+    changed(adapter_copy, ADAPTER_FILE, trainable_token_indices={"embed_tokens": [3]})
     assert "has to name the mask token" in refusal(base_path, adapter_copy)

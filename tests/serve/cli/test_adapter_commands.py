@@ -97,6 +97,7 @@ def test_an_adapter_goes_to_the_only_model_or_to_the_one_that_it_names() -> None
     [
         (["some/a"], "--adapter: some/a belongs to one model of 2; give it as NAME=DIR"),
         (["x=some/a"], "--adapter: there is no model 'x'; the models are a, b"),
+        (["a=p", "a=q"], "--adapter: model 'a' gets several; a model has one adapter"),
     ],
 )
 def test_an_adapter_of_no_certain_model_is_refused(

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE, Adapter, load_adapted, read_adapter
+from mars_platform.checkpoint.adapter.files import load_adapted, read_adapter
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
-from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -62,7 +59,7 @@ def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedMod
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
-    """Refuse an adapter whose weights do not fit its model; only names and shapes are read.
+    """Refuse an adapter whose weights do not fit its model, of whose weights nothing is read.
 
     Args:
         checkpoint: what `read_model` returned; nothing is checked without an adapter.
@@ -70,22 +67,8 @@ def check_fit(checkpoint: Checkpoint) -> None:
     Raises:
         UserError: a weight is missing, damaged or of another shape, or the model has no such layer.
     """
-    adapter = checkpoint.adapter
-    if adapter is None:
+    if checkpoint.adapter is None:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
-    adapter.fill(model, _tensors_without_numbers(adapter))
-
-
-def _tensors_without_numbers(adapter: Adapter) -> dict[str, Tensor]:
-    file = adapter.path / WEIGHTS_FILE
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"adapter: {file} cannot be read ({one_line(error)}); copy all of the adapter's files "
-            "again"
-        ) from error
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    checkpoint.adapter.attach(model)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.adapter.layers import (
@@ -28,6 +26,8 @@ from mars_platform.checkpoint.adapter.layers import (
     fill_adapter,
 )
 from mars_platform.checkpoint.adapter.settings import (
+    MOST_ALPHA,
+    MOST_RANK,
     AdapterMetadata,
     AdapterSettings,
     BaseIdentity,
@@ -36,13 +36,14 @@ from mars_platform.checkpoint.directory import Checkpoint, load_model, read_toke
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
 from mars_platform.checkpoint.metadata import MASK_TOKEN, METADATA_FILE
+from mars_platform.checkpoint.references import ADAPTER_FILE
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _REMEDY = "copy all of the adapter's files again"
 _WITHOUT_EFFECT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of ``config.json`` that do not change the output of a model whose weights are the same."""
@@ -64,9 +65,9 @@ class PeftConfig(Settings):
     """Kind of the model."""
     base_model_name_or_path: str | None = None
     """Directory or hub id of the model that the adapter belongs to."""
-    r: int = Field(ge=1)
+    r: int = Field(ge=1, le=MOST_RANK)
     """Rank."""
-    lora_alpha: int = Field(ge=1)
+    lora_alpha: int = Field(ge=1, le=MOST_ALPHA)
     """Numerator of the scale; the denominator is the rank."""
     target_modules: list[str] = Field(min_length=1)
     """Names of the adapted layers."""
@@ -125,35 +126,26 @@ class Adapter:
     def attach(self, model: PreTrainedModel) -> None:
         """Attach this adapter, with its weights, to a model that `adapt` has accepted, in place.
 
+        Args:
+            model: its weights may be without numbers, on the meta device; the adapter's then are.
+
         Raises:
             UserError: the weights are missing, damaged, or do not fit the model or the settings.
         """
         file = self.path / WEIGHTS_FILE
         try:
-            tensors = load_file(file, device=str(model.device))
+            tensors = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}"
             ) from error
-        self.fill(model, tensors)
-
-    def fill(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        """Attach layers of this adapter to a model, in place, and copy weights into them.
-
-        Args:
-            model: as for `attach`.
-            tensors: weights by peft's names; without numbers if the model has none either.
-
-        Raises:
-            UserError: the weights do not fit the model or the settings.
-        """
         try:
             attach_adapter(model, self.settings, self.metadata.mask_token_id)
         except UserError as error:
             raise UserError(
-                f"adapter: {self.path / CONFIG_FILE} does not fit the model ({error}); {_REMEDY}"
+                f"adapter: {self.path / ADAPTER_FILE} does not fit the model ({error}); {_REMEDY}"
             ) from error
-        fill_adapter(model, tensors, str(self.path / WEIGHTS_FILE))
+        fill_adapter(model, tensors, str(file))
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -164,9 +156,11 @@ def read_adapter(path: str | Path) -> Adapter:
             newer than this version.
     """
     path = Path(path)
-    if not (path / CONFIG_FILE).is_file():
+    if not path.is_dir():
+        raise UserError(f"adapter: there is no directory {path}; name that of an adapter")
+    if not (path / ADAPTER_FILE).is_file():
         raise UserError(
-            f"adapter: {path} holds no {CONFIG_FILE}, so it is no adapter; name the output of a "
+            f"adapter: {path} holds no {ADAPTER_FILE}, so it is no adapter; name the output of a "
             "recipe whose last stage has an adapter"
         )
     if not (path / METADATA_FILE).is_file():
@@ -177,7 +171,7 @@ def read_adapter(path: str | Path) -> Adapter:
     metadata = _read_metadata(path)
     _refuse_damage(path)
     config = build_settings(
-        read_json(path / CONFIG_FILE, _REMEDY), PeftConfig, source=str(path / CONFIG_FILE)
+        read_json(path / ADAPTER_FILE, _REMEDY), PeftConfig, source=str(path / ADAPTER_FILE)
     )
     settings = AdapterSettings(
         rank=config.r, alpha=config.lora_alpha, target_modules=config.target_modules
@@ -185,7 +179,7 @@ def read_adapter(path: str | Path) -> Adapter:
     tokenizer = _read_tokenizer(path, metadata)
     if list(config.trainable_token_indices.values()) != [[metadata.mask_token_id]]:
         raise UserError(
-            f"{path / CONFIG_FILE}: trainable_token_indices has to name the mask token, "
+            f"{path / ADAPTER_FILE}: trainable_token_indices has to name the mask token, "
             f"{metadata.mask_token_id}, alone; {_REMEDY}"
         )
     return Adapter(path, settings, metadata, tokenizer)
@@ -222,7 +216,7 @@ def save_adapter(
     config = PeftConfig(
         base_model_name_or_path=metadata.base.name,
         r=settings.rank,
-        lora_alpha=settings.alpha or 2 * settings.rank,
+        lora_alpha=round(settings.scale * settings.rank),
         target_modules=settings.target_modules or [],
         trainable_token_indices={embedding: [metadata.mask_token_id]},
     )
@@ -231,7 +225,7 @@ def save_adapter(
         for name, parameter in adapter_parameters(model).items()
     }
     save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    _write_json(path / CONFIG_FILE, {**config.model_dump(mode="json"), "inference_mode": True})
+    _write_json(path / ADAPTER_FILE, {**config.model_dump(mode="json"), "inference_mode": True})
     _write_json(path / METADATA_FILE, metadata.model_dump(mode="json"))
     tokenizer.save_pretrained(path)
 

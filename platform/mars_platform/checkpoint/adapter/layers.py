@@ -176,14 +176,14 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
         source: name of their origin, such as a file, for the error.
 
     Raises:
-        UserError: a weight is missing, has another shape than the model's layers need, or belongs
-            to no layer.
+        UserError: a weight is missing, has another shape than the model's layers need, belongs to
+            no layer, or has a number that is not finite.
     """
     parameters = adapter_parameters(model)
     if odd := sorted(tensors.keys() ^ parameters.keys()):
         state = "holds" if odd[0] in tensors else "lacks"
         raise UserError(
-            f"adapter: {source} {state} {odd[0]}, unlike its adapter_config.json says; copy all of "
+            f"adapter: {source} {state} {odd[0]}, contrary to its adapter_config.json; copy all of "
             "the adapter's files again"
         )
     for name, parameter in parameters.items():
@@ -192,6 +192,12 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
             raise UserError(
                 f"adapter: {name} in {source} has the shape {found}, and rank and model need "
                 f"{needed}; copy all of the adapter's files again, or give its own model"
+            )
+        tensor = tensors[name]
+        if not tensor.is_floating_point() or not tensor.to(parameter.dtype).isfinite().all():
+            raise UserError(
+                f"adapter: {name} in {source} holds other numbers than finite ones of "
+                f"{parameter.dtype}; copy all of the adapter's files again, or train it again"
             )
     with torch.no_grad():
         for name, parameter in parameters.items():

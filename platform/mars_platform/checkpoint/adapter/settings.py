@@ -12,15 +12,17 @@ from pydantic import Field, field_validator
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.config import Settings
 
+MOST_RANK, MOST_ALPHA = 4096, 2**20
+
 
 class AdapterSettings(Settings):
     """Low-rank weights beside a model's own (LoRA, arXiv 2106.09685) that act at masks only."""
 
     applies_to: Literal["masks"] = "masks"
     """Positions that the adapter acts at: those whose input is the mask token."""
-    rank: int = Field(default=32, ge=1, le=4096)
+    rank: int = Field(default=32, ge=1, le=MOST_RANK)
     """Rank of the product that is added to a layer's weight."""
-    alpha: int | None = Field(default=None, ge=1)
+    alpha: int | None = Field(default=None, ge=1, le=MOST_ALPHA)
     """The product is multiplied by alpha / rank; null for twice the rank."""
     target_modules: list[str] | None = Field(default=None, min_length=1)
     """Names of the linear layers to adapt, such as q_proj; null for all of attention and MLP."""

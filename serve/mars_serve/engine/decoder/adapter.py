@@ -39,11 +39,11 @@ class FixedEmbedding(nn.Module):
     def __init__(self, gated: GatedEmbedding, gate: StepGate) -> None:
         """Take over the parts of a gated embedding."""
         super().__init__()
-        self.base_layer, self.mask_row, self._gate = gated.base_layer, gated.mask_row, gate
+        self.base_layer, self.mask_row, self.gate = gated.base_layer, gated.mask_row, gate
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids [..., positions], those of the gate, to [..., positions, width]."""
-        is_mask = self._gate.is_mask
+        is_mask = self.gate.is_mask
         if is_mask is None:
             return self.base_layer(ids)  # type: ignore[no-any-return]
         rows: Tensor = self.base_layer(ids.masked_fill(is_mask, 0))  # the id may be past the rows
@@ -112,21 +112,20 @@ def pick_rows(model: PreTrainedModel) -> None:
         setattr(parent, name, RowsLinear(gated))
 
 
-def fix_shapes(model: PreTrainedModel) -> StepGate | None:
+def fix_shapes(model: PreTrainedModel) -> None:
     """Replace a model's gated layers, in place, by ones whose steps have fixed shapes.
 
-    Returns:
-        The gate of the new layers, to be set before each step; None for a model without an adapter.
+    Their gate, see `step_gate`, has to be set before each step. A model without an adapter stays
+    as it is.
     """
     embedding: Any = model.get_input_embeddings()
     if not isinstance(embedding, GatedEmbedding):
-        return None
+        return
     gate = StepGate(embedding.mask_token_id)
     model.set_input_embeddings(FixedEmbedding(embedding, gate))
     for parent, name, gated in _gated_layers(model):
         down, up = gated.lora_A.weight.detach(), gated.lora_B.weight.detach()
         setattr(parent, name, FixedLinear(gated.base_layer, down, up, gated.scale, gate))
-    return gate
 
 
 def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLinear:
@@ -151,9 +150,8 @@ def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLine
 
 def step_gate(model: PreTrainedModel) -> StepGate | None:
     """Return the gate of a model that `fix_shapes` has changed, or None for another model."""
-    layers = (each for each in model.modules() if isinstance(each, FixedLinear))
-    first = next(layers, None)
-    return None if first is None else first.gate
+    embedding: Any = model.get_input_embeddings()
+    return embedding.gate if isinstance(embedding, FixedEmbedding) else None
 
 
 def _gated_layers(model: PreTrainedModel) -> list[tuple[nn.Module, str, GatedLinear]]:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoding.adapters import with_adapter
+from decoding.adapters import with_adapter, write_adapter
 from decoding.engines import Engines, oracle, paged_attention, passes_of, run
 from decoding.tiny_models import build_model
+from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapter.layers import GatedLinear
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoder.adapter import FixedLinear
+from mars_serve.engine.batch import bucket
+from mars_serve.engine.decoder.adapter import FixedLinear, RowsLinear
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution.graphs import call_again
+from mars_serve.engine.execution.graphs import GraphSizes, call_again
 from mars_serve.engine.execution.linear import pack_linears
 from mars_serve.engine.request import Request
+from mars_serve.engine.settings import EngineSettings
 
 SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, 3}))
 COMMON = [5, 6, 9, 15, 16, 18]
@@ -92,14 +98,16 @@ def requests_of(kinds: dict[str, DecodingOptions] = OPTIONS, count: int = 18) ->
 def check_requests(engine: Engine, adapted: PreTrainedModel, requests: list[Request]) -> int:
     """Compare all outputs with the plain decoder's; return the passes of several tokens."""
     passes = passes_of(run(engine, requests))
+    special, mask = engine.checkpoint.special, engine.checkpoint.metadata.mask_token_id
     several = 0
     for request in requests:
         options, own = request.options, passes[request.id]
         if options.mode is Mode.THRESHOLD:
-            assert own == oracle(adapted, request, SPECIAL, num_masks=options.window)
+            expected = oracle(adapted, request, special, num_masks=options.window, mask=mask)
+            assert own == expected
         else:
             single = Request(request.id, request.tokens[: request.num_prompt], OPTIONS["ar"])
-            expected = oracle(adapted, single, SPECIAL)
+            expected = oracle(adapted, single, special)
             assert [[token] for tokens in own for token in tokens] == expected
         several += sum(len(tokens) > 1 for tokens in own)
     return several
@@ -115,6 +123,20 @@ def test_outputs_are_the_plain_decoders_among_others_and_preempted(
     assert check_requests(engine, adapted, requests_of()) > 5  # with cached prefixes
     assert engine.status().num_preemptions > 0
     assert engine.status().num_prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["gathered", "merged"])
+def test_a_mask_past_the_vocabulary_is_a_token_of_the_adapter_alone(
+    full_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    checkpoint = read_model(full_dir, write_adapter(full_dir, tmp_path / "adapter"))
+    assert checkpoint.metadata is not None
+    assert checkpoint.metadata.mask_token_id == checkpoint.config.vocab_size
+    adapted = load_weights(checkpoint, dtype=torch.float32)
+    engine_class = KINDS[kind].get("engine_class", Engine)
+    settings = EngineSettings(page_size=4, num_pages=60, max_num_seqs=6)
+    engine = engine_class(checkpoint, settings, model=copy.deepcopy(adapted))
+    check_requests(engine, adapted, requests_of(count=6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,6 +199,20 @@ def test_steps_without_masks_skip_the_adapter(
     assert len(calls) > ar_calls
 
 
+def test_only_steps_of_one_position_a_row_have_a_shape_without_the_adapter() -> None:
+    shapes = GraphSizes(4, 3, 40, max_pages=8, has_adapter=True).shapes()
+    positions = {
+        is_adapted: {each.step.num_positions for each in shapes if each.is_adapted is is_adapted}
+        for is_adapted in (True, False)
+    }
+    assert positions[False] == {
+        count for count in range(1, bucket(4) + 1) if bucket(count) == count
+    }
+    assert positions[True] - positions[False]
+    assert positions[False] - positions[True] == {1}
+    assert len(set(shapes)) == len(shapes)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_give_the_same_output(
@@ -194,6 +230,26 @@ def forgetful_compiler() -> Iterator[None]:
     """Have torch forget what the test has compiled."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_eager_step_on_a_cpu_adds_the_product_of_the_mask_rows_in_float32(
+    engine_of: Callable[..., Engine], base: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    adapted = with_adapter(base).to(dtype)
+    runner = engine_of(adapted, "gathered")._runner
+    picked = [each for each in runner.model.modules() if isinstance(each, RowsLinear)]
+    gated = [each for each in adapted.modules() if isinstance(each, GatedLinear)]
+    assert len(picked) == len(gated) == 2 * 7
+    for layer, own in zip(picked, gated, strict=True):
+        inputs = torch.randn(5, own.base_layer.in_features).to(dtype)
+        runner.model.get_input_embeddings()(torch.tensor([5, 3, 6, 3, 7]))  # sets the gate
+        low = inputs[[1, 3]].float() @ own.lora_A.weight.float().t()
+        added = (own.scale * low @ own.lora_B.weight.float().t()).to(dtype)
+        with torch.inference_mode():
+            alone, found = layer.base_layer(inputs), layer(inputs)
+        assert torch.equal(found[[0, 2, 4]], alone[[0, 2, 4]])
+        torch.testing.assert_close(found[[1, 3]], alone[[1, 3]] + added)
 
 
 def test_bfloat16_computes_the_product_in_bfloat16(
