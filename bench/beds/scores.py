@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
-from mars_platform.checkpoint.adapter.files import CONFIG_FILE
 from mars_platform.checkpoint.directory import Checkpoint, load_model
+from mars_platform.checkpoint.references import ADAPTER_FILE
 from mars_platform.data.conversations import Conversation
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Sampling
@@ -62,7 +62,7 @@ def score_checkpoint(path: Path, ar_path: Path, held_out: Path) -> dict[str, Any
         held_out: JSONL file of conversations with answers.
     """
     began = time.perf_counter()
-    is_adapter = (path / CONFIG_FILE).exists()
+    is_adapter = (path / ADAPTER_FILE).exists()
     checkpoint = read_model(ar_path, path) if is_adapter else read_model(path)
     items = read_items([held_out], checkpoint.tokenizer, max_length=checkpoint.max_length)
     decoded = _decode(checkpoint, items)
