@@ -38,8 +38,12 @@ AR = "ar"
 """Name of the AR checkpoint, which all variants of all seeds continue from."""
 MAX_TOKENS = 160
 """Most tokens of an output; those of the data have fewer."""
-TEMPERATURES: dict[Responses, float] = {"greedy": 0.0, "sampled": 1.0}
-"""Temperature of each kind of responses."""
+TEMPERATURES: dict[Responses, list[float]] = {
+    "greedy": [0.0],
+    "sampled": [1.0],
+    "mixed": [0.0, 1.0],
+}
+"""Temperatures of each kind of responses."""
 RECIPE = Path(__file__).parents[1] / "recipes" / "varied.yaml"
 
 
@@ -184,11 +188,11 @@ class Bed:
                 objective="generate",
                 temperature=TEMPERATURES[kind],
                 max_tokens=MAX_TOKENS,
+                max_responses=self.sizes.responses,
                 max_num_seqs=64,
             )
-            rows = range(min(len(data), self.sizes.responses))
             max_length = self.recipe().data.max_length
-            generate_responses(self.ar_model, data, stage, max_length, out, rows=rows)
+            generate_responses(self.ar_model, data, stage, max_length, out)
 
     def make_ready(self) -> None:
         """Make data, tokens and the start model, unless they are there.

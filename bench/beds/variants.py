@@ -14,11 +14,15 @@ BASELINE = "baseline"
 SOFT: dict[str, Any] = {"distillation": {"weight": 1.0, "target": "soft"}}
 """Distillation from the clean stream alone, without labels."""
 
+BLOCKS: dict[str, Any] = {"block_size": [2, 4, 8]}
+"""Block sizes of which one is drawn for each conversation."""
+ON_POLICY: dict[str, Any] = {"on_policy": {"share": 0.3}}
+"""Learning from the model's own drafts in the last steps."""
 ADAPTER: dict[str, Any] = {"adapter": {"rank": 32}, "learning_rate": 4e-3}
 """An adapter that acts at masks, trained at the rate that suits it, by default with `SOFT`."""
 
-Responses = Literal["greedy", "sampled"]
-"""Ways in which the AR checkpoint writes responses: at temperature 0 or 1."""
+Responses = Literal["greedy", "sampled", "mixed"]
+"""Ways in which the AR checkpoint writes responses: at temperature 0, at 1, or half at each."""
 
 Convention = Literal["end-filling", "per-conversation"]
 """Ways in which the paper's code differs; see `bench/training/published.py`."""
@@ -47,11 +51,12 @@ VARIANTS = [
     Variant("argmax-.5", {"distillation": {"weight": 0.5, "target": "argmax"}}),
     Variant("argmax-1", {"distillation": {"weight": 1.0, "target": "argmax"}}),
     Variant("decay-.8", {"depth_decay": 0.8}),
-    Variant("blocks-2-4-8", {"block_size": [2, 4, 8]}),
+    Variant("blocks-2-4-8", BLOCKS),
     Variant("hidden-.1", {"hidden_weight": 0.1}),
-    Variant("on-policy-.3", {"on_policy": {"share": 0.3}}),
+    Variant("on-policy-.3", ON_POLICY),
     Variant("greedy", responses="greedy"),
     Variant("sampled", responses="sampled"),
+    Variant("mixed", responses="mixed"),
     Variant("end-filling", convention="end-filling"),
     Variant("per-conversation", convention="per-conversation"),
     Variant("soft-1-decay-.8", {**SOFT, "depth_decay": 0.8}),
@@ -59,14 +64,13 @@ VARIANTS = [
     Variant("soft-1-sampled", SOFT, responses="sampled"),
     Variant("soft-1-decay-.8-greedy", {**SOFT, "depth_decay": 0.8}, responses="greedy"),
     Variant("soft-1-decay-.8-sampled", {**SOFT, "depth_decay": 0.8}, responses="sampled"),
-    Variant(
-        "soft-1-greedy-on-policy-.3", {**SOFT, "on_policy": {"share": 0.3}}, responses="greedy"
-    ),
+    Variant("soft-1-greedy-on-policy-.3", {**SOFT, **ON_POLICY}, responses="greedy"),
+    Variant("mixed-blocks-2-4-8", BLOCKS, responses="mixed"),
+    Variant("mixed-blocks-2-4-8-on-policy-.3", {**BLOCKS, **ON_POLICY}, responses="mixed"),
     Variant("adapter", ADAPTER),
     Variant("adapter-argmax", {**ADAPTER, "distillation": {"weight": 1.0, "target": "argmax"}}),
     Variant("adapter-greedy", ADAPTER, responses="greedy"),
-    Variant("adapter-blocks-2-4-8", {**ADAPTER, "block_size": [2, 4, 8]}),
-    Variant(
-        "adapter-blocks-2-4-8-greedy", {**ADAPTER, "block_size": [2, 4, 8]}, responses="greedy"
-    ),
+    Variant("adapter-blocks-2-4-8", {**ADAPTER, **BLOCKS}),
+    Variant("adapter-blocks-2-4-8-greedy", {**ADAPTER, **BLOCKS}, responses="greedy"),
+    Variant("adapter-blocks-2-4-8-mixed", {**ADAPTER, **BLOCKS}, responses="mixed"),
 ]

@@ -256,6 +256,13 @@ def test_a_new_model_is_trained_before_it_responds():
     [
         "temperature=-1",
         "temperature=3",
+        "temperature=true",
+        "temperature=.nan",
+        "temperature=[]",
+        "temperature=[0, 3]",
+        "temperature=[1, 0]",
+        "temperature=[1, 1]",
+        "max_responses=0",
         "max_tokens=0",
         "seed=-1",
         "max_num_seqs=0",
@@ -265,9 +272,15 @@ def test_a_new_model_is_trained_before_it_responds():
     ],
 )
 def test_invalid_settings_of_a_generating_stage_are_refused(setting):
-    changes = content(stages=[GENERATE, OWN])
+    changes = content(stages=[dict(GENERATE), OWN])
     apply_overrides(changes, [f"stages.0.{setting}"])
     assert f"stages.0.{setting.partition('=')[0]}: " in refusal(**changes)
+
+
+def test_temperatures_are_one_number_or_several():
+    for given, expected in [(0, (0.0,)), (0.8, (0.8,)), ([0, 0.7, 1], (0.0, 0.7, 1.0))]:
+        changes = content(stages=[GENERATE | {"temperature": given}, OWN])
+        assert Recipe.model_validate(changes).stages[0].temperatures == expected
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"])

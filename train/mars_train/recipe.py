@@ -208,6 +208,16 @@ class MarsStage(_TrainedStage):
         return self
 
 
+def _one_or_more_temperatures(value: Any) -> Any:
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    are_numbers = all(type(each) in (int, float) and 0 <= each <= 2 for each in given)
+    if not given or not are_numbers:
+        raise ValueError("give a number from 0 to 2, or a list of such numbers")
+    if given != sorted(set(given)):
+        raise ValueError(f"give each temperature once, ascending: {sorted(set(given))}")
+    return value
+
+
 class GenerateStage(_NamedStage):
     """Responses of the model so far to the prompts of the training data; it trains nothing."""
 
@@ -215,8 +225,13 @@ class GenerateStage(_NamedStage):
     """Kind of the stage."""
     name: str = Field(default="generate", pattern=r"^[a-z0-9][a-z0-9-]*$")
     """Name of the stage, and of its directory."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """Temperature of the responses; 0 for the likeliest token each time."""
+    temperature: Annotated[
+        float | tuple[float, ...], BeforeValidator(_one_or_more_temperatures)
+    ] = 0.0
+    """Temperature of the responses, 0 to 2; 0 for the likeliest token each time. Of a list such as
+    [0, 1] a temperature is drawn for each response."""
+    max_responses: int | None = Field(default=None, ge=1)
+    """Most responses, to conversations spread evenly over the data; null for one to each."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of a response; null for as many as data.max_length leaves."""
     seed: int = Field(default=0, ge=0)
@@ -225,6 +240,12 @@ class GenerateStage(_NamedStage):
     """Responses that a worker writes at once."""
     shard_size: int = Field(default=512, ge=1)
     """Responses that are stored together; a resumed run writes only the missing shards."""
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Temperatures that a response's is drawn from, ascending."""
+        given = self.temperature
+        return given if isinstance(given, tuple) else (given,)
 
 
 TrainedStage = ArStage | MarsStage

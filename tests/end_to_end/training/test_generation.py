@@ -22,8 +22,14 @@ from mars_train.run.run_directory import RunDirectory
 from mars_train.stage.responses import generate_responses
 from mars_train.storage.directories import Storage
 
-NUM_ROWS, SHARD = 20, 8
-STAGE = {"objective": "generate", "temperature": 0.8, "max_tokens": 12, "shard_size": SHARD}
+NUM_ROWS, SHARD = 30, 8
+STAGE = {
+    "objective": "generate",
+    "temperature": [0.0, 0.8],
+    "max_responses": 20,
+    "max_tokens": 12,
+    "shard_size": SHARD,
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +168,10 @@ def rejected(work, **changes):
 
 
 def test_responses_of_another_setting_are_named_and_removed(work):
-    printed = rejected(work, seed=1, max_tokens=11)
+    printed = rejected(work, seed=1, max_responses=19, temperature=[0.8])
     for path in (work.results / "generate", work.shards / "shard-000002"):
-        assert f"{path} is of another max_tokens, seed and written again" in printed
+        expected = f"{path} is of another temperatures, max_responses, seed and written again"
+        assert expected in printed
 
 
 def test_responses_of_another_model_are_named_and_removed(work, tmp_path):

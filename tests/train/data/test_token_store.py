@@ -14,6 +14,7 @@ from mars_train.data.token_store import (
     epoch_order,
     share,
     step_rows,
+    temperatures,
 )
 
 # --- the store ------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def splitmix64(state):
 def test_hash_is_splitmix64(num_rows, seed, epoch, block_size):
     assert splitmix64(0) == 0xE220A8397B1DCDAF  # published first output for the seed 0
 
-    def hashed(purpose, row):
+    def hashed(purpose, row, epoch=epoch):
         state = 0
         for word in (purpose, seed, epoch, row):
             state = splitmix64((state + word) % 2**64)
@@ -206,6 +207,8 @@ def test_hash_is_splitmix64(num_rows, seed, epoch, block_size):
     choices = [2, 3, block_size + 3]
     sizes = block_sizes(rows, seed, epoch, choices)
     assert sizes.tolist() == [choices[hashed(3, row) % 3] for row in range(num_rows)]
+    drawn = temperatures(rows, seed, [0.0, 0.5, 1.0])
+    assert drawn.tolist() == [hashed(4, row, epoch=0) % 3 / 2 for row in range(num_rows)]
     of_each = block_offsets(rows, seed, epoch, sizes)
     assert of_each.tolist() == [hashed(2, row) % int(sizes[row]) for row in range(num_rows)]
 

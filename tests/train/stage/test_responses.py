@@ -16,13 +16,14 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_train.data.token_store import TokenStore, TokenStoreWriter
+from mars_train.data.token_store import TokenStoreWriter, temperatures
 from mars_train.recipe import GenerateStage
 from mars_train.stage.responses import Responder, generate_responses, prompt_of
 from stage_runs import write_start
 
 MAX_LENGTH = 20
 NUM_ROWS = 6
+ALL_ROWS = np.arange(NUM_ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,15 @@ def data(tmp_path_factory):
 
 def stage(**settings):
     return GenerateStage.model_validate({"objective": "generate", "max_num_seqs": 3, **settings})
+
+
+def mixed(model, data, rows, choices, **settings):
+    """Return responses, and the temperature of each by comparison with those of one alone."""
+    found = responder_of(model, temperature=choices, **settings).respond(data, rows)
+    alone = {t: responder_of(model, temperature=t, **settings).respond(data, rows) for t in choices}
+    return found, [
+        [t for t in choices if alone[t][place] == response] for place, response in enumerate(found)
+    ]
 
 
 def responder_of(model, **settings):
@@ -101,7 +111,7 @@ def test_a_row_that_is_supervised_from_its_beginning_has_a_prompt_of_one_token(t
 
 
 def test_rows_of_one_prompt_draw_their_own_responses(model, twice):
-    one, other = responder_of(model, temperature=1.0).respond(twice, range(2))
+    one, other = responder_of(model, temperature=1.0).respond(twice, np.arange(2))
     assert one != other
 
 
@@ -129,11 +139,26 @@ def test_responses_are_the_models_own_up_to_its_end_token(model, data, tmp_path,
 
 def test_drawn_responses_depend_on_seed_and_row_alone(model, data):
     responder = responder_of(model, temperature=1.0)
-    whole = responder.respond(data, range(NUM_ROWS))
-    assert [responder.respond(data, [row])[0] for row in (4, 1)] == [whole[4], whole[1]]
-    assert responder_of(model, temperature=1.0).respond(data, [1, 4]) == [whole[1], whole[4]]
-    assert responder_of(model, temperature=1.0, seed=1).respond(data, range(NUM_ROWS)) != whole
-    assert responder_of(model).respond(data, range(NUM_ROWS)) != whole
+    whole = responder.respond(data, ALL_ROWS)
+    one_by_one = [responder.respond(data, ALL_ROWS[[row]])[0] for row in (4, 1)]
+    assert one_by_one == [whole[4], whole[1]]
+    some = responder_of(model, temperature=1.0).respond(data, ALL_ROWS[[1, 4]])
+    assert some == [whole[1], whole[4]]
+    assert responder_of(model, temperature=1.0, seed=1).respond(data, ALL_ROWS) != whole
+    assert responder_of(model).respond(data, ALL_ROWS) != whole
+
+
+def test_each_response_has_one_of_the_temperatures_drawn_for_its_row(model, data):
+    rows, choices = np.array([0, 1, 2, 4, 5]), [0.0, 1.0]  # row 3 has room for one token
+    found, candidates = mixed(model, data, rows, choices)
+    assert all(len(each) == 1 for each in candidates)
+    drawn = [each[0] for each in candidates]
+    assert drawn == temperatures(rows, 0, choices).tolist()
+    assert {*drawn} == {*choices}
+    backwards = responder_of(model, temperature=choices).respond(data, rows[::-1])
+    assert backwards == found[::-1]
+    _, others = mixed(model, data, rows, choices, seed=1)
+    assert others != candidates
 
 
 def test_a_model_that_knows_masks_writes_what_it_writes_one_by_one(model, data, tmp_path):
@@ -143,7 +168,7 @@ def test_a_model_that_knows_masks_writes_what_it_writes_one_by_one(model, data, 
     save_checkpoint(tmp_path / "mars", plain, tokenizer, metadata)
     ours, theirs = (responder_of(p, temperature=0.7) for p in (tmp_path / "mars", model))
     assert [each._setting.mode for each in (ours, theirs)] == [Mode.EXACT, Mode.AR]
-    assert ours.respond(data, range(NUM_ROWS)) == theirs.respond(data, range(NUM_ROWS))
+    assert ours.respond(data, ALL_ROWS) == theirs.respond(data, ALL_ROWS)
 
 
 def test_a_model_with_broken_weights_is_refused_and_leaves_nothing(model, data, tmp_path):
@@ -160,12 +185,12 @@ def test_a_model_with_broken_weights_is_refused_and_leaves_nothing(model, data, 
 def test_a_prompt_without_room_for_a_response_is_refused(model, data):
     responder = Responder(read_checkpoint(model), stage(), 19)
     with pytest.raises(UserError, match="19 leaves no room behind the prompt of row 3; raise it"):
-        responder.respond(data, range(NUM_ROWS))
+        responder.respond(data, ALL_ROWS)
 
 
-def test_some_rows_alone_can_be_answered(model, data, tmp_path):
+@pytest.mark.parametrize(("most", "rows"), [(2, [0, 3]), (4, [0, 1, 3, 4]), (9, list(range(6)))])
+def test_a_limited_number_of_responses_is_spread_over_the_data(model, data, tmp_path, most, rows):
     output = tmp_path / "responses"
-    store = generate_responses(model, data, stage(), MAX_LENGTH, output, rows=[4, 2])
-    assert isinstance(store, TokenStore)
-    starts = [store[row][0][:5].tolist() for row in range(2)]
-    assert starts == [data[row][0][:5].tolist() for row in (2, 4)]  # in the order of the data
+    store = generate_responses(model, data, stage(max_responses=most), MAX_LENGTH, output)
+    starts = [store[row][0][:5].tolist() for row in range(len(store))]
+    assert starts == [data[row][0][:5].tolist() for row in rows]

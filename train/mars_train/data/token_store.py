@@ -194,8 +194,8 @@ def _fingerprint(
 
 # --- order ----------------------------------------------------------------------------------------
 
-# Purpose of a hash, so that order, offsets and sizes of one (seed, epoch) are independent.
-_ORDER, _OFFSET, _SIZE = 1, 2, 3
+# Purpose of a hash, so that the values drawn for one (seed, epoch) are independent.
+_ORDER, _OFFSET, _SIZE, _TEMPERATURE = 1, 2, 3, 4
 
 
 @lru_cache(maxsize=1)
@@ -220,6 +220,14 @@ def block_sizes(
     """Return the block size of each row in an epoch, drawn from ``sizes``: int64 [rows]."""
     drawn = _hash(_SIZE, seed, epoch, rows) % np.uint64(len(sizes))
     return np.array(sizes, np.int64)[drawn.astype(np.int64)]
+
+
+def temperatures(
+    rows: NDArray[np.int64], seed: int, choices: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return the temperature of each row's response, drawn from ``choices``: float64 [rows]."""
+    drawn = _hash(_TEMPERATURE, seed, 0, rows) % np.uint64(len(choices))
+    return np.array(choices, np.float64)[drawn.astype(np.int64)]
 
 
 def block_offsets(

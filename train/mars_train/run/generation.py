@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 
 from mars_platform.checkpoint.directory import read_checkpoint
@@ -28,7 +29,7 @@ from mars_platform.errors import Stopped, UserError, one_line
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe, Scaling
 from mars_train.run.worker import set_threads
-from mars_train.stage.responses import Responder, append_responses
+from mars_train.stage.responses import Responder, append_responses, rows_to_answer
 from mars_train.storage.directories import SaveFailed, SingleWriter, Storage, fetch_shared
 
 STORE = "store"
@@ -45,8 +46,10 @@ class Origin(Settings):
     """`weights_fingerprint` of the model."""
     data: str
     """Fingerprint of the token store that gave the prompts."""
-    temperature: float
-    """Temperature of the stage."""
+    temperatures: tuple[float, ...]
+    """Temperatures of the stage."""
+    max_responses: int | None
+    """Most responses of the stage."""
     max_tokens: int | None
     """Most tokens of a response, by the stage's own limit."""
     seed: int
@@ -125,7 +128,8 @@ class Generation:
         if missing:
             self._write_shards(self._job(origin), missing, total, terminated)
         self._join(data, origin)
-        self._say(f"{len(data):,} responses; {time.monotonic() - started:.0f} s")
+        count = len(rows_to_answer(self.stage, len(data)))
+        self._say(f"{count:,} responses; {time.monotonic() - started:.0f} s")
 
     def _job(self, origin: Origin) -> _Job:
         model, data = self.share()
@@ -145,7 +149,8 @@ class Generation:
         return Origin(
             model=weights_fingerprint(self.model),
             data=TokenStore(self.data).fingerprint,
-            temperature=stage.temperature,
+            temperatures=stage.temperatures,
+            max_responses=stage.max_responses,
             max_tokens=stage.max_tokens,
             seed=stage.seed,
             max_length=self.recipe.data.max_length,
@@ -242,12 +247,13 @@ def _shard_name(index: int) -> str:
 
 
 def _num_shards(stage: GenerateStage, data: TokenStore) -> int:
-    return -(-len(data) // stage.shard_size)
+    return -(-len(rows_to_answer(stage, len(data))) // stage.shard_size)
 
 
-def _rows_of(index: int, stage: GenerateStage, data: TokenStore) -> range:
-    """Return the rows of the data that a shard responds to."""
-    return range(len(data))[index * stage.shard_size : (index + 1) * stage.shard_size]
+def _rows_of(index: int, stage: GenerateStage, data: TokenStore) -> NDArray[np.int64]:
+    """Return the rows of the data that a shard responds to: int64 [responses]."""
+    rows = rows_to_answer(stage, len(data))
+    return rows[index * stage.shard_size : (index + 1) * stage.shard_size]
 
 
 def _number_type(recipe: Recipe) -> str:

@@ -6,7 +6,7 @@ be written in any parts, by any number of processes. Imports no Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,13 @@ from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.measure.evaluation.decoding import (
+    DecodedItem,
     DecodingSetting,
     evaluation_engine,
     run_setting,
 )
 from mars_serve.measure.evaluation.items import EvalItem
-from mars_train.data.token_store import TokenStore, TokenStoreWriter
+from mars_train.data.token_store import TokenStore, TokenStoreWriter, temperatures
 from mars_train.recipe import GenerateStage
 
 
@@ -33,9 +34,7 @@ def generate_responses(
     max_length: int,
     output: Path,
     *,
-    rows: Sequence[int] | None = None,
     device: str = "cpu",
-    on_progress: Callable[[int, str], None] | None = None,
 ) -> TokenStore:
     """Write a token store of the data's prompts with the model's own responses.
 
@@ -45,23 +44,27 @@ def generate_responses(
         stage: settings of the responses.
         max_length: most tokens of a conversation, prompt and response together.
         output: place of the new store, which must not exist.
-        rows: rows of the data to respond to; all by default.
         device: device to run on.
-        on_progress: called with the number of finished responses, and their speed in words.
 
     Returns:
-        The store. Its rows are those of the data, in order; the response is supervised, with the
-        end token if the model ended it.
+        The store. Its rows are those of `rows_to_answer`; the response is supervised, with the end
+        token if the model ended it.
 
     Raises:
         UserError: the model is unusable, or ``output`` exists.
     """
-    chosen = range(len(data)) if rows is None else rows
+    rows = rows_to_answer(stage, len(data))
     with TokenStoreWriter(output) as writer:
         responder = Responder(read_checkpoint(model), stage, max_length, device=device)
-        found = responder.respond(data, chosen, on_progress=on_progress)
-        append_responses(writer, data, chosen, found)
+        found = responder.respond(data, rows)
+        append_responses(writer, data, rows, found)
         return writer.finish()
+
+
+def rows_to_answer(stage: GenerateStage, num_rows: int) -> NDArray[np.int64]:
+    """Return the rows of the data that a stage responds to, ascending: int64 [responses]."""
+    count = min(num_rows, stage.max_responses or num_rows)
+    return np.arange(count, dtype=np.int64) * num_rows // count
 
 
 class Responder:
@@ -91,8 +94,7 @@ class Responder:
     ) -> None:
         self._stage, self._max_length = stage, max_length
         exact = checkpoint.metadata is not None
-        setting = DecodingSetting(Mode.EXACT if exact else Mode.AR, 1.0)
-        self._setting = setting.sampled(stage.temperature, stage.seed)
+        self._setting = DecodingSetting(Mode.EXACT if exact else Mode.AR, 1.0)
         longest = EvalItem("longest", (0,) * max_length, answer=None, states_answer=False)
         self._engine = evaluation_engine(
             checkpoint,
@@ -104,19 +106,17 @@ class Responder:
             device=device,
         )
 
-    def respond(
-        self,
-        data: TokenStore,
-        rows: Sequence[int],
-        *,
-        on_progress: Callable[[int, str], None] | None = None,
-    ) -> list[tuple[int, ...]]:
+    def respond(self, data: TokenStore, rows: NDArray[np.int64]) -> list[tuple[int, ...]]:
         """Return the response to the prompt of each row, the end token included.
+
+        Args:
+            data: the conversations.
+            rows: int64 [responses].
 
         Raises:
             UserError: the model gives no finite logits, or a prompt leaves no room.
         """
-        items = [_item(data, row) for row in rows]
+        items = [_item(data, int(row)) for row in rows]
         room = [self._max_length - len(item.prompt) for item in items]
         if min(room) < 1:
             raise UserError(
@@ -124,9 +124,7 @@ class Responder:
                 f"{items[room.index(min(room))].source}; raise it, or prepare the data with it"
             )
         most = min(max(room), self._stage.max_tokens or max(room))
-        decoded = run_setting(
-            self._engine, items, self._setting, max_tokens=most, on_progress=on_progress
-        )
+        decoded = self._decoded(items, rows, most)
         for each in decoded:
             if not each.is_whole:
                 raise UserError(
@@ -135,11 +133,28 @@ class Responder:
                 )
         return [each.tokens[:limit] for limit, each in zip(room, decoded, strict=True)]
 
+    def _decoded(
+        self, items: Sequence[EvalItem], rows: NDArray[np.int64], max_tokens: int
+    ) -> list[DecodedItem]:
+        """Decode each row's item at the temperature that is drawn for the row."""
+        stage, found = self._stage, dict[int, DecodedItem]()
+        drawn = temperatures(rows, stage.seed, stage.temperatures)
+        for temperature in stage.temperatures:
+            places = np.flatnonzero(drawn == temperature).tolist()
+            decoded = run_setting(
+                self._engine,
+                [items[place] for place in places],
+                self._setting.sampled(temperature, stage.seed),
+                max_tokens=max_tokens,
+            )
+            found |= zip(places, decoded, strict=True)
+        return [found[place] for place in range(len(items))]
+
 
 def append_responses(
     writer: TokenStoreWriter,
     data: TokenStore,
-    rows: Sequence[int],
+    rows: NDArray[np.int64],
     responses: Sequence[Sequence[int]],
 ) -> None:
     """Add rows of the data with their responses, which are supervised, to a store.
@@ -147,13 +162,13 @@ def append_responses(
     Args:
         writer: the store.
         data: the conversations that gave the prompts.
-        rows: row of each response.
+        rows: row of each response, int64 [responses].
         responses: token ids of each response, at least one.
     """
-    prompts = [prompt_of(data, row) for row in rows]
+    prompts = [prompt_of(data, int(row)) for row in rows]
     sizes = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
     writer.append(
-        keys=np.stack([np.zeros(len(rows), np.int64), np.asarray(rows, np.int64)], axis=1),
+        keys=np.stack([np.zeros_like(rows), rows], axis=1),
         lengths=np.array([sum(size) for size in sizes], np.int32),
         tokens=np.concatenate(
             [part for pair in zip(prompts, responses, strict=True) for part in pair]
