@@ -1,6 +1,6 @@
 """Measures a MARS checkpoint on real text: what its masks know, and how fast it is for that.
 
-    python -m bench.beds.code MODEL --data eval.jsonl
+    python -m bench.beds.code MODEL --data eval.jsonl [--adapter DIR]
 
 Greedy and sampled outputs are told apart, and for each the share that ends in a loop: loops are
 easy to draft, so that they make tokens a pass look better than they are. Tokens a pass are those of
@@ -24,7 +24,8 @@ from bench.beds.report import markdown
 from bench.beds.scores import conversation_rows, distributions, drafting
 from bench.engine_runs import decode, settings_for, warm_engine
 
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.report import check_output_files, write_json
 from mars_platform.data.conversations import Conversation
 from mars_platform.errors import UserError
@@ -70,13 +71,14 @@ def measure(
     num_timed: int,
     rounds: int,
     num_lookup_drafts: int = 0,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
-    """Return all figures of a checkpoint as JSON.
+    """Return all figures of a checkpoint, or of a model with an adapter, as JSON.
 
     Raises:
         UserError: the model or the data is unusable, or the model is a plain AR checkpoint.
     """
-    checkpoint = read_checkpoint(model)
+    checkpoint = read_model(model, adapter)
     if checkpoint.metadata is None:
         raise UserError(f"MODEL: {model} is a plain AR checkpoint; name one that knows masks")
     items = read_items(
@@ -85,6 +87,7 @@ def measure(
     conversations = list(read_conversations([str(data)]))
     return {
         "model": str(checkpoint.path),
+        "adapter": None if adapter is None else str(adapter),
         "block_size": checkpoint.metadata.block_size,
         "num_items": len(items),
         "num_lookup_drafts": num_lookup_drafts,
@@ -104,7 +107,7 @@ def measure(
 
 def likelihood(checkpoint: Checkpoint, conversations: Sequence[Conversation]) -> dict[str, float]:
     """Return the AR loss of held-out responses in nats per token, and in bits per byte of text."""
-    model = load_model(checkpoint.path)
+    model = load_weights(checkpoint, dtype=torch.float32)
     found = distributions(model, model, conversation_rows(checkpoint, conversations))
     num_bytes = sum(len(each.messages[-1].content.encode()) for each in conversations)
     nats = sum(found["loss"])
@@ -122,7 +125,7 @@ def output_figures(
     engine = evaluation_engine(checkpoint, items, max_tokens=max_tokens, max_num_seqs=_BATCH)
     setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
     outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
-    model = load_model(checkpoint.path)
+    model = load_weights(checkpoint, dtype=torch.float32)
     found = drafting(checkpoint, model, items, outputs, temperature)
     loops = [ends_in_loop(output.tokens) for output in outputs]
     return found | {"ends_in_loop": loops}
@@ -221,8 +224,9 @@ def _tokens_a_pass(found: dict[str, Any], indices: Sequence[int]) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="MARS checkpoint.")],
+    model: Annotated[str, typer.Argument(help="MARS checkpoint, or the model of an adapter.")],
     data: Annotated[Path, typer.Option(help="Held-out conversations, JSONL.")],
+    adapter: Annotated[Path | None, typer.Option(help="Adapter of the model.")] = None,
     items: Annotated[int, typer.Option(min=2, help="Conversations to decode.")] = 200,
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
     timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
@@ -245,6 +249,7 @@ def main(
             num_timed=timed,
             rounds=rounds,
             num_lookup_drafts=lookup_drafts,
+            adapter=adapter,
         )
         typer.echo(tables(found))
         if out is not None:

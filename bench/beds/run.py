@@ -101,8 +101,13 @@ def chosen(only: list[str]) -> list[Variant]:
 
 
 def with_blocks(variant: Variant, block_size: int) -> Variant:
-    """Return a variant with another block size, under a name of its own."""
-    stage = {**variant.stage, "block_size": block_size}
+    """Return a variant with another block size, under a name of its own.
+
+    It becomes the largest of several sizes; the others keep their ratio to it.
+    """
+    sizes = variant.stage.get("block_size", [block_size])
+    scaled = sorted({max(1, size * block_size // sizes[-1]) for size in sizes})
+    stage = {**variant.stage, "block_size": scaled}
     return replace(variant, name=f"{variant.name}-b{block_size}", stage=stage)
 
 

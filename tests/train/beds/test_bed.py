@@ -121,10 +121,13 @@ def test_a_run_that_was_stopped_makes_its_data_anew(tmp_path):
 
 
 def test_another_block_size_has_a_name_of_its_own():
-    variant = with_blocks(VARIANTS[-1], 16)
-    assert variant.name.endswith("-b16")
-    assert variant.stage == {**VARIANTS[-1].stage, "block_size": 16}
-    assert variant.responses == VARIANTS[-1].responses
+    baseline, mixed = chosen([BASELINE, "mixed-blocks-2-4-8"])
+    assert with_blocks(baseline, 16).stage == {"block_size": [16]}
+    variant = with_blocks(mixed, 16)
+    assert variant.name == "mixed-blocks-2-4-8-b16"
+    assert variant.stage == {**mixed.stage, "block_size": [4, 8, 16]}
+    assert variant.responses == mixed.responses
+    assert with_blocks(mixed, 2).stage["block_size"] == [1, 2]
 
 
 def test_every_variant_is_a_valid_stage(bed):
