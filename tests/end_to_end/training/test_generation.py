@@ -22,11 +22,11 @@ from mars_train.run.run_directory import RunDirectory
 from mars_train.stage.responses import generate_responses
 from mars_train.storage.directories import Storage
 
-NUM_ROWS, SHARD = 30, 8
+NUM_ROWS, NUM_RESPONSES, SHARD = 30, 20, 8
 STAGE = {
     "objective": "generate",
     "temperature": [0.0, 0.8],
-    "max_responses": 20,
+    "max_responses": NUM_RESPONSES,
     "max_tokens": 12,
     "shard_size": SHARD,
 }
@@ -211,10 +211,12 @@ def test_a_recipe_trains_masks_on_responses_from_the_model_before(trained, tmp_p
     printed = io.StringIO()
     model = run_recipe(Recipe.model_validate(content), Console(file=printed, width=200))
     text = printed.getvalue()
-    assert text.index("stage own: 20 responses") < text.index("stage mars: checkpoint in")
+    assert text.index(f"stage own: {NUM_RESPONSES} responses") < text.index(
+        "stage mars: checkpoint in"
+    )
     store = TokenStore(tmp_path / "out" / "stages" / "own" / STORE)
     data = TokenStore(tmp_path / "out" / "data")
-    assert len(store) == len(data) == NUM_ROWS
+    assert (len(store), len(data)) == (NUM_RESPONSES, NUM_ROWS)
     assert not (tmp_path / "out" / "checkpoints").exists()
     metadata = json.loads((model / "mars.json").read_text())
     mask_id = metadata["mask_token_id"]
