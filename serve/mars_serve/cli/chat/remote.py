@@ -31,13 +31,9 @@ class RemoteModel:
         Raises:
             UserError: the server cannot be used, or it has no such model or several.
         """
-        self._url = url
-        timeout = openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
-        self._client = OpenAI(
-            base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=timeout
-        )
-        with self._told():
-            names = [each.id for each in self._client.models.list().data]
+        self._url, self._key = url, key
+        with self._client() as client:
+            names = [each.id for each in client.models.list().data]
         if model is None and len(names) != 1:
             raise UserError(f"--model: {url} has {', '.join(names) or 'no model'}; name one")
         if model is not None and model not in names:
@@ -51,8 +47,8 @@ class RemoteModel:
             "confidence_threshold": choice.threshold,
             "max_tokens": choice.max_tokens,
         }
-        with self._told():
-            create: Any = self._client.chat.completions.create  # its overloads want exact types
+        with self._client() as client:
+            create: Any = client.chat.completions.create  # its overloads want exact types
             stream = create(
                 model=self.name,
                 messages=list(messages),
@@ -68,14 +64,19 @@ class RemoteModel:
                 stream.close()  # the server then ends the request
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turn a failure to ask the server into one clear error.
+    def _client(self) -> Iterator[OpenAI]:
+        """Open a client for the length of a block, which leaves no connection behind.
 
         Raises:
             UserError: the server is away, or refuses the request.
         """
+        timeout = openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
+        key = self._key or "none"
         try:
-            yield
+            with OpenAI(
+                base_url=f"{self._url}/v1", api_key=key, max_retries=0, timeout=timeout
+            ) as client:
+                yield client
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise UserError(
                 f"--key-env: {self._url} refuses the key ({_message(error)}); put a valid one into "

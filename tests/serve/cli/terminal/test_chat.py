@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,15 @@ def test_a_server_that_cannot_be_used_is_one_clear_error(
 ) -> None:
     assert run(["chat", url, *options]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("key", ["USER_KEY", "OTHER_KEY"])
+def test_a_remote_model_leaves_no_connection_behind(url: str, key: str) -> None:
+    with suppress(UserError):
+        talk(RemoteModel(url, key_in(key), None), "What is 3 plus 4?")
+    port = int(url.rpartition(":")[2])
+    sockets = [each for each in gc.get_objects() if type(each) is socket.socket]
+    assert [each for each in sockets if f"raddr=('127.0.0.1', {port})" in repr(each)] == []
 
 
 def test_addresses_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
