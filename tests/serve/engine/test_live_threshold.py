@@ -136,7 +136,7 @@ def test_masks_end_and_return_with_the_very_next_step(
 def test_a_kept_choice_of_windows_ends_with_the_threshold() -> None:
     """A choice of masks is kept for several short steps, but not when the live τ changes."""
     times = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
-    chooser, (row,) = WindowChooser(times, BLOCK_SIZE), requests_with(LIVE, 1)
+    chooser, (row,) = WindowChooser(times, BLOCK_SIZE, clock=lambda: 0.0), requests_with(LIVE, 1)
     assert chooser.choose([row]) == [(0,)]
     row.follow(LiveDecoding(0.5))
     assert chooser.choose([row]) == [(0,)]

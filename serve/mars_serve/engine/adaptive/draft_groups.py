@@ -3,7 +3,8 @@
 A step that checks D drafts has D + 1 outcomes. The masks behind an outcome give the drafts of the
 next step if that outcome occurs, and are wasted otherwise. So the expected gain of a mask, in
 tokens, is the probability of its outcome times the probability that the draft it gives is right.
-Its cost is one position.
+Its cost is one position, and another one in the next step if its outcome occurs: a draft is fed
+whether or not it is right.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ class DraftChances(NamedTuple):
         return cls(list(each), list(accumulate(each, mul)))
 
 
+class Candidate(NamedTuple):
+    """A position that a request could feed."""
+
+    gain: float
+    """Tokens that it is expected to give."""
+    further: float
+    """Positions that it is expected to add to the next step."""
+
+
 def num_given_drafts(request: Request) -> int:
     """Count the drafts of masks and of a second model, which count as fed whatever is chosen.
 
@@ -41,8 +51,8 @@ def num_given_drafts(request: Request) -> int:
     return len(request.drafts) - request.num_lookup_drafts
 
 
-def position_gains(request: Request, chances: DraftChances, window: int) -> list[list[float]]:
-    """Return the expected tokens of each position that a request could feed.
+def candidates_of(request: Request, chances: DraftChances, window: int) -> list[list[Candidate]]:
+    """Return the positions that a request could feed.
 
     Its masks come first, by outcome and depth; the last list is that of the drafts from its own
     text.
@@ -54,10 +64,14 @@ def position_gains(request: Request, chances: DraftChances, window: int) -> list
     """
     reach = _reach(request, chances)
     masks = [
-        [share * gain for gain in chances.all_up_to[: request.num_masks(window, outcome)]]
+        [
+            Candidate(share * gain, share)
+            for gain in chances.all_up_to[: request.num_masks(window, outcome)]
+        ]
         for outcome, share in enumerate(_outcome_shares(reach))
     ]
-    return [*masks, reach[1 + num_given_drafts(request) :]]
+    drafts = reach[1 + num_given_drafts(request) :]
+    return [*masks, [Candidate(gain, 0.0) for gain in drafts]]
 
 
 def chosen_masks(
@@ -69,13 +83,15 @@ def chosen_masks(
         request: a request that checks drafts.
         chances: the probabilities that its drafts are right.
         window: most masks of an outcome.
-        least_gain: tokens that a position must be expected to gain, above 0.
+        least_gain: tokens that each position must be expected to gain, those of the next step
+            included, above 0.
     """
     reach = _reach(request, chances)
     kept = list(takewhile(lambda chance: chance >= least_gain, reach)) or [1.0]
     masks = []
     for outcome, share in enumerate(_outcome_shares(kept)):
-        count = sum(share * gain >= least_gain for gain in chances.all_up_to)
+        least = least_gain * (1.0 + share)
+        count = sum(share * gain >= least for gain in chances.all_up_to)
         masks.append(min(count, request.num_masks(window, outcome)) if count else 0)
     return tuple(masks)
 

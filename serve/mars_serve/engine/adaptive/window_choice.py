@@ -6,18 +6,21 @@ many tokens per second as possible; where masks do not pay, none are fed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mars_serve.engine.adaptive.acceptance_statistics import PRIOR, AcceptanceStatistics
+from mars_serve.engine.adaptive.corrected_times import CorrectedTimes
 from mars_serve.engine.adaptive.draft_groups import (
+    Candidate,
     DraftChances,
+    candidates_of,
     chosen_masks,
     num_given_drafts,
-    position_gains,
 )
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.request import Request
@@ -25,16 +28,15 @@ from mars_serve.engine.request import Request
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 
-_CHOOSING_S, _CHOOSING_ROW_S = 200e-6, 3e-6
-"""Seconds that one choice takes, and further seconds for each row, with cold caches."""
 _CHOOSING_SHARE = 0.02
 """Largest share of a step's time spent on choosing; a choice is kept for several short steps."""
+_CHOOSING_S = 200e-6
+"""Seconds that choosing is taken to last before the first choice."""
+_CHOOSING_WEIGHT, _MAX_CHOOSING = 0.1, 4.0
+"""Weight of the newest choice in the running mean of the time that choosing takes, and its largest
+multiple of that mean; more counts as a pause."""
 _MAX_INTERVAL = 16
 """Most steps for which a choice is kept."""
-_OVERHEAD_WEIGHT = 0.1
-"""Weight of the newest steps in the running mean of the measured overhead."""
-_MAX_OVERHEAD = 2.0
-"""Largest overhead of a step, as a multiple of its time in the table; more counts as a pause."""
 _NEXT_FEW = 8
 """Number of positions over which the cost of one further position is averaged."""
 _LEAST_GAIN = 0.01
@@ -50,19 +52,34 @@ class WindowChooser:
     """Chooses each row's number of masks to maximise tokens per second.
 
     A row with w masks gains E(w) = 1 + sum over d <= w of p_1 ... p_d tokens per step. In the
-    steady state it feeds E(w) + w positions: the tokens accepted by the last step and the masks.
+    steady state it feeds E(w) + w positions: the tokens accepted by the last step and the masks. A
+    row that checks drafts feeds those of the outcome that occurred, whether or not they are right.
     The highest steady-state rate over all windows, in tokens per second, is the price of a second.
     The positions of the coming step are known, so its masks are those that maximise
 
-        gained tokens x (1 - upkeep) - price x seconds of this step's positions
+        gained tokens - upkeep - price x seconds of this step's positions
 
-    where upkeep is the price of feeding one accepted token in the step after. Thus a step that has
-    to feed many tokens, accepted in a lucky step before it, gets fewer masks if the step time would
-    rise steeply.
+    where upkeep is the price of the tokens and drafts that they make the step after feed. Thus a
+    step that has to feed many tokens, accepted in a lucky step before it, gets fewer masks if the
+    step time would rise steeply.
     """
 
-    def __init__(self, times: StepTimes, max_window: int) -> None:
-        self._times = times
+    def __init__(
+        self,
+        times: StepTimes,
+        max_window: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start without evidence.
+
+        Args:
+            times: measured times of forward passes.
+            max_window: most masks of a row, or of one of its outcomes.
+            clock: returns seconds; times the choices.
+        """
+        self._times = CorrectedTimes(times)
+        self._clock, self._choosing_s = clock, _CHOOSING_S
         self._max_window = max_window
         self._acceptance = AcceptanceStatistics(max_window)
         self._kept: dict[str, int] = {}  # last choice by request, for rows of one outcome
@@ -72,9 +89,6 @@ class WindowChooser:
         self._optimistic = DraftChances.of([PRIOR] * max_window)
         self._chances: dict[str, DraftChances] = {}  # by request, for rows that check drafts
         self._interval = self._num_kept = self._other_positions = 0
-        self._overhead_s = 0.0
-        # sums since the last choice: steps, positions, cached tokens, seconds
-        self._seen = np.zeros(4)
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Record the outcome of a row's step.
@@ -86,13 +100,8 @@ class WindowChooser:
         self._acceptance.observe(request, num_masks, num_accepted)
 
     def observe_step(self, positions: int, cached_tokens: int, seconds: float) -> None:
-        """Record the duration of a whole step, from the end of the step before.
-
-        The table holds the time of the forward pass alone, on an otherwise idle machine. The
-        overhead beyond it does not depend on the step's size, and makes larger steps pay more.
-        """
-        if positions <= self._times.positions[-1]:
-            self._seen += (1, positions, cached_tokens, seconds)
+        """Record the duration of a whole step, from the end of the step before."""
+        self._times.observe(positions, cached_tokens, seconds)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""
@@ -132,7 +141,9 @@ class WindowChooser:
         if self._num_kept > self._interval or is_other_step:
             if cached_tokens is None:
                 cached_tokens = sum(request.num_cached for request in rows)
-            self._renew(rows, other_positions, cached_tokens)
+            begin_s = self._clock()
+            step_s = self._renew(rows, other_positions, cached_tokens)
+            self._keep_for(step_s, self._clock() - begin_s)
         return [self._masks(request) for request in rows]
 
     def _masks(self, request: Request) -> tuple[int, ...]:
@@ -144,10 +155,17 @@ class WindowChooser:
             return requested
         return (min(self._kept.get(request.id, self._usual), requested[0]),)
 
-    def _renew(self, rows: Sequence[Request], other_positions: int, cached_tokens: int) -> None:
-        """Choose anew, and set for how many steps the choice is kept."""
+    def _keep_for(self, step_s: float, choosing_s: float) -> None:
+        """Set for how many steps of ``step_s`` seconds a choice is kept that has just been made."""
+        choosing_s = min(choosing_s, _MAX_CHOOSING * self._choosing_s)
+        self._choosing_s += _CHOOSING_WEIGHT * (choosing_s - self._choosing_s)
+        interval = round(self._choosing_s / (_CHOOSING_SHARE * step_s))
+        self._interval = min(max(1, interval), _MAX_INTERVAL)
+
+    def _renew(self, rows: Sequence[Request], other_positions: int, cached_tokens: int) -> float:
+        """Choose anew, and return the seconds that the step is expected to take."""
         self._acceptance.advance(self._num_kept - 1)
-        self._learn_overhead()
+        self._times.learn()
         longest = self._max_window + 1
         num_fed = sum(
             min(request.num_uncached, longest) + num_given_drafts(request) for request in rows
@@ -156,19 +174,8 @@ class WindowChooser:
         windows = self._choose(rows, num_fed, cached_tokens)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
         self._usual = round(sum(windows) / len(windows))
-        step_s = float(self._times.at(num_fed + sum(windows), cached_tokens)) + self._overhead_s
-        choosing_s = _CHOOSING_S + _CHOOSING_ROW_S * len(rows)
-        self._interval = min(max(1, round(choosing_s / (_CHOOSING_SHARE * step_s))), _MAX_INTERVAL)
         self._num_kept, self._other_positions = 1, other_positions
-
-    def _learn_overhead(self) -> None:
-        num_steps, *totals = self._seen
-        if num_steps:
-            positions, cached_tokens, seconds = (total / num_steps for total in totals)
-            expected = float(self._times.at(positions, cached_tokens))
-            overhead = min(max(seconds - expected, 0.0), _MAX_OVERHEAD * expected)
-            self._overhead_s += _OVERHEAD_WEIGHT * (overhead - self._overhead_s)
-            self._seen[:] = 0
+        return float(self._times.at(num_fed + sum(windows), cached_tokens))
 
     def _choose(self, rows: Sequence[Request], num_fed: int, cached_tokens: int) -> list[int]:
         """Choose each row's number of masks, and the least gain for rows that check drafts."""
@@ -186,8 +193,8 @@ class WindowChooser:
             gains=probabilities.cumprod(axis=1),  # p_1 ... p_d, falling with the depth d
             num_fixed=np.where(is_free, 0, limits),
             limits=np.where(is_free, limits, 0),
-            outcome_gains={
-                row: position_gains(request, self._chances[request.id], self._max_window)
+            of_outcomes={
+                row: candidates_of(request, self._chances[request.id], self._max_window)
                 for row, request in enumerate(rows)
                 if request.id in self._chances
             },
@@ -204,23 +211,23 @@ class WindowChooser:
 
         ``num_fed`` are the positions that the step feeds besides the ranked masks.
         """
-        tokens = ranked.tokens
+        tokens, fed = ranked.tokens, ranked.fed
         feeds = np.stack(
             [
-                tokens,  # the steady state: every accepted token is fed in the step after
-                np.full_like(tokens, tokens[0]),  # the same without the tokens gained by masks
-                np.full_like(tokens, num_fed),  # this step
+                fed,  # the steady state
+                np.full_like(fed, fed[0]),  # the same without what masks make the next step feed
+                np.full_like(fed, num_fed),  # this step
             ]
         )
-        times = self._times.at(feeds + ranked.num_masks, cached_tokens) + self._overhead_s
+        times = self._times.at(feeds + ranked.num_masks, cached_tokens)
         steady, without_gain, now = times  # [candidates + 1] each
         price = float((tokens / steady).max())
         peak = (tokens - price * steady - ranked.margins).argmax()
         if peak == 0:
             return 0, price
         extra_s = max(0.0, steady[peak] - without_gain[peak])
-        upkeep = price * extra_s / (tokens[peak] - tokens[0])
-        scores = tokens * (1 - upkeep) - price * now - ranked.margins
+        upkeep = price * extra_s / max(fed[peak] - fed[0], _LEAST_GAIN)
+        scores = tokens - upkeep * fed - price * now - ranked.margins
         return int(scores.argmax()), price
 
     def _position_s(self, positions: int, cached_tokens: int) -> float:
@@ -234,15 +241,17 @@ class WindowChooser:
 class _RankedMasks:
     """Candidate masks of a step, most promising first.
 
-    Index k of ``num_masks``, ``tokens`` and ``margins`` describes a step that feeds the first k
-    candidates beside the fixed masks. All k are priced, because the step time need not rise with
-    the number of positions.
+    Index k of ``num_masks``, ``tokens``, ``fed`` and ``margins`` describes a step that feeds the
+    first k candidates beside the fixed masks. All k are priced, because the step time need not rise
+    with the number of positions.
     """
 
     num_fixed: _Ints  # fixed masks of each row [rows]
     rows: _Ints  # row of each candidate [candidates]
     num_masks: _Ints  # masks of the step, fixed ones included [candidates + 1]
     tokens: _Floats  # expected tokens of the step [candidates + 1]
+    fed: _Floats  # positions that the next step feeds besides its masks [candidates + 1]
+    returns: _Floats  # expected tokens of each candidate per position, falling [candidates]
     margins: _Floats  # tokens that the masks must gain beyond their cost [candidates + 1]
 
     @classmethod
@@ -252,7 +261,7 @@ class _RankedMasks:
         gains: _Floats,
         num_fixed: _Ints,
         limits: _Ints,
-        outcome_gains: Mapping[int, list[list[float]]],
+        of_outcomes: Mapping[int, list[list[Candidate]]],
     ) -> _RankedMasks:
         """Rank the candidate masks of all rows.
 
@@ -260,27 +269,30 @@ class _RankedMasks:
             gains: expected tokens of a mask for its row, ``[rows, depths]``.
             num_fixed: masks that are fed in any case, ``[rows]``.
             limits: most candidates of each row, ``[rows]``.
-            outcome_gains: for rows that check drafts, the candidates' gains by outcome and depth.
+            of_outcomes: for rows that check drafts, the candidates by outcome and depth.
         """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)
         rows, places = (depths < limits[:, None]).nonzero()  # row by row, depth rising
         values, is_first = gains[rows, places], places == 0
-        if outcome_gains:
+        further = values  # an accepted token is fed in the next step
+        if of_outcomes:
             flat = [
-                (row, gain)
-                for row, outcomes in outcome_gains.items()
+                (row, *candidate)
+                for row, outcomes in of_outcomes.items()
                 for outcome in outcomes
-                for gain in outcome
+                for candidate in outcome
             ]
-            values = np.concatenate([values, [gain for _, gain in flat]])
-            rows = np.concatenate([rows, np.array([row for row, _ in flat], dtype=rows.dtype)])
+            checking, gained, adding = np.array(flat).reshape(-1, 3).T
+            rows = np.concatenate([rows, checking.astype(rows.dtype)])
+            values, further = np.concatenate([values, gained]), np.concatenate([further, adding])
             is_first = np.concatenate([is_first, np.zeros(len(flat), dtype=bool)])
-        # The gain per position, g / (g + 1), rises with g. A stable sort keeps depths in order.
-        order = np.argsort(-values, kind="stable")
-        tokens, margins = np.zeros((2, len(order) + 1))
-        tokens[0] = num_rows + gains[depths < num_fixed[:, None]].sum()
-        tokens[1:] = values[order]
+        returns = values / (1.0 + further)
+        # Returns fall with the depth, and a stable sort keeps equal ones in order.
+        order = np.argsort(-returns, kind="stable")
+        tokens, fed, margins = np.zeros((3, len(order) + 1))
+        tokens[0] = fed[0] = num_rows + gains[depths < num_fixed[:, None]].sum()
+        tokens[1:], fed[1:] = values[order], further[order]
         margins[1:] = _MARGIN * is_first[order]  # one margin for each row that takes masks
         total_fixed = int(num_fixed.sum())
         return cls(
@@ -288,6 +300,8 @@ class _RankedMasks:
             rows=rows[order],
             num_masks=np.arange(total_fixed, total_fixed + len(tokens)),
             tokens=tokens.cumsum(),
+            fed=fed.cumsum(),
+            returns=returns[order],
             margins=margins.cumsum(),
         )
 
@@ -300,11 +314,11 @@ class _RankedMasks:
         """Return the tokens that a position must gain in the steps until the next choice.
 
         It is ``position_cost``, in tokens, limited to values that would give the same choice: at
-        most the gain of the last chosen candidate and above that of the first rejected one.
+        most the return of the last chosen candidate and above that of the first rejected one.
         """
-        gains = np.diff(self.tokens)
-        high = float(gains[num_chosen - 1]) if num_chosen else float("inf")
-        low = float(np.nextafter(gains[num_chosen], 2.0)) if num_chosen < len(gains) else 0.0
+        returns = self.returns
+        high = float(returns[num_chosen - 1]) if num_chosen else float("inf")
+        low = float(np.nextafter(returns[num_chosen], 2.0)) if num_chosen < len(returns) else 0.0
         return max(min(max(position_cost, low), high), _LEAST_GAIN)
 
 

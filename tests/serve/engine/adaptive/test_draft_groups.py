@@ -11,9 +11,9 @@ from decoding.engine_requests import make_request
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.draft_groups import (
     DraftChances,
+    candidates_of,
     chosen_masks,
     num_given_drafts,
-    position_gains,
 )
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.request import Draft, Request
@@ -46,9 +46,11 @@ def test_a_masks_gain_is_its_outcomes_probability_times_that_of_its_depth(
     drafts: list[float], temperature: float, window: int, shares: list[float]
 ) -> None:
     row = exact_row(drafts, temperature=temperature)
-    expected = [[share * gain for gain in (0.9, 0.54, 0.27)[:window]] for share in shares]
-    *masks, looked_up = position_gains(row, CHANCES, window)
-    assert masks == [pytest.approx(gains) for gains in expected]
+    *masks, looked_up = candidates_of(row, CHANCES, window)
+    for candidates, share in zip(masks, shares, strict=True):
+        gains = [share * gain for gain in (0.9, 0.54, 0.27)[:window]]
+        assert [each.gain for each in candidates] == pytest.approx(gains)
+        assert [each.further for each in candidates] == pytest.approx([share] * window)
     assert looked_up == []
 
 
@@ -63,19 +65,22 @@ def test_a_draft_from_the_text_gains_the_chance_that_it_and_all_before_it_are_ri
     row = exact_row([0.8, 0.7, 0.6], temperature=temperature)
     row.num_lookup_drafts = 2
     assert num_given_drafts(row) == 1
-    *masks, looked_up = position_gains(row, CHANCES, MAX_WINDOW)
+    *masks, looked_up = candidates_of(row, CHANCES, MAX_WINDOW)
     assert len(masks) == 4
-    assert looked_up == pytest.approx(gains)
+    assert [each.gain for each in looked_up] == pytest.approx(gains)
+    assert [each.further for each in looked_up] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("least_gain", "masks"),
     [
         (1e-9, (4, 4, 4, 4)),
-        # The outcomes have 0.2, 0.4, 0.36 and 0.04; the third draft is right with 0.04.
-        (0.1, (2, 3, 3)),
-        (0.3, (0, 1, 1)),
-        (0.5, (0, 1)),  # the last outcome now has 0.8
+        # The outcomes have 0.2, 0.4, 0.36 and 0.04; the third draft is right with 0.04, and is
+        # left out, so that the last outcome has 0.4.
+        (0.1, (1, 2, 2)),
+        (0.25, (0, 1, 1)),  # 0.36 tokens for 1.4 positions
+        (0.3, (0, 0, 0)),
+        (0.5, (0, 0)),
         (0.95, (0,)),
         (float("inf"), (0,)),
     ],
@@ -101,7 +106,7 @@ def test_no_mask_is_fed_past_the_last_token(
         for outcome, num_masks in enumerate(masks):
             # The outcome gives outcome + 1 tokens, and the step after it one without drafts.
             assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
-    shares = [gains[0] for gains in position_gains(row, CHANCES, MAX_WINDOW) if gains]
+    shares = [found[0].gain for found in candidates_of(row, CHANCES, MAX_WINDOW) if found]
     assert sum(shares) <= CHANCES.each[0] + 1e-9
     if num_left > MAX_WINDOW + 2:
         assert sum(shares) == pytest.approx(CHANCES.each[0])  # exactly one outcome occurs

@@ -47,6 +47,11 @@ ACCEPTANCE = {
 }
 
 
+def chooser_of(times: StepTimes) -> WindowChooser:
+    """Return a chooser that chooses in no time, so anew in every step."""
+    return WindowChooser(times, MAX_WINDOW, clock=lambda: 0.0)
+
+
 def make_rows(count: int) -> list[Request]:
     return [make_request(f"row {index}", [5], 10**9) for index in range(count)]
 
@@ -85,7 +90,7 @@ class Simulation:
 
     def chosen(self, times: StepTimes) -> tuple[float, NDArray[np.int64]]:
         """Return the tokens per second with chosen windows, and the windows ``[steps, rows]``."""
-        chooser, rows, windows = WindowChooser(times, MAX_WINDOW), make_rows(self.num_rows), []
+        chooser, rows, windows = chooser_of(times), make_rows(self.num_rows), []
         for runs in self._runs:
             windows.append(windows_of(chooser, rows, cached_tokens=self.cached_tokens))
             for row, num_masks, run in zip(rows, windows[-1], runs.tolist(), strict=True):
@@ -103,7 +108,7 @@ class Simulation:
 
 def settled_chooser(times: StepTimes, rows: list[Request], acceptance: float) -> WindowChooser:
     """Build a chooser that has seen a long run of the rows' outcomes."""
-    chooser, source = WindowChooser(times, MAX_WINDOW), np.random.default_rng(0)
+    chooser, source = chooser_of(times), np.random.default_rng(0)
     for _ in range(200):
         windows_of(chooser, rows)
         for row in rows:
@@ -158,7 +163,7 @@ def test_windows_follow_a_change_of_acceptance(before: float, after: float) -> N
 
 def test_a_step_time_that_falls_after_a_rise_is_found() -> None:
     times = step_times({1: 1.0, 3: 2.0, 5: 1.0, 9: 1.05, 64: 40.0})
-    chooser, (row,) = WindowChooser(times, MAX_WINDOW), make_rows(1)
+    chooser, (row,) = chooser_of(times), make_rows(1)
     for _ in range(40):
         windows_of(chooser, [row])
         chooser.observe(row, 4, 4)
@@ -207,7 +212,7 @@ def test_pinned_windows_are_kept_and_counted() -> None:
 def test_no_row_gets_more_masks_than_it_can_use(
     kinds: list[tuple[Mode, float, int | None, int]], other_positions: int
 ) -> None:
-    chooser = WindowChooser(TABLES["gpu"], MAX_WINDOW)
+    chooser = chooser_of(TABLES["gpu"])
     rows = [
         make_request(str(index), [5], max_tokens, mode=mode, threshold=threshold, window=window)
         for index, (mode, threshold, window, max_tokens) in enumerate(kinds)
@@ -228,6 +233,20 @@ def test_overhead_beyond_the_table_makes_masks_pay() -> None:
         chooser.observe_step(8, 0, 0.024 + 0.040)
         windows = windows_of(chooser, rows)
     assert sum(windows) >= 4
+
+
+def test_masks_are_given_up_if_positions_cost_more_than_in_the_table() -> None:
+    table = step_times({1: 0.010, 100: 0.1585})  # 1.5 ms a position
+    chooser, rows = settled_chooser(table, make_rows(1), 0.3), make_rows(1)
+    assert windows_of(chooser, rows) == [1]
+    windows = []
+    for _ in range(200):
+        windows.append(windows_of(chooser, rows)[0])
+        # a tenth of the tokens of one mask are fed again
+        positions = 1 + windows[-1] + (len(windows) % 4 == 0)
+        real_s = float(table.at(positions, 0)) + 0.002 * (positions - 1)
+        chooser.observe_step(positions, 0, real_s)
+    assert sum(windows[100:]) <= 10
 
 
 def test_pauses_and_prompt_steps_do_not_count_as_overhead() -> None:
@@ -259,7 +278,7 @@ def mixed_rows() -> list[Request]:
 
 
 def test_every_outcome_gets_masks_if_positions_are_free() -> None:
-    chooser = WindowChooser(step_times({1: 0.010, 4096: 0.010}), MAX_WINDOW)
+    chooser = chooser_of(step_times({1: 0.010, 4096: 0.010}))
     greedy, sampled, pinned, *others = chooser.choose(mixed_rows())
     # The least promising mask may be missing: it defines the least gain of a position.
     assert len(greedy) == 5
@@ -271,7 +290,7 @@ def test_every_outcome_gets_masks_if_positions_are_free() -> None:
 
 def test_neither_masks_nor_drafts_are_fed_if_positions_are_expensive() -> None:
     times = step_times({1: 0.010, 2: 0.020, 256: 2.56})
-    chooser, rows = WindowChooser(times, MAX_WINDOW), mixed_rows()
+    chooser, rows = chooser_of(times), mixed_rows()
     for _ in range(100):
         chosen = chooser.choose(rows)
         for row, masks in zip(rows, chosen, strict=True):
@@ -279,10 +298,22 @@ def test_neither_masks_nor_drafts_are_fed_if_positions_are_expensive() -> None:
     assert chosen == [(0,), (0,), (0, 0, 2), (0,), (0,), (0,)]
 
 
+@pytest.mark.parametrize(("position_s", "has_masks"), [(0.002, True), (0.003, False)])
+def test_a_draft_has_to_pay_for_its_own_position_too(position_s: float, has_masks: bool) -> None:
+    """A mask and its draft take two positions, and half of the drafts are right."""
+    times = step_times({1: 0.010, 101: 0.010 + 100 * position_s})
+    chooser = chooser_of(times)
+    row = exact_row("sampled", [], sampling=Sampling(0.8))
+    for step in range(400):
+        (masks,) = chooser.choose([row])
+        chooser.observe(row, 1, 1 + step % 2)
+    assert any(masks) is has_masks
+
+
 def test_likely_outcomes_get_the_masks_and_fewer_in_a_larger_batch() -> None:
     totals = []
     for num_others in (0, 20, 60):
-        chooser = WindowChooser(CPU, MAX_WINDOW)
+        chooser = chooser_of(CPU)
         sure, unsure = exact_row("sure", [0.97] * 4), exact_row("unsure", [0.1] * 4)
         first, second, *rest = chooser.choose([sure, unsure, *ar_rows(num_others)])
         assert rest == [(0,)] * num_others
