@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.engine.drafting.drafter import Drafter
 from mars_serve.engine.engine import Engine
@@ -45,10 +47,13 @@ def settings_for(checkpoint: Checkpoint, batch: int) -> EngineSettings:
 
 
 def warm_engine(
-    checkpoint: Checkpoint, settings: EngineSettings, drafter: Drafter | None = None
+    checkpoint: Checkpoint,
+    settings: EngineSettings,
+    drafter: Drafter | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Engine:
     """Return an engine on the CPU that is warmed up."""
-    engine = Engine(checkpoint, settings, drafter=drafter)
+    engine = Engine(checkpoint, settings, drafter=drafter, dtype=dtype)
     engine.warm_up()
     return engine
 

@@ -4,8 +4,8 @@
 
 Greedy and sampled outputs are told apart, and for each the share that ends in a loop: loops are
 easy to draft, so that they make tokens a pass look better than they are. Tokens a pass are those of
-mode exact with all masks for every outcome; they depend on no clock. The speed at batch 1 is that
-of the engine with its own choice of drafts: all modes decode the same prompts in turn.
+mode exact with all masks for every outcome; they depend on no clock. The speed is that of the
+engine with its own choice of drafts: all ways to decode take the same prompts in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 from bench.beds.command import telling_mistakes
 from bench.beds.report import markdown
 from bench.beds.scores import conversation_rows, distributions, drafting
-from bench.engine_runs import decode, settings_for, warm_engine
+from bench.engine_runs import EngineRun, decode, settings_for, warm_engine
 
 from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
 from mars_platform.checkpoint.directory import Checkpoint
@@ -31,10 +31,14 @@ from mars_platform.data.conversations import Conversation
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import ratio_of_totals
+from mars_serve.cli.options import Dtype
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
+from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.decoding import (
+    DTYPES,
     DecodingSetting,
+    device_and_dtype,
     evaluation_engine,
     run_setting,
 )
@@ -70,10 +74,14 @@ def measure(
     max_tokens: int,
     num_timed: int,
     rounds: int,
+    batches: Sequence[int],
+    dtype: str,
     num_lookup_drafts: int = 0,
     adapter: Path | None = None,
 ) -> dict[str, Any]:
     """Return all figures of a checkpoint, or of a model with an adapter, as JSON.
+
+    Likelihood and outputs are those of float32; the speed is that of ``dtype``.
 
     Raises:
         UserError: the model or the data is unusable, or the model is a plain AR checkpoint.
@@ -91,17 +99,22 @@ def measure(
         "block_size": checkpoint.metadata.block_size,
         "num_items": len(items),
         "num_lookup_drafts": num_lookup_drafts,
+        "dtype": dtype,
         "likelihood": likelihood(checkpoint, conversations),
         "outputs": {
             f"{temperature:g}": output_figures(checkpoint, items, temperature, max_tokens)
             for temperature in TEMPERATURES
         },
-        "speed": {
-            f"{temperature:g}": speeds(
-                checkpoint, items[:num_timed], temperature, max_tokens, rounds, num_lookup_drafts
+        "speed": [
+            {"batch": batch, **found}
+            for batch in batches
+            for found in speeds(
+                engines(checkpoint, batch, DTYPES[dtype], num_lookup_drafts),
+                items[: max(num_timed, batch)],
+                max_tokens,
+                rounds,
             )
-            for temperature in TEMPERATURES
-        },
+        ],
     }
 
 
@@ -131,43 +144,61 @@ def output_figures(
     return found | {"ends_in_loop": loops}
 
 
+def engines(
+    checkpoint: Checkpoint, batch: int, dtype: torch.dtype, num_lookup_drafts: int
+) -> dict[str, Engine]:
+    """Return an engine for each kind of drafts, with room for a batch."""
+    settings = settings_for(checkpoint, batch)
+    drafts = {"masks": 0, "masks and text": num_lookup_drafts}
+    return {
+        name: warm_engine(
+            checkpoint, settings.model_copy(update={"num_lookup_drafts": most}), dtype=dtype
+        )
+        for name, most in drafts.items()
+        if most or name == "masks"
+    }
+
+
 def speeds(
-    checkpoint: Checkpoint,
-    items: Sequence[EvalItem],
-    temperature: float,
-    max_tokens: int,
-    rounds: int,
-    num_lookup_drafts: int = 0,
-) -> dict[str, Any]:
-    """Return tokens a second of each way of decoding at batch 1, and its speed over mode ar.
+    engines: dict[str, Engine], items: Sequence[EvalItem], max_tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Return tokens a second of each way to decode at each temperature, and its speed over ar.
 
     The ways take turns; a ratio compares two runs of one round, and the median of all rounds is
-    returned.
+    returned with the least and the largest ratio.
     """
-    settings = settings_for(checkpoint, 1).model_copy(
-        update={"num_lookup_drafts": num_lookup_drafts}
-    )
-    engine = warm_engine(checkpoint, settings)
-    options = DecodingOptions(max_tokens, Mode.AR, sampling=Sampling(temperature=temperature))
-    rates: dict[str, list[float]] = {mode: [] for mode in (Mode.AR, Mode.EXACT)}
-    passes: dict[str, float] = {}
-    for turn in range(rounds + 1):
-        for mode in rates:
-            own = replace(options, mode=Mode(mode))
-            requests = [_request(f"{mode}-{turn}-{item.index}", item, own) for item in items]
-            run = decode(engine, requests)
-            passes[mode] = run.tokens_per_forward
-            if turn:  # the first round shows the engine how much is accepted
-                rates[mode].append(run.tokens_per_s)
+    ways = [(Mode.AR, "masks"), *((Mode.EXACT, drafts) for drafts in engines)]
+    found = []
+    for temperature in TEMPERATURES:
+        sampling = Sampling(temperature=temperature)
+        runs: list[list[EngineRun]] = []
+        for turn in range(rounds + 1):
+            runs.append([])
+            for mode, drafts in ways:
+                options = DecodingOptions(max_tokens, mode, sampling=sampling)
+                requests = [
+                    _request(f"{mode}-{turn}-{each.index}", each, options) for each in items
+                ]
+                runs[-1].append(decode(engines[drafts], requests))
+        timed = runs[1:]  # the first round shows the engines how much is accepted
+        found += [
+            {"temperature": temperature, "mode": str(mode)}
+            | {"drafts": drafts if mode is Mode.EXACT else "none"}
+            | _compared([each[way] for each in timed], [each[0] for each in timed])
+            for way, (mode, drafts) in enumerate(ways)
+        ]
+    return found
+
+
+def _compared(ours: Sequence[EngineRun], theirs: Sequence[EngineRun]) -> dict[str, Any]:
+    """Return the speed of runs, beside that of others which they took turns with."""
+    ratios = [
+        one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True)
+    ]
     return {
-        mode: {
-            "tokens_per_s": statistics.median(each),
-            "over_ar": statistics.median(
-                ours / theirs for ours, theirs in zip(each, rates[Mode.AR], strict=True)
-            ),
-            "tokens_per_pass": passes[mode],
-        }
-        for mode, each in rates.items()
+        "tokens_per_s": statistics.median(each.tokens_per_s for each in ours),
+        "over_ar": [statistics.median(ratios), min(ratios), max(ratios)],
+        "tokens_per_pass": ours[-1].tokens_per_forward,
     }
 
 
@@ -191,10 +222,11 @@ def tables(found: dict[str, Any]) -> str:
         row = [_name(temperature), _tokens_a_pass(each, range(len(loops)))]
         row += [_tokens_a_pass(each, kept), f"{100 * statistics.mean(loops):.1f}"]
         outputs.append([*row, f"{statistics.mean(each['tokens']):.0f}", *agreed])
-    for temperature, modes in found["speed"].items():
-        for mode, speed in modes.items():
-            rates = [f"{speed['tokens_per_s']:.0f}", f"{speed['over_ar']:.2f}"]
-            timed.append([_name(temperature), mode, *rates, f"{speed['tokens_per_pass']:.2f}"])
+    for each in found["speed"]:
+        median, low, high = each["over_ar"]
+        row = [_name(each["temperature"]), each["batch"], each["mode"], each["drafts"]]
+        row += [f"{each['tokens_per_s']:.0f}", f"{median:.2f} ({low:.2f}-{high:.2f})"]
+        timed.append([*row, f"{each['tokens_per_pass']:.2f}"])
     return "\n\n".join(
         [
             f"AR likelihood: {fit['nats_per_token']:.3f} nats a token, "
@@ -204,14 +236,14 @@ def tables(found: dict[str, Any]) -> str:
                 outputs,
             ),
             markdown(
-                ["batch 1", "mode", "tokens/s", "over ar", "tokens a pass"],
+                [found["dtype"], "batch", "mode", "drafts", "tokens/s", "over ar", "tokens a pass"],
                 timed,
             ),
         ]
     )
 
 
-def _name(temperature: str) -> str:
+def _name(temperature: str | float) -> str:
     return "greedy" if float(temperature) == 0 else f"at temperature {temperature}"
 
 
@@ -231,9 +263,17 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
     timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Conversations that are decoded at once when timed; repeatable."),
+    ] = None,
+    dtype: Dtype = None,
     lookup_drafts: Annotated[
-        int, typer.Option(min=0, max=64, help="Most drafts from the text in the timed rounds.")
-    ] = 0,
+        int,
+        typer.Option(
+            min=0, max=64, help="Most drafts from the text in further timed rounds; 0 for none."
+        ),
+    ] = 8,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
@@ -248,6 +288,8 @@ def main(
             max_tokens=max_tokens,
             num_timed=timed,
             rounds=rounds,
+            batches=batch or [1],
+            dtype=device_and_dtype("cpu", dtype, model)[1],
             num_lookup_drafts=lookup_drafts,
             adapter=adapter,
         )

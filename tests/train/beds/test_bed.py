@@ -157,20 +157,26 @@ def test_distributions_are_those_of_the_models():
 def test_real_text_is_measured_greedy_and_sampled(bed):
     found = measure(
         str(bed.model(0, BASELINE)), bed.held_out, num_items=2, max_tokens=12, num_timed=1,
-        rounds=1, num_lookup_drafts=4,
+        rounds=1, batches=[1, 2], dtype="bf16", num_lookup_drafts=4,
     )  # fmt: skip
-    assert [*found["outputs"]] == [*found["speed"]] == ["0", "0.7", "1"]
+    assert [*found["outputs"]] == ["0", "0.7", "1"]
+    assert len(found["speed"]) == 2 * 3 * 3
+    for each in found["speed"]:
+        median, low, high = each["over_ar"]
+        assert 0 < low <= median <= high
+        assert (each["drafts"] == "none") == (each["mode"] == "ar")
     for each in found["outputs"].values():
         assert len(each["right"]) == found["block_size"] == 8
         assert all(tokens <= 12 for tokens in each["tokens"])
     fit = found["likelihood"]
     assert fit["nats_per_token"] > fit["bits_per_byte"] > 0  # a token has several bytes
     text = tables(found)
-    assert len([line for line in text.splitlines() if line.startswith("| greedy |")]) == 3
+    assert len([line for line in text.splitlines() if line.startswith("| greedy |")]) == 1 + 2 * 3
 
 
 def test_a_plain_checkpoint_is_refused(bed):
     with pytest.raises(UserError, match="is a plain AR checkpoint"):
         measure(
-            str(bed.model(0, AR)), bed.held_out, num_items=1, max_tokens=8, num_timed=1, rounds=1
-        )
+            str(bed.model(0, AR)), bed.held_out, num_items=1, max_tokens=8, num_timed=1,
+            rounds=1, batches=[1], dtype="float32",
+        )  # fmt: skip
