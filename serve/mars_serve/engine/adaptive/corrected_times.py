@@ -53,7 +53,7 @@ class CorrectedTimes:
         num_steps, *totals = self._seen
         if not num_steps:
             return
-        positions, cached_tokens, seconds = (total / num_steps for total in totals)
+        positions, cached_tokens, seconds = (float(total / num_steps) for total in totals)
         self._seen[:] = 0
         expected_s = float(self.table.at(positions, cached_tokens))
         if self._mean_positions is None:
