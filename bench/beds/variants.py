@@ -52,7 +52,6 @@ VARIANTS = [
     Variant("argmax-1", {"distillation": {"weight": 1.0, "target": "argmax"}}),
     Variant("decay-.8", {"depth_decay": 0.8}),
     Variant("blocks-2-4-8", BLOCKS),
-    Variant("hidden-.1", {"hidden_weight": 0.1}),
     Variant("on-policy-.3", ON_POLICY),
     Variant("greedy", responses="greedy"),
     Variant("sampled", responses="sampled"),

@@ -175,9 +175,6 @@ class MarsStage(_TrainedStage):
     distillation: Distillation | None = None
     """Learning masks from the clean stream; null for labels alone. By default an adapter learns
     from the clean stream alone, with weight 1."""
-    hidden_weight: float = Field(default=0.0, ge=0)
-    """Weight of the squared distance between the last hidden states of a mask and of the clean
-    stream at the same label, as a share of the latter's square; 0 for none."""
     on_policy: OnPolicy | None = None
     """Learning from the model's own scores of its drafts in the last steps; null for none."""
     responses: str | None = None

@@ -24,7 +24,7 @@ from packed import MASK, PAD, build_batch, build_model, checkpoint_layers, silen
 LOSSES = {
     "labels": MaskLoss(depth_decay=0.8),
     "teacher": MaskLoss(teacher_weight=1.0),
-    "mixed": MaskLoss(teacher_weight=0.5, target="argmax", hidden_weight=0.1),
+    "mixed": MaskLoss(teacher_weight=0.5, target="argmax"),
 }
 
 

@@ -84,9 +84,8 @@ class Naive:
         self.model, self.item, self.loss, self.on_policy = model, item, loss, on_policy
 
     def last(self, tokens):
-        """Return the last hidden state behind some tokens, and its logits."""
-        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state[0, -1]
-        return hidden, self.model.lm_head(hidden)
+        """Return the logits behind some tokens."""
+        return self.model(torch.tensor([tokens])).logits[0, -1]
 
     def hidden_token(self, position):
         return MASK if self.item.supervised[position] else self.item.ids[position]
@@ -97,7 +96,7 @@ class Naive:
         for position in range(begin, end):
             masks = [self.hidden_token(p) for p in range(begin, position)]
             if self.item.supervised[position]:
-                found.append(int(self.last(ids[:begin] + masks)[1].argmax()))
+                found.append(int(self.last(ids[:begin] + masks).argmax()))
             else:
                 found.append(ids[position])
         return found
@@ -107,7 +106,7 @@ class Naive:
         item, loss = self.item, self.loss
         for position in np.flatnonzero(item.supervised[1:]) + 1:
             label = torch.tensor(item.ids[position])
-            clean_hidden, clean_logits = self.last(item.ids[:position])
+            clean_logits = self.last(item.ids[:position])
             if item.clean_loss:
                 clean = clean + F.cross_entropy(clean_logits, label)
             begin = item.begin_of_block(position - 1)
@@ -117,22 +116,19 @@ class Naive:
                 if item.clean_loss:
                     noisy = noisy + F.cross_entropy(clean_logits, label)
                 continue
-            ours_hidden, ours = self.last(item.ids[:begin] + masks)
-            share, teacher_hidden, teacher = loss.teacher_weight, clean_hidden, clean_logits
-            soft = loss.target == "soft"
+            ours = self.last(item.ids[:begin] + masks)
+            share, soft, teacher = loss.teacher_weight, loss.target == "soft", clean_logits
             if self.on_policy:
                 drafts = self.drafts(begin, position)
-                teacher_hidden, teacher = self.last(item.ids[:begin] + drafts)
+                teacher = self.last(item.ids[:begin] + drafts)
                 share, soft = 1.0, True
-            teacher, teacher_hidden = teacher.detach(), teacher_hidden.detach()
+            teacher = teacher.detach()
             if soft:
                 p = teacher.softmax(-1)
                 taught = (p * (p.log() - ours.log_softmax(-1))).sum()
             else:
                 taught = F.cross_entropy(ours, teacher.argmax())
             value = (1 - share) * F.cross_entropy(ours, label) + share * taught
-            distance = (ours_hidden - teacher_hidden).norm() / teacher_hidden.norm()
-            value = value + loss.hidden_weight * distance**2
             noisy = noisy + loss.depth_decay ** (depth - 1) * value
         return clean, noisy
 
@@ -148,10 +144,9 @@ LOSSES = {
     "soft": (MaskLoss(teacher_weight=0.4), False),
     "soft alone": (MaskLoss(teacher_weight=1.0), False),
     "argmax": (MaskLoss(teacher_weight=0.4, target="argmax"), False),
-    "hidden": (MaskLoss(hidden_weight=0.3), False),
     "drafts": (MaskLoss(), True),
-    "all": (MaskLoss(0.7, 0.4, "argmax", 0.3), False),
-    "all on drafts": (MaskLoss(0.7, 0.4, "argmax", 0.3), True),
+    "all": (MaskLoss(0.7, 0.4, "argmax"), False),
+    "all on drafts": (MaskLoss(0.7, 0.4, "argmax"), True),
 }
 
 
@@ -225,7 +220,7 @@ def test_logits_of_all_columns_of_a_chunk_count(model, monkeypatch):
 
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_a_batch_without_labels_gives_zeros(model, on_policy):
-    loss = MaskLoss(teacher_weight=0.5, hidden_weight=0.5)
+    loss = MaskLoss(teacher_weight=0.5)
     batch = collate([[lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)]], PAD)
     model.zero_grad()
     sums = Objective(model, masked=True, mask_loss=loss)(batch, on_policy=on_policy)

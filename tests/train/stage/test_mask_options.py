@@ -22,7 +22,6 @@ ALL = {
     "block_size": [2, 3, 8],
     "depth_decay": 0.8,
     "distillation": {"weight": 0.5, "target": "argmax"},
-    "hidden_weight": 0.1,
     "on_policy": {"share": 0.5},
     "max_steps": 8,
 }
@@ -72,7 +71,7 @@ def mean_losses(job, *, step, on_policy):
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
         weight[mask_id] = weight[:mask_id].mean(dim=0)
-    objective = Objective(model, masked=True, mask_loss=MaskLoss(0.8, 0.5, "argmax", 0.1))
+    objective = Objective(model, masked=True, mask_loss=MaskLoss(0.8, 0.5, "argmax"))
     data = TokenStore(Path(job.data))
     written = data if job.responses is None else TokenStore(Path(job.responses))
     epoch, rows = step_rows(len(data), 16, job.recipe.seed, step)

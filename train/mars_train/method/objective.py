@@ -30,16 +30,13 @@ MAX_LOGITS = 2**26
 class MaskLoss:
     """Terms of the loss of a label behind d masks; the defaults are the paper's cross-entropy.
 
-    With p the distribution that teaches the mask, q the mask's, h their last hidden states::
+    With p the distribution that teaches the mask, and q the mask's::
 
         depth_decay^(d - 1) * (  (1 - teacher_weight) * CE(label, q)
-                               + teacher_weight * KL(p || q), or CE(argmax p, q)
-                               + hidden_weight * |h_q - h_p|^2 / |h_p|^2 )
+                               + teacher_weight * KL(p || q), or CE(argmax p, q) )
 
     The teacher is the clean stream at the same label, detached. In a step on the model's own
-    drafts it is the model behind these, and its weight is 1. The distance of hidden states is a
-    share of the teacher's square, so that it depends on neither width nor scale; unlike the angle
-    between them it also counts their lengths, which say how sure the model is.
+    drafts it is the model behind these, and its weight is 1.
     """
 
     depth_decay: float = 1.0
@@ -48,8 +45,6 @@ class MaskLoss:
     """Share λ of the teacher's distribution, in [0, 1]."""
     target: Literal["soft", "argmax"] = "soft"
     """Whether the teacher's whole distribution is learned or its likeliest token."""
-    hidden_weight: float = 0.0
-    """Weight of the distance between hidden states, at least 0."""
 
 
 class LossSums(NamedTuple):
@@ -116,7 +111,7 @@ class Objective(nn.Module):
             scored = self._scored(hidden, batch)[batch.noisy_sources[masked]]
             loss = replace(self.mask_loss, teacher_weight=1.0, target="soft")
             clean, noisy = self._taught(hidden, batch, scored, loss)
-        elif self.masked and (self.mask_loss.teacher_weight or self.mask_loss.hidden_weight):
+        elif self.masked and self.mask_loss.teacher_weight:
             teacher = hidden[batch.clean_sources[masked]].detach()
             clean, noisy = self._taught(hidden, batch, teacher, self.mask_loss)
         else:
@@ -164,13 +159,8 @@ class Objective(nn.Module):
         masked = batch.depths > 0
         clean = self._clean_losses(hidden, batch)
         student, labels = hidden[batch.noisy_sources[masked]], batch.labels[masked]
-        if loss.teacher_weight:
-            losses = partial(self._chunk_taught, loss=loss)
-            noisy = self._in_chunks(losses, student, teacher, labels)
-        else:
-            noisy = self._cross_entropy(student, labels)
-        if loss.hidden_weight:
-            noisy = noisy + loss.hidden_weight * _relative_distance(student, teacher)
+        losses = partial(self._chunk_taught, loss=loss)
+        noisy = self._in_chunks(losses, student, teacher, labels)
         return clean, clean.masked_scatter(masked, noisy)
 
     def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -271,10 +261,3 @@ def _taught_losses(
     else:
         taught = F.nll_loss(ours, teacher.argmax(-1), reduction="none")
     return share * taught + (1 - share) * F.nll_loss(ours, labels, reduction="none")
-
-
-def _relative_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return |student - teacher|^2 / |teacher|^2 of hidden states [labels, width]: [labels]."""
-    teacher = teacher.float()
-    distance = (student.float() - teacher).square().sum(-1)
-    return distance / teacher.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)

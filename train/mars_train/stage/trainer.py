@@ -345,7 +345,7 @@ def _mask_loss(stage: TrainedStage) -> MaskLoss | None:
     """Return the terms of the loss behind masks; None for a stage without masks."""
     if not isinstance(stage, MarsStage):
         return None
-    terms = MaskLoss(depth_decay=stage.depth_decay, hidden_weight=stage.hidden_weight)
+    terms = MaskLoss(depth_decay=stage.depth_decay)
     if stage.distillation is None:
         return terms
     told = stage.distillation
