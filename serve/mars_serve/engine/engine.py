@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -446,9 +447,13 @@ class Engine:
             self._chooser.observe(request, result.num_masks_tried, result.num_masks_accepted + 1)
         tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
         try:
-            commit(request, tokens)
+            num_allowed = commit(request, tokens)
         except REFUSALS as error:
             return self._fail(request, error)
+        if num_allowed < len(tokens):  # the next step finds that no token may follow
+            tokens, reason = tokens[:num_allowed], None
+            num_right = min(result.num_right, num_allowed - 1)
+            result = replace(result, num_right=num_right, next_drafts=[])
         request.tokens += tokens
         if not request.is_audit:
             self._counts.num_generated_tokens += len(tokens)

@@ -147,21 +147,31 @@ def cut(
     return tokens, FinishReason.LENGTH if len(tokens) == num_left else None
 
 
-def commit(request: Request, tokens: list[int]) -> None:
-    """Move a request's history and grammar past newly committed tokens.
+def commit(request: Request, tokens: list[int]) -> int:
+    """Move a request's history and grammar past newly accepted tokens, as far as they are allowed.
+
+    A token that is not allowed was chosen because none is. What stands before it counts, as if each
+    token had come in a step of its own.
+
+    Returns:
+        The number of leading tokens that are allowed, at least 1.
 
     Raises:
-        GrammarError: the grammar has reached a limit, or does not match the tokens, because it
-            allows no token that may be emitted.
-        NoTokenLeft: a token is not allowed; it was chosen because none is.
+        GrammarError: the grammar has reached a limit, or allows no token that may be emitted.
+        NoTokenLeft: rules allow no token.
     """
-    rules = request.rules
-    if rules is not None and not rules.allow(_end_of_output(request, rules), tokens):
-        raise NoTokenLeft
+    rules, count = request.rules, len(tokens)
+    if rules is not None:
+        count = rules.num_allowed(_end_of_output(request, rules), tokens)
+        if count == 0:
+            raise NoTokenLeft
+    if request.matcher is not None:
+        count = request.matcher.advance(tokens[:count])
+        if count == 0:
+            raise GrammarError("it allows no token of this model")
     if request.history is not None:
-        request.history.extend(tokens)
-    if request.matcher is not None and request.matcher.advance(tokens) < len(tokens):
-        raise GrammarError("it allows no token of this model")
+        request.history.extend(tokens[:count])
+    return count
 
 
 def refusal_of(request: Request, error: Exception) -> str:

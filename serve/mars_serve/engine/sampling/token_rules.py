@@ -46,11 +46,11 @@ class TokenRules:
         allowed[complete] = False
         return allowed
 
-    def allow(self, output: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Return whether tokens may follow an output, of which the end suffices, one by one."""
+    def num_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """Count the leading tokens that may follow an output, of which the end suffices."""
         before = list(output)
-        for token in tokens:
+        for count, token in enumerate(tokens):
             if not self.allowed_after(before)[token]:
-                return False
+                return count
             before.append(token)
-        return True
+        return len(tokens)

@@ -173,10 +173,10 @@ def test_output_is_in_its_grammar_in_every_mode(
 def test_a_grammar_that_allows_nothing_fails_its_own_request_alone(
     engine: Engine, prompts: list[list[int]], kind: DecodingOptions
 ) -> None:
-    """After the digit only the mask fits, which is never emitted."""
+    """After the digits only the mask fits, which is never emitted."""
     assert engine.checkpoint.metadata is not None
     mask = engine.checkpoint.metadata.mask_token_id
-    grammar = GrammarSpec(GrammarKind.LARK, f'start: "4" <[{mask}]>', frozenset({mask}))
+    grammar = GrammarSpec(GrammarKind.LARK, f'start: "4444" <[{mask}]>', frozenset({mask}))
     victim = Request("victim", list(prompts[0]), replace(kind, grammar=grammar))
     kinds = [AR, *EXACT, replace(EXACT[0], grammar=GRAMMARS["regex"])]
     together, alone = (
@@ -188,6 +188,7 @@ def test_a_grammar_that_allows_nothing_fails_its_own_request_alone(
     passes = run(engine, [*together[:3], victim, *together[3:]])
     assert victim.finish_reason is FinishReason.REFUSED
     assert (passes["victim"][-1].error or "").startswith("grammar: ")
+    assert engine.checkpoint.tokenizer.decode(output_of(victim)) == "4444"  # all before counts
     for one, other in zip(together, alone, strict=True):
         assert output_of(one) == output_of(other)
         assert one.finish_reason is other.finish_reason
