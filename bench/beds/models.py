@@ -198,7 +198,8 @@ class Bed:
         """Make data, tokens and the start model, unless they are there.
 
         Raises:
-            UserError: the directory has other data, or cannot be written.
+            UserError: the directory has other data or was run with other steps, or cannot be
+                written.
         """
         data = self.work / "data"
         if data.exists():
@@ -213,6 +214,7 @@ class Bed:
                 unfinished, draw_varied, num_train=sizes.examples, num_eval=sizes.items, seed=0
             )
             unfinished.rename(data)
+        self._check_steps()
         recipe = self.recipe()
         assert recipe.model.scratch is not None
         if not self.start.exists():
@@ -230,6 +232,19 @@ class Bed:
                 block_size=self.window,
                 end_token=read_tokenizer(self.start).eos_token_id,
                 max_length=recipe.data.max_length,
+            )
+
+    def _check_steps(self) -> None:
+        """Refuse other numbers of steps than those of the results, and note them for later."""
+        now = [each["max_steps"] for each in self._settings(0)["stages"]]
+        file = self.work / "steps.json"
+        if not file.exists():
+            file.write_text(json.dumps(now))
+        if (before := json.loads(file.read_text())) != now:
+            raise UserError(
+                f"WORK: {self.work} was run with {before[0]} steps of stage ar and {before[1]} of "
+                f"stage mars, not {now[0]} and {now[1]}; name another directory, or give "
+                "--ar-steps and --mars-steps as before"
             )
 
     def _check_data(self) -> None:

@@ -109,6 +109,11 @@ def test_data_in_other_numbers_or_a_damaged_result_is_refused(bed, tmp_path, cap
     assert f"{damaged} is damaged" in refusal(capsys, tmp_path, examples=40, items=2)
 
 
+def test_other_steps_than_those_of_the_results_are_refused(bed, capsys):
+    line = refusal(capsys, bed.work, examples=40, items=2, ar_steps=1, mars_steps=2)
+    assert "1 steps of stage ar and 1 of stage mars, not 1 and 2" in line
+
+
 def test_a_run_that_was_stopped_makes_its_data_anew(tmp_path):
     bed = Bed(tmp_path, Sizes(examples=16, items=2))
     (tmp_path / "data.partial").mkdir()
