@@ -92,6 +92,8 @@ def measure(
     items = read_items(
         [data], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=num_items
     )
+    if max(batches) > len(items):
+        raise UserError(f"--batch: {max(batches)} is more than the {len(items)} conversations")
     conversations = list(read_conversations([str(data)]))
     return {
         "model": str(checkpoint.path),
