@@ -72,15 +72,14 @@ class LookupDrafter:
         if text.skips(least_chance):
             return
         room = min(self._max_drafts, request.num_left - 1)
-        own, most = request.drafts[: max(room, 0)], min(self._num_drafts, room)
-        if most <= 0 or (len(own) == room and _chance_of_all(own) >= _SURE):
-            return
-        text.grow(request.tokens)
-        suggestion = text.suggest(
-            request.tokens, own, rejected[:most], most, min(most, room - len(own))
-        )
-        if suggestion is not None:
-            request.set_drafts(suggestion.behind, suggestion.drafts)
+        if room > 0:
+            text.grow(request.tokens)
+            own, most = request.drafts[:room], min(self._num_drafts, room)
+            suggestion = text.suggest(
+                request.tokens, own, rejected[:most], most, min(most, room - len(own))
+            )
+            if suggestion is not None:
+                request.set_drafts(suggestion.behind, suggestion.drafts)
 
     def forget(self, request_id: str) -> None:
         """Drop the text of a request that has ended, if there is one."""
