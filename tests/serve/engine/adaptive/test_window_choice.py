@@ -242,11 +242,32 @@ def test_masks_are_given_up_if_positions_cost_more_than_in_the_table() -> None:
     windows = []
     for _ in range(200):
         windows.append(windows_of(chooser, rows)[0])
-        # a tenth of the tokens of one mask are fed again
+        # an accepted token is fed again
         positions = 1 + windows[-1] + (len(windows) % 4 == 0)
         real_s = float(table.at(positions, 0)) + 0.002 * (positions - 1)
         chooser.observe_step(positions, 0, real_s)
     assert sum(windows[100:]) <= 10
+
+
+@pytest.mark.parametrize(("choosing_s", "num_choices"), [(0.0, 100), (0.001, 20), (1.0, 7)])
+def test_a_choice_is_kept_while_another_would_take_a_larger_share_of_the_steps(
+    choosing_s: float, num_choices: int
+) -> None:
+    """A choice may take 2% of the steps of 10 ms until the next one, which is at most the 16th."""
+    looks = list[float]()
+
+    def clock() -> float:
+        looks.append(len(looks) * choosing_s)
+        return looks[-1]
+
+    chooser = WindowChooser(step_times({1: 0.010, 256: 0.010}), MAX_WINDOW, clock=clock)
+    rows = make_rows(1)
+    for _ in range(200):
+        windows_of(chooser, rows)
+    num_before = len(looks)
+    for _ in range(100):
+        windows_of(chooser, rows)
+    assert (len(looks) - num_before) / 2 == pytest.approx(num_choices, abs=1)
 
 
 def test_pauses_and_prompt_steps_do_not_count_as_overhead() -> None:
