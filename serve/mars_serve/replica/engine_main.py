@@ -28,7 +28,7 @@ from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
-from mars_serve.replica.number_type_advice import advise_bfloat16
+from mars_serve.replica.number_type_advice import advise_number_type
 from mars_serve.replica.step_time_cache import warm_up
 from mars_serve.replica.threads import set_threads
 
@@ -52,7 +52,7 @@ def main() -> None:
         checker = load_checker(audit.checker)
         engine = load_engine(start.settings)
         num_threads = set_threads(engine, start.threads)
-        advise_bfloat16(engine)
+        advise_number_type(engine)
         engine.grammars.isolate()  # clients write them
         with within_memory(start.settings):  # the first steps, and those of the largest sizes
             times = warm_up(start.settings, engine)

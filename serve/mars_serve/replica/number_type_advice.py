@@ -1,4 +1,4 @@
-"""Tells the operator where a float32 model would be served faster in bfloat16."""
+"""Tells the operator where a model would be served faster in another number type."""
 
 from __future__ import annotations
 
@@ -19,20 +19,29 @@ _MOST_WEIGHTS = 2**23
 _log = logging.getLogger("mars_serve.engine")
 
 
-def advise_bfloat16(engine: Engine) -> None:
-    """Log one line if bfloat16 would make the products of a float32 engine clearly faster here."""
-    if engine.dtype != torch.float32:
+def advise_number_type(engine: Engine) -> None:
+    """Log one line if the other of float32 and bfloat16 would make products clearly faster here.
+
+    A model in bfloat16 is slow on processors with neither AVX-512 BF16 nor AMX.
+    """
+    if engine.dtype not in (torch.float32, torch.bfloat16):
         return
     config = engine.checkpoint.config
     columns = int(config.hidden_size)
     speed = speed_in_bfloat16(
         columns, int(getattr(config, "intermediate_size", columns)), engine.device
     )
-    if speed >= CLEARLY_FASTER:
+    if engine.dtype == torch.float32 and speed >= CLEARLY_FASTER:
         _log.info(
             "the weights are float32; this hardware multiplies them %.1f times as fast in "
             "bfloat16 (dtype: bfloat16), with slightly different outputs",
             speed,
+        )
+    elif engine.dtype == torch.bfloat16 and speed * CLEARLY_FASTER <= 1:
+        _log.warning(
+            "the weights are bfloat16; this hardware multiplies them %.1f times as fast in "
+            "float32 (dtype: float32), which takes twice the memory",
+            1 / speed,
         )
 
 

@@ -16,7 +16,7 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import number_type_advice
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
-from mars_serve.replica.number_type_advice import advise_bfloat16
+from mars_serve.replica.number_type_advice import advise_number_type
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
 
@@ -62,9 +62,20 @@ def test_the_number_type_that_is_reported_is_the_resolved_one(half_dir):
     assert with_dtype(settings_of(half_dir, dtype="float16")).dtype == "float16"
 
 
-@pytest.mark.parametrize(("ratio", "is_advised"), [(2.0, True), (1.1, False)])
-def test_bfloat16_is_advised_where_it_is_clearly_faster(
-    mars_dir, monkeypatch, caplog, ratio, is_advised
+@pytest.mark.parametrize(
+    ("stored", "ratio", "advice"),
+    [
+        ("float32", 2.0, "2.0 times as fast in bfloat16 (dtype: bfloat16)"),
+        ("float32", 1.1, None),
+        ("float32", 0.2, None),
+        ("bfloat16", 0.2, "5.0 times as fast in float32 (dtype: float32)"),
+        ("bfloat16", 0.9, None),
+        ("bfloat16", 2.0, None),
+        ("float16", 2.0, None),
+    ],
+)
+def test_the_number_type_is_advised_that_is_clearly_faster(
+    mars_dir, monkeypatch, caplog, stored, ratio, advice
 ):
     caplog.set_level(logging.INFO)
 
@@ -72,14 +83,9 @@ def test_bfloat16_is_advised_where_it_is_clearly_faster(
         return ratio if dtype == torch.float32 else 1.0
 
     monkeypatch.setattr(number_type_advice, "product_seconds", seconds)
-    advise_bfloat16(load_engine(settings_of(mars_dir)))
-    assert ("2.0 times as fast in bfloat16" in caplog.text) == is_advised
-
-
-def test_nothing_is_advised_for_a_model_in_bfloat16(half_dir, caplog):
-    caplog.set_level(logging.INFO)
-    advise_bfloat16(load_engine(settings_of(half_dir)))
-    assert "times as fast" not in caplog.text
+    advise_number_type(load_engine(settings_of(mars_dir, dtype=stored)))
+    assert ("times as fast" in caplog.text) == (advice is not None)
+    assert advice is None or advice in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ class Workers:
     def __init__(self, strategy: Strategy, *, use_gpu: bool, precision: Literal["no", "bf16"]):
         self._accelerator = Accelerator(cpu=not use_gpu, mixed_precision=precision)
         self._strategy = strategy
-        self._precision = precision
+        self.precision = precision
         self.rank = self._accelerator.process_index
         self.num_workers = self._accelerator.num_processes
         self.device = self._accelerator.device
@@ -44,7 +44,7 @@ class Workers:
             assert isinstance(wrapped, nn.Module)
             return wrapped
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = mixed if self._precision == "bf16" else MixedPrecisionPolicy()
+        policy = mixed if self.precision == "bf16" else MixedPrecisionPolicy()
         names = set(layer_classes)
         mesh = init_device_mesh(self.device.type, (self.num_workers,))  # the default needs a GPU
         model = model.to(self.device)

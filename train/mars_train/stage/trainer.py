@@ -42,6 +42,7 @@ from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
 from mars_train.stage.job import Notice, Reporter, StageJob
 from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.precision import warn_of_slow_bfloat16
 from mars_train.stage.progress import Progress
 from mars_train.storage.directories import SaveFailed, Storage
 
@@ -90,6 +91,7 @@ class StageTrainer:
 
     def run(self) -> bool:
         """Train to the end and store the model; return False if a notice stopped the run."""
+        warn_of_slow_bfloat16(self.workers, self.reporter)
         self.checkpoints.load_newest(self.state)
         self._settle_buckets()
         self._score_if_due()
