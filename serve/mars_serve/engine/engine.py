@@ -197,7 +197,9 @@ class Engine:
         Returns:
             The times that hold here, to which windows adapt unless there is a pacer.
         """
-        times = self.measure_step_times(known=known, on_progress=on_progress)
+        times = self.measure_step_times(
+            known=known, masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress
+        )
         if self._pacer is not None:
             times = self._pacer.times
         self.adapt_windows(times)
@@ -215,6 +217,7 @@ class Engine:
         widest_row: int | None = None,
         repeats: int = REPEATS,
         known: StepTimes | None = None,
+        masks_apart: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepTimes:
         """Measure the seconds of steps over positions and cached tokens; see `measure_steps`."""
@@ -226,7 +229,13 @@ class Engine:
         sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row)
         run, pool = self._runner.run, self._pool
         return measure_steps(
-            run, pool, sizes, repeats=repeats, known=known, on_progress=on_progress
+            run,
+            pool,
+            sizes,
+            repeats=repeats,
+            known=known,
+            masks_apart=masks_apart,
+            on_progress=on_progress,
         )
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
@@ -400,9 +409,11 @@ class Engine:
         if self._finished_at is not None and is_usable:
             positions = sum(row.num_positions for row in rows)
             cached_tokens = sum(row.request.num_cached for row in rows)
+            has_masks = any(row.num_masks for row in rows)
             for choice in (self._chooser, self.thread_choice):
                 if choice is not None:
-                    choice.observe_step(positions, cached_tokens, now - self._finished_at)
+                    step_s = now - self._finished_at
+                    choice.observe_step(positions, cached_tokens, step_s, has_masks=has_masks)
         self._finished_at = now
 
     # Committing

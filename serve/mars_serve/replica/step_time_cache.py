@@ -43,12 +43,13 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class StepTimesFile(Settings):
     """Content of a file with step times."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     key: dict[str, str]
     """The engine and machine that were measured, as `describe` gives them."""
     positions: list[int] = Field(min_length=1)
     cached_tokens: list[int] = Field(min_length=1)
     seconds: list[list[_Seconds]]
+    mask_s: float = Field(ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _consistent(self) -> StepTimesFile:
@@ -63,7 +64,7 @@ class StepTimesFile(Settings):
     def times(self) -> StepTimes:
         """Return the times as the engine takes them."""
         lines = tuple(tuple(line) for line in self.seconds)
-        return StepTimes(tuple(self.positions), tuple(self.cached_tokens), lines)
+        return StepTimes(tuple(self.positions), tuple(self.cached_tokens), lines, self.mask_s)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class StepTimeCache:
             positions=list(times.positions),
             cached_tokens=list(times.cached_tokens),
             seconds=[list(line) for line in times.seconds],
+            mask_s=times.mask_s,
         )
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -402,6 +402,31 @@ def test_known_times_are_taken_only_if_they_are_reproduced(
     assert times.at(32, 0) == pytest.approx((1 if holds else speed) * 0.0132)
 
 
+@pytest.mark.parametrize("masks_apart", [False, True])
+@pytest.mark.parametrize("mask_s", [0.0, 0.005])
+def test_what_masks_add_to_a_step_is_told_apart_on_demand(
+    monkeypatch: pytest.MonkeyPatch, mask_s: float, masks_apart: bool
+) -> None:
+    pool, _, _ = pool_and_run()
+    now_s = 0.0
+
+    def run(rows: Sequence[ScheduledRow]) -> None:
+        nonlocal now_s
+        now_s += 0.01 + 1e-4 * sum(row.num_positions for row in rows)
+        now_s += mask_s * any(row.num_masks for row in rows)
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
+    sizes = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
+    times = measure_steps(run, pool, sizes, masks_apart=masks_apart)
+    assert times.mask_s == pytest.approx(masks_apart * mask_s)
+    assert times.at(4, 0) == pytest.approx(0.0104)  # a position for each row, so none is a mask
+    without_s = 0.0132
+    assert times.at(32, 0, True) == pytest.approx(without_s + mask_s)
+    assert times.at(32, 0) == pytest.approx(without_s + (0 if masks_apart else mask_s))
+    assert pool.num_free == pool.num_pages
+
+
 def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier:
     """Return a frontier whose steps take twice as long with 100 positions as with none."""
     frontier = frontier_of(

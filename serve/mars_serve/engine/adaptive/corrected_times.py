@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mars_serve.engine.adaptive.step_times import StepTimes
 
+_Bools = NDArray[np.bool_]
 _Floats = NDArray[np.float64]
 
 _WEIGHT = 0.1
@@ -43,10 +44,13 @@ class CorrectedTimes:
         # sums since the means were renewed: steps, positions, cached tokens, seconds
         self._seen = np.zeros(4)
 
-    def observe(self, positions: int, cached_tokens: int, seconds: float) -> None:
+    def observe(
+        self, positions: int, cached_tokens: int, seconds: float, *, has_masks: bool
+    ) -> None:
         """Record the duration of a step; one with more positions than the table is ignored."""
         if positions <= self.table.positions[-1]:
-            self._seen += (1, positions, cached_tokens, seconds)
+            without_s = seconds - self.table.mask_s * has_masks
+            self._seen += (1, positions, cached_tokens, without_s)
 
     def learn(self) -> None:
         """Correct the times by the steps since the last call."""
@@ -68,12 +72,19 @@ class CorrectedTimes:
         self._mean_excess_s = min(max(mean_s, -expected_s / 2), _MAX_EXCESS * expected_s)
 
     @overload
-    def at(self, positions: float, cached_tokens: float) -> float: ...
+    def at(self, positions: float, cached_tokens: float, has_masks: bool = False) -> float: ...
     @overload
-    def at(self, positions: _Floats, cached_tokens: float) -> _Floats: ...
-    def at(self, positions: _Floats | float, cached_tokens: float) -> _Floats | float:
-        """Return the seconds of steps with ``positions`` positions each (any shape)."""
-        times = self.table.at(positions, cached_tokens)
+    def at(
+        self, positions: _Floats, cached_tokens: float, has_masks: _Bools | bool = False
+    ) -> _Floats: ...
+    def at(
+        self, positions: _Floats | float, cached_tokens: float, has_masks: _Bools | bool = False
+    ) -> _Floats | float:
+        """Return the seconds of steps with ``positions`` positions each (any shape).
+
+        ``has_masks`` says which of them feed a mask, in a shape that broadcasts.
+        """
+        times = self.table.at(positions, cached_tokens) + self.table.mask_s * has_masks
         mean = self._mean_positions or 0.0
         far = max(mean, _FAR_POSITIONS)
         distance = np.minimum(np.maximum(positions - mean, -far), far)  # quicker than np.clip

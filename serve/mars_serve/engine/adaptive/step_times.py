@@ -11,6 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+_Bools = NDArray[np.bool_]
 _Floats = NDArray[np.float64]
 
 _FAR = 1e9
@@ -31,6 +32,8 @@ class StepTimes:
     """Grid of cached tokens that a step reads, summed over its rows, rising."""
     seconds: tuple[tuple[float, ...], ...]
     """Seconds at each point of the grid, ``seconds[positions][cached tokens]``."""
+    mask_s: float = 0.0
+    """Seconds that a step takes longer than the grid's as soon as it feeds a mask."""
 
     def __post_init__(self) -> None:
         for grid in (self.positions, self.cached_tokens):
@@ -40,13 +43,20 @@ class StepTimes:
         for line in self.seconds:
             assert len(line) == len(self.cached_tokens), "one time per number of cached tokens"
             assert all(0 < value < float("inf") for value in line), "times are positive and finite"
+        assert 0 <= self.mask_s < float("inf"), "a mask makes no step faster"
 
     @overload
-    def at(self, positions: float, cached_tokens: float) -> float: ...
+    def at(self, positions: float, cached_tokens: float, has_masks: bool = False) -> float: ...
     @overload
-    def at(self, positions: _Floats, cached_tokens: float) -> _Floats: ...
-    def at(self, positions: _Floats | float, cached_tokens: float) -> _Floats | float:
+    def at(
+        self, positions: _Floats, cached_tokens: float, has_masks: _Bools | bool = False
+    ) -> _Floats: ...
+    def at(
+        self, positions: _Floats | float, cached_tokens: float, has_masks: _Bools | bool = False
+    ) -> _Floats | float:
         """Return the seconds of steps with ``positions`` positions each (any shape).
+
+        ``has_masks`` says which of them feed a mask, in a shape that broadcasts.
 
         Between grid points the time is interpolated linearly. Before the first point it equals the
         first point's time. Past the last point the last segment is continued if it rises, and the
@@ -58,7 +68,7 @@ class StepTimes:
         part = max(0.0, (cached_tokens - low) / (high - low))
         line = self._table[upper - 1] * (1 - part) + self._table[upper] * part  # [positions]
         seconds: _Floats = np.interp(positions, self._positions_grid, line)
-        return seconds
+        return seconds + self.mask_s * has_masks
 
     @cached_property
     def _positions_grid(self) -> _Floats:

@@ -51,9 +51,11 @@ class ThreadChoice:
         self._num = next(self._trials)
         apply(self._num)
 
-    def observe_step(self, positions: int, cached_tokens: int, seconds: float) -> None:
+    def observe_step(
+        self, positions: int, cached_tokens: int, seconds: float, *, has_masks: bool
+    ) -> None:
         """Note the seconds of a step, and set the next one's threads."""
-        num = self._trials.send(seconds / self._times.at(positions, cached_tokens))
+        num = self._trials.send(seconds / self._times.at(positions, cached_tokens, has_masks))
         if num != self._num:
             self._num = num
             self._apply(num)

@@ -25,6 +25,7 @@ from mars_serve.engine.adaptive.draft_groups import (
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.request import Request
 
+_Bools = NDArray[np.bool_]
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 
@@ -99,9 +100,11 @@ class WindowChooser:
         """
         self._acceptance.observe(request, num_masks, num_accepted)
 
-    def observe_step(self, positions: int, cached_tokens: int, seconds: float) -> None:
+    def observe_step(
+        self, positions: int, cached_tokens: int, seconds: float, *, has_masks: bool
+    ) -> None:
         """Record the duration of a whole step, from the end of the step before."""
-        self._times.observe(positions, cached_tokens, seconds)
+        self._times.observe(positions, cached_tokens, seconds, has_masks=has_masks)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""
@@ -199,17 +202,22 @@ class WindowChooser:
                 if request.id in self._chances
             },
         )
-        num_fed += int(np.where(is_checking & ~is_free, requested, 0).sum())
-        num_chosen, price = self._best(ranked, num_fed, cached_tokens)
+        num_pinned = int(np.where(is_checking & ~is_free, requested, 0).sum())
+        num_fed += num_pinned
+        has_masks = ranked.num_masks + num_pinned > 0
+        num_chosen, price = self._best(ranked, num_fed, cached_tokens, has_masks)
         positions = num_fed + int(ranked.num_masks[num_chosen])
         position_cost = price * self._position_s(positions, cached_tokens)
         self.least_gain = ranked.least_gain(num_chosen, position_cost)
         return ranked.masks_of_rows(num_chosen)
 
-    def _best(self, ranked: _RankedMasks, num_fed: int, cached_tokens: int) -> tuple[int, float]:
+    def _best(
+        self, ranked: _RankedMasks, num_fed: int, cached_tokens: int, has_masks: _Bools
+    ) -> tuple[int, float]:
         """Find how many of the ranked masks to feed, and the price of a second in tokens.
 
-        ``num_fed`` are the positions that the step feeds besides the ranked masks.
+        ``num_fed`` are the positions that the step feeds besides the ranked masks. ``has_masks``
+        says for each number of them whether the step feeds masks, bool [candidates + 1].
         """
         tokens, fed = ranked.tokens, ranked.fed
         feeds = np.stack(
@@ -219,7 +227,7 @@ class WindowChooser:
                 np.full_like(fed, num_fed),  # this step
             ]
         )
-        times = self._times.at(feeds + ranked.num_masks, cached_tokens)
+        times = self._times.at(feeds + ranked.num_masks, cached_tokens, has_masks)
         steady, without_gain, now = times  # [candidates + 1] each
         price = float((tokens / steady).max())
         peak = (tokens - price * steady - ranked.margins).argmax()

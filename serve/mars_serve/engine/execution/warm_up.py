@@ -24,6 +24,8 @@ _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
 _CHECKS = 3
 """Timed runs of a step whose time is known from an earlier start."""
+_FEW = 4
+"""Positions of the steps that show what masks add to a step."""
 _TOLERANCE = 1.5
 """Factor by which steps may be faster or slower than those of an earlier start."""
 
@@ -54,6 +56,7 @@ def measure_steps(
     *,
     repeats: int = REPEATS,
     known: StepTimes | None = None,
+    masks_apart: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
@@ -68,6 +71,9 @@ def measure_steps(
         repeats: timed runs of a step, of which the median is taken.
         known: times of an earlier start, returned as they are if small steps still take as long;
             finding out also prepares the steps to come, in a quarter of the time.
+        masks_apart: whether to tell apart what a step takes longer as soon as it feeds a mask, as
+            it does with an adapter; otherwise times are those of steps as they usually are, with
+            masks from the size on at which rows have more than one position.
         on_progress: called with the number of timed steps and the number of all.
     """
     grid = _Grid.of(pool, sizes)
@@ -85,14 +91,30 @@ def measure_steps(
     difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
+    mask_s = _mask_seconds(run, pool, grid, sizes.window, repeats) if masks_apart else 0.0
     table = []
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
+        if count > num_rows:  # some rows have masks
+            time_s = max(time_s - mask_s, time_s / 2)
         per_token = narrow + (max(wide, narrow) - narrow) * share
         # The few cached tokens of this step take less than half of it; more would be noise.
         bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
-    return StepTimes(grid.positions, (0, most), tuple(table))
+    return StepTimes(grid.positions, (0, most), tuple(table), mask_s)
+
+
+def _mask_seconds(run: RunStep, pool: PagePool, grid: _Grid, window: int, repeats: int) -> float:
+    """Return the seconds that a small step takes longer if some of its positions are masks."""
+    count = min(_FEW, grid.largest // grid.num_rows)  # of one row, which is that long at most
+    differences = []
+    for _ in range(repeats):
+        seconds = [
+            _time(run, pool, _rows(pool, count, 1, grid.short, num_masks), 1)
+            for num_masks in (window, 0)
+        ]
+        differences.append(seconds[0] - seconds[1])
+    return max(0.0, statistics.median(differences))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ def test_times_of_an_array_of_positions_equal_those_of_each_entry() -> None:
     assert GRID.at(positions, 130).tolist() == [GRID.at(float(at), 130) for at in positions]
 
 
+def test_steps_with_masks_take_longer_by_their_time() -> None:
+    times = StepTimes(GRID.positions, GRID.cached_tokens, GRID.seconds, mask_s=0.25)
+    assert times.at(5, 0) == pytest.approx(3.0)
+    assert times.at(5, 0, True) == pytest.approx(3.25)
+    found = times.at(np.array([5.0, 9.0, 9.0]), 0, np.array([True, False, True]))
+    assert found.tolist() == pytest.approx([3.25, 4.0, 4.25])
+
+
 def test_a_single_time_holds_everywhere_and_falling_times_are_not_extrapolated() -> None:
     assert StepTimes((4,), (0,), ((0.5,),)).at(1000, 1000) == pytest.approx(0.5)
     falling = StepTimes((1, 2), (0,), ((2.0,), (1.0,)))
@@ -60,3 +68,9 @@ def test_malformed_grids_are_refused(
 ) -> None:
     with pytest.raises(AssertionError):
         StepTimes(positions, cached_tokens, seconds)
+
+
+@pytest.mark.parametrize("mask_s", [-0.1, float("nan"), float("inf")])
+def test_an_impossible_time_of_masks_is_refused(mask_s: float) -> None:
+    with pytest.raises(AssertionError):
+        StepTimes((1,), (0,), ((1.0,),), mask_s)

@@ -34,7 +34,7 @@ class Machine:
         used = Counter[int]()
         for _ in range(num_steps):
             used[self.num] += 1
-            self.choice.observe_step(1, 0, 0.01 * slowness(self.num))
+            self.choice.observe_step(1, 0, 0.01 * slowness(self.num), has_masks=False)
         return used
 
     def _apply(self, num: int) -> None:

@@ -17,13 +17,15 @@ Floats = NDArray[np.float64]
 MAX_WINDOW = 4
 
 
-def step_times(seconds: dict[int, float], per_cached_token: float = 0.0) -> StepTimes:
+def step_times(
+    seconds: dict[int, float], per_cached_token: float = 0.0, mask_s: float = 0.0
+) -> StepTimes:
     """Build step times from seconds by positions."""
     grid = (0, 65536)
     lines = tuple(
         tuple(value + per_cached_token * count for count in grid) for value in seconds.values()
     )
-    return StepTimes(tuple(seconds), grid, lines)
+    return StepTimes(tuple(seconds), grid, lines, mask_s)
 
 
 TABLES = {
@@ -35,6 +37,7 @@ TABLES = {
     ),
     "linear": step_times({1: 0.001, 2: 0.002, 64: 0.064}),
     "affine": step_times({1: 0.0066, 65: 0.0962}),
+    "adapter": step_times({1: 0.009, 8: 0.012, 64: 0.030}, mask_s=0.0043),
 }
 CPU = TABLES["cpu"]
 PAPER = 0.452  # geometric acceptance: 1.79 tokens per forward pass with four masks
@@ -103,7 +106,8 @@ class Simulation:
     def _rate(self, times: StepTimes, windows: NDArray[np.int64]) -> float:
         accepted = 1 + np.minimum(self._runs, windows)
         fed = np.vstack([np.ones((1, self.num_rows)), accepted[:-1]]) + windows
-        return float(accepted.sum() / times.at(fed.sum(axis=1), self.cached_tokens).sum())
+        seconds = times.at(fed.sum(axis=1), self.cached_tokens, windows.any(axis=1))
+        return float(accepted.sum() / seconds.sum())
 
 
 def settled_chooser(times: StepTimes, rows: list[Request], acceptance: float) -> WindowChooser:
@@ -124,12 +128,15 @@ def test_chosen_windows_are_as_fast_as_the_best_fixed_one_and_never_slower_than_
     table: str, kind: str
 ) -> None:
     times = TABLES[table]
+    # Where the first mask is dear, no row takes any once they seem not to pay, and only the trials
+    # tell that they do.
+    least = 0.95 if times.mask_s == 0 else 0.92
     for num_rows in (1, 4, 16, 64):
         simulation = Simulation(np.resize(ACCEPTANCE[kind], (1, num_rows)), 800, seed=num_rows)
         rate, _ = simulation.chosen(times)
         fixed = [simulation.fixed(times, window) for window in range(MAX_WINDOW + 1)]
         assert rate > 0.98 * fixed[0], f"{num_rows} rows are slowed down"
-        assert rate > 0.95 * max(fixed), f"{num_rows} rows want {np.argmax(fixed)} masks"
+        assert rate > least * max(fixed), f"{num_rows} rows want {np.argmax(fixed)} masks"
 
 
 def test_windows_shrink_as_the_batch_grows() -> None:
@@ -230,7 +237,7 @@ def test_overhead_beyond_the_table_makes_masks_pay() -> None:
     chooser = settled_chooser(times, rows, PAPER)
     assert windows_of(chooser, rows) == [0] * 8
     for _ in range(100):
-        chooser.observe_step(8, 0, 0.024 + 0.040)
+        chooser.observe_step(8, 0, 0.024 + 0.040, has_masks=False)
         windows = windows_of(chooser, rows)
     assert sum(windows) >= 4
 
@@ -245,8 +252,27 @@ def test_masks_are_given_up_if_positions_cost_more_than_in_the_table() -> None:
         # an accepted token is fed again
         positions = 1 + windows[-1] + (len(windows) % 4 == 0)
         real_s = float(table.at(positions, 0)) + 0.002 * (positions - 1)
-        chooser.observe_step(positions, 0, real_s)
+        chooser.observe_step(positions, 0, real_s, has_masks=windows[-1] > 0)
     assert sum(windows[100:]) <= 10
+
+
+@pytest.mark.parametrize("mode", [Mode.THRESHOLD, Mode.EXACT])
+@pytest.mark.parametrize(("mask_s", "takes_masks"), [(0.0, True), (0.003, True), (0.02, False)])
+def test_the_first_mask_pays_for_what_masks_add_to_a_step(
+    mode: Mode, mask_s: float, takes_masks: bool
+) -> None:
+    """The masks gain one token in all, so that they pay up to about a step's 10 ms."""
+    times = step_times({1: 0.010, 256: 0.010}, mask_s=mask_s)
+    rows = [make_request("row", [5], 10**9, mode=mode)]
+    chooser = settled_chooser(times, rows, 0.5)
+    assert (windows_of(chooser, rows)[0] > 0) == takes_masks
+
+
+def test_masks_that_are_fed_in_any_case_have_paid_for_what_masks_add_to_a_step() -> None:
+    times = step_times({1: 0.010, 256: 0.010}, mask_s=0.02)
+    rows = [*make_rows(1), make_request("pinned", [5], 10**9, window=2)]
+    chooser = settled_chooser(times, rows, 0.5)
+    assert windows_of(chooser, rows) == [MAX_WINDOW, 2]
 
 
 @pytest.mark.parametrize(("choosing_s", "num_choices"), [(0.0, 100), (0.001, 20), (1.0, 7)])
@@ -273,9 +299,9 @@ def test_a_choice_is_kept_while_another_would_take_a_larger_share_of_the_steps(
 def test_pauses_and_prompt_steps_do_not_count_as_overhead() -> None:
     times, rows = step_times({1: 0.010, 100: 0.208}), make_rows(8)
     chooser = settled_chooser(times, rows, PAPER)
-    chooser.observe_step(8, 0, 3600.0)
+    chooser.observe_step(8, 0, 3600.0, has_masks=False)
     assert windows_of(chooser, rows) == [0] * 8
-    chooser.observe_step(5000, 0, 10.0)  # more positions than the table holds
+    chooser.observe_step(5000, 0, 10.0, has_masks=False)  # more positions than the table holds
     assert windows_of(chooser, rows) == [0] * 8
 
 
