@@ -427,6 +427,14 @@ def test_what_masks_add_to_a_step_is_told_apart_on_demand(
     assert pool.num_free == pool.num_pages
 
 
+def test_steps_too_small_for_masks_are_timed_without_them() -> None:
+    pool, steps, run = pool_and_run()
+    sizes = StepSizes(4, max_num_batched_tokens=3, max_length=100, window=4)
+    assert measure_steps(run, pool, sizes, masks_apart=True).mask_s == 0
+    assert not any(row.num_masks for rows in steps for row in rows)
+    assert pool.num_free == pool.num_pages
+
+
 def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier:
     """Return a frontier whose steps take twice as long with 100 positions as with none."""
     frontier = frontier_of(

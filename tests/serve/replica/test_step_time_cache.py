@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,34 @@ def test_the_second_start_runs_fewer_steps(mars_dir, tmp_path, monkeypatch, capl
     warm_up(settings, second)
     assert 0 < len(num_second) < 0.6 * len(num_first)
     assert "step times of an earlier start hold" in caplog.text
+
+
+def test_what_masks_add_to_a_step_is_measured_of_an_adapter_and_kept(
+    mars_dir, plain_dir, adapter_dir, monkeypatch
+):
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr(execution_warm_up, "time", clock)
+
+    def warmed_up(settings):
+        engine = load_engine(settings)
+        run = engine._runner.run
+
+        def timed(rows):
+            nonlocal now_s
+            now_s += 0.010 + 0.004 * any(row.num_masks for row in rows)
+            return run(rows)
+
+        engine._runner.run = timed
+        return warm_up(settings, engine)
+
+    assert warmed_up(settings_of(mars_dir)).mask_s == 0
+    adapted = settings_of(plain_dir).model_copy(update={"adapter": str(adapter_dir)})
+    for _ in range(2):  # the second start takes the first one's times
+        times = warmed_up(adapted)
+        assert times.mask_s == pytest.approx(0.004)
+        assert times.at(2, 0) == pytest.approx(0.010)
+        assert times.at(2, 0, True) == pytest.approx(0.014)
 
 
 def test_no_file_is_kept_if_the_setting_says_so(mars_dir, tmp_path):

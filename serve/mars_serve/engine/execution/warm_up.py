@@ -106,14 +106,16 @@ def measure_steps(
 
 def _mask_seconds(run: RunStep, pool: PagePool, grid: _Grid, window: int, repeats: int) -> float:
     """Return the seconds that a small step takes longer if some of its positions are masks."""
-    count = min(_FEW, grid.largest // grid.num_rows)  # of one row, which is that long at most
+    count = min(_FEW, grid.largest // grid.num_rows)  # a row that long has room
+    if count < 2:  # no step has a mask
+        return 0.0
     differences = []
     for _ in range(repeats):
-        seconds = [
+        with_masks_s, without_s = (
             _time(run, pool, _rows(pool, count, 1, grid.short, num_masks), 1)
             for num_masks in (window, 0)
-        ]
-        differences.append(seconds[0] - seconds[1])
+        )
+        differences.append(with_masks_s - without_s)
     return max(0.0, statistics.median(differences))
 
 
