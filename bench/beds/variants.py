@@ -21,7 +21,7 @@ ON_POLICY: dict[str, Any] = {"on_policy": {"share": 0.3}}
 ADAPTER: dict[str, Any] = {"adapter": {"rank": 32}, "learning_rate": 4e-3}
 """An adapter that acts at masks, by default trained with `SOFT`."""
 FAST_ADAPTER: dict[str, Any] = {**ADAPTER, "learning_rate": 8e-3}
-"""The same at a higher rate, which pays with twice the steps."""
+"""The same at a higher rate, which pays with two and three times the steps."""
 
 Responses = Literal["greedy", "sampled", "mixed"]
 """Ways in which the AR checkpoint writes responses: at temperature 0, at 1, or half at each."""
@@ -76,4 +76,5 @@ VARIANTS = [
     Variant("adapter-blocks-2-4-8-mixed", {**ADAPTER, **BLOCKS}, responses="mixed"),
     Variant("adapter-twice-greedy", {**FAST_ADAPTER, **BLOCKS}, responses="greedy", steps=2.0),
     Variant("adapter-twice-mixed", {**FAST_ADAPTER, **BLOCKS}, responses="mixed", steps=2.0),
+    Variant("adapter-thrice-mixed", {**FAST_ADAPTER, **BLOCKS}, responses="mixed", steps=3.0),
 ]

@@ -50,6 +50,7 @@ class StepTimesFile(Settings):
     cached_tokens: list[int] = Field(min_length=1)
     seconds: list[list[_Seconds]]
     mask_s: float = Field(ge=0, allow_inf_nan=False)
+    """Seconds that a step takes longer as soon as it feeds a mask."""
 
     @model_validator(mode="after")
     def _consistent(self) -> StepTimesFile:

@@ -403,7 +403,7 @@ def test_known_times_are_taken_only_if_they_are_reproduced(
 
 
 @pytest.mark.parametrize("masks_apart", [False, True])
-@pytest.mark.parametrize("mask_s", [0.0, 0.005])
+@pytest.mark.parametrize("mask_s", [0.0, 0.009])
 def test_what_masks_add_to_a_step_is_told_apart_on_demand(
     monkeypatch: pytest.MonkeyPatch, mask_s: float, masks_apart: bool
 ) -> None:
@@ -424,6 +424,8 @@ def test_what_masks_add_to_a_step_is_told_apart_on_demand(
     without_s = 0.0132
     assert times.at(32, 0, True) == pytest.approx(without_s + mask_s)
     assert times.at(32, 0) == pytest.approx(without_s + (0 if masks_apart else mask_s))
+    again = measure_steps(run, pool, sizes, known=times, masks_apart=masks_apart)
+    assert again is times
     assert pool.num_free == pool.num_pages
 
 

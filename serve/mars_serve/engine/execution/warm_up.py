@@ -95,13 +95,18 @@ def measure_steps(
     table = []
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
-        if count > num_rows:  # some rows have masks
+        if _has_masks(count, grid):
             time_s = max(time_s - mask_s, time_s / 2)
         per_token = narrow + (max(wide, narrow) - narrow) * share
         # The few cached tokens of this step take less than half of it; more would be noise.
         bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
     return StepTimes(grid.positions, (0, most), tuple(table), mask_s)
+
+
+def _has_masks(count: int, grid: _Grid) -> bool:
+    """Return whether some row of a timed step of so many positions has masks; see `_rows`."""
+    return count > grid.num_rows
 
 
 def _mask_seconds(run: RunStep, pool: PagePool, grid: _Grid, window: int, repeats: int) -> float:
@@ -153,7 +158,7 @@ def _hold(run: RunStep, pool: PagePool, grid: _Grid, window: int, times: StepTim
     for count in [count for count in grid.positions if count <= _ALWAYS_TIMED]:
         num_rows = min(count, grid.num_rows)
         now_s += _time(run, pool, _rows(pool, count, num_rows, grid.short, window), _CHECKS)
-        then_s += float(times.at(count, num_rows * grid.short))
+        then_s += times.at(count, num_rows * grid.short, _has_masks(count, grid))
     return 1 / _TOLERANCE < now_s / then_s < _TOLERANCE
 
 
