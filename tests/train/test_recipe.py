@@ -45,6 +45,13 @@ def test_a_recipe_survives_writing_and_reading():
     assert Recipe.model_validate(yaml.safe_load(written)) == recipe
 
 
+@pytest.mark.parametrize("written", ["no", '"no"', "false"])
+def test_a_bare_no_is_float32_though_yaml_reads_it_as_false(written):
+    recipe = Recipe.model_validate(content(precision=yaml.safe_load(written)))
+    assert recipe.precision == "no"
+    assert "precision" in refusal(precision=True)
+
+
 @pytest.mark.parametrize(("given", "least", "most"), [(3, 3, 3), ([2, 4], 2, 4), ([2, 2], 2, 2)])
 def test_workers_are_a_number_or_a_range(given, least, most):
     scaling = Recipe.model_validate(content(scaling={"num_workers": given})).scaling

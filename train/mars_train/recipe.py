@@ -256,6 +256,11 @@ def _number_or_range(value: Any) -> Any:
     return value
 
 
+def _no_for_false(value: object) -> object:
+    """Return "no" for False, as which YAML reads a bare no."""
+    return "no" if value is False else value
+
+
 class Scaling(Settings):
     """Number, resources and placement of the workers."""
 
@@ -363,7 +368,7 @@ class Recipe(Settings):
     checkpoints: CheckpointSettings = CheckpointSettings()
     scaling: Scaling = Scaling()
     cluster: ClusterSettings = ClusterSettings()
-    precision: Literal["no", "bf16"] = "bf16"
+    precision: Annotated[Literal["no", "bf16"], BeforeValidator(_no_for_false)] = "bf16"
     """Mixed precision: bf16, or no for float32 only."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention: flex skips masked blocks, sdpa takes a dense mask, auto is flex on a GPU."""
