@@ -226,16 +226,10 @@ class Engine:
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self.capture_graphs(CudaCapture(), on_progress)
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
-        sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row)
+        sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row, masks_apart)
         run, pool = self._runner.run, self._pool
         return measure_steps(
-            run,
-            pool,
-            sizes,
-            repeats=repeats,
-            known=known,
-            masks_apart=masks_apart,
-            on_progress=on_progress,
+            run, pool, sizes, repeats=repeats, known=known, on_progress=on_progress
         )
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:

@@ -47,6 +47,10 @@ class StepSizes:
     """Most masks of a row."""
     widest_row: int | None = None
     """Most positions of a timed row; by default those of a row in mode threshold."""
+    masks_apart: bool = False
+    """Whether to tell apart what a step takes longer as soon as it feeds a mask, as it does with an
+    adapter. Otherwise times are those of steps as they usually are, with masks from the size on at
+    which rows have more than one position."""
 
 
 def measure_steps(
@@ -56,7 +60,6 @@ def measure_steps(
     *,
     repeats: int = REPEATS,
     known: StepTimes | None = None,
-    masks_apart: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
@@ -71,9 +74,6 @@ def measure_steps(
         repeats: timed runs of a step, of which the median is taken.
         known: times of an earlier start, returned as they are if small steps still take as long;
             finding out also prepares the steps to come, in a quarter of the time.
-        masks_apart: whether to tell apart what a step takes longer as soon as it feeds a mask, as
-            it does with an adapter; otherwise times are those of steps as they usually are, with
-            masks from the size on at which rows have more than one position.
         on_progress: called with the number of timed steps and the number of all.
     """
     grid = _Grid.of(pool, sizes)
@@ -91,7 +91,7 @@ def measure_steps(
     difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
-    mask_s = _mask_seconds(run, pool, grid, sizes.window, repeats) if masks_apart else 0.0
+    mask_s = _mask_seconds(run, pool, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
     table = []
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
