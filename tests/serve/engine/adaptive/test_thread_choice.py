@@ -80,6 +80,18 @@ def test_a_step_that_was_held_up_does_not_decide(index: int, held_up: int) -> No
     assert machine.num == _MANY
 
 
+def test_steps_with_masks_are_compared_to_what_they_take_with_masks() -> None:
+    """An adapter doubles the time of steps with masks; every second step has some."""
+    times = StepTimes((1,), (0,), ((0.01,),), mask_s=0.01)
+    plain, masked = Machine(), Machine()
+    masked.choice = ThreadChoice(times, _FEW, _MANY, masked._apply)
+    for index in range(3000):
+        plain.choice.observe_step(1, 0, 0.01 * quiet(plain.num), has_masks=False)
+        step_s = 0.01 * (1 + index % 2) * quiet(masked.num)
+        masked.choice.observe_step(1, 0, step_s, has_masks=index % 2 == 1)
+        assert masked.num == plain.num
+
+
 @pytest.fixture
 def threads_kept() -> Iterator[None]:
     before = torch.get_num_threads()
