@@ -15,13 +15,16 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 REPEATS = 5
-"""Default number of timed runs of a step, of which the median is taken."""
+"""Default number of timed runs of a step, of which the median is taken; long steps have fewer."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _ALWAYS_TIMED = 64
 """Number of positions up to which every step of the grid that fits is timed."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
+_ENOUGH_S = 1.0
+"""Seconds after which a step is not run again: what disturbs short runs evens out in longer ones,
+and a model whose steps take seconds would take many minutes to start."""
 _CHECKS = 3
 """Timed runs of a step whose time is known from an earlier start."""
 _FEW = 4
@@ -71,9 +74,9 @@ def measure_steps(
         run: runs a step.
         pool: pool without allocated pages; it has none afterwards, either.
         sizes: sizes of the steps to come.
-        repeats: timed runs of a step, of which the median is taken.
+        repeats: most timed runs of a step, of which the median is taken; long steps have fewer.
         known: times of an earlier start, returned as they are if small steps still take as long;
-            finding out also prepares the steps to come, in a quarter of the time.
+            finding out also prepares the steps to come, in less than half the time.
         on_progress: called with the number of timed steps and the number of all.
     """
     grid = _Grid.of(pool, sizes)
@@ -177,7 +180,7 @@ def measure_prefill(
         pool: see `measure_steps`.
         num_tokens: prompt tokens of a step; fewer if the pool holds fewer.
         max_length: most tokens of a request.
-        repeats: timed runs of a step, of which the median is taken.
+        repeats: most timed runs of a step, of which the median is taken; long steps have fewer.
     """
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)
     # `_rows` makes some rows one position longer than others: one token each is left free.
@@ -206,19 +209,23 @@ def _rows(
 
 
 def _time(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow], repeats: int) -> float:
-    """Run a step once more than ``repeats``, and release its pages.
+    """Run a step once more than ``repeats``, or until it has been timed long enough.
+
+    Its pages are released.
 
     Returns:
         The median seconds of the runs but the first, or those of the only one.
     """
-    begin = time.perf_counter()
-    run(rows)  # prepares this shape
-    first_s = time.perf_counter() - begin
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run(rows)
-        times.append(time.perf_counter() - begin)
+    first_s = _seconds(run, rows)  # prepares this shape
+    times: list[float] = []
+    while len(times) < repeats and first_s + sum(times) < _ENOUGH_S:
+        times.append(_seconds(run, rows))
     for row in rows:
         pool.release(row.request.pages)
     return statistics.median(times or [first_s])
+
+
+def _seconds(run: RunStep, rows: Sequence[ScheduledRow]) -> float:
+    begin = time.perf_counter()
+    run(rows)
+    return time.perf_counter() - begin

@@ -55,6 +55,28 @@ def test_steps_are_timed_up_to_the_widest_row() -> None:
     assert pool.num_free == pool.num_pages
 
 
+@pytest.mark.parametrize(
+    ("step_s", "num_runs"), [(0.001, 6), (0.15, 6), (0.25, 4), (0.5, 2), (0.99, 2), (3.0, 1)]
+)
+def test_long_steps_are_timed_less_often(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, num_runs: int
+) -> None:
+    pool, steps, note = pool_and_run()
+    now_s = 0.0
+
+    def run(rows: Sequence[ScheduledRow]) -> None:
+        nonlocal now_s
+        note(rows)
+        now_s += step_s
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
+    times = measure_steps(run, pool, StepSizes(4, 1000, max_length=100, window=4), repeats=5)
+    assert len(steps) == num_runs * (4 + len(times.positions))
+    assert times.at(8, 0) == pytest.approx(step_s)
+    assert pool.num_free == pool.num_pages
+
+
 @pytest.mark.parametrize(("speed", "holds"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
 def test_known_times_are_taken_only_if_they_are_reproduced(
     monkeypatch: pytest.MonkeyPatch, speed: float, holds: bool
