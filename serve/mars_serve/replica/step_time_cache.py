@@ -170,5 +170,5 @@ def warm_up(settings: ModelSettings, engine: Engine) -> StepTimes:
 
 
 def _log_progress(done: int, total: int) -> None:
-    if done == total or done % 8 == 0:
-        _log.info("warm-up: %d of %d step sizes timed", done, total)
+    if done == total or done % 16 == 0:
+        _log.info("warm-up: %d of %d steps", done, total)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
@@ -14,8 +16,8 @@ from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
-REPEATS = 5
-"""Default number of timed runs of a step, of which the median is taken; long steps have fewer."""
+REPEATS = 6
+"""Default number of runs of a step, of which the quickest counts; long steps have fewer."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _ALWAYS_TIMED = 64
@@ -25,12 +27,18 @@ _SHORT, _LONG = 16, 512
 _ENOUGH_S = 1.0
 """Seconds after which a step is not run again: what disturbs short runs evens out in longer ones,
 and a model whose steps take seconds would take many minutes to start."""
-_CHECKS = 3
-"""Timed runs of a step whose time is known from an earlier start."""
+_CONFIRMED = 1.25
+"""Factor by which a step's second quickest run may be slower, or the quickest one is doubted."""
+_MOST = 3
+"""Largest number of runs of a step while times are in doubt, as a multiple of the usual number."""
+_CHECKS = 4
+"""Runs of a step whose time is known from an earlier start."""
 _FEW = 4
 """Positions of the steps that show what masks add to a step."""
 _TOLERANCE = 1.5
 """Factor by which steps may be faster or slower than those of an earlier start."""
+
+_log = logging.getLogger(__name__)
 
 RunStep = Callable[[Sequence[ScheduledRow]], object]
 """Function that runs a step and waits for its results."""
@@ -74,23 +82,21 @@ def measure_steps(
         run: runs a step.
         pool: pool without allocated pages; it has none afterwards, either.
         sizes: sizes of the steps to come.
-        repeats: most timed runs of a step, of which the median is taken; long steps have fewer.
+        repeats: runs of a step, of which the quickest counts; long steps have fewer.
         known: times of an earlier start, returned as they are if small steps still take as long;
             finding out also prepares the steps to come, in less than half the time.
-        on_progress: called with the number of timed steps and the number of all.
+        on_progress: called with the number of runs so far and the usual number of them.
     """
     grid = _Grid.of(pool, sizes)
     if known is not None and _hold(run, pool, grid, sizes.window, known):
         return known
     num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
     ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
-    shapes = [*ends, *((count, short) for count in grid.positions)]
-    seconds = []
-    for done, (count, cached) in enumerate(shapes, start=1):
-        rows = _rows(pool, count, min(count, num_rows), cached, sizes.window)
-        seconds.append(_time(run, pool, rows, repeats))
-        if on_progress is not None:
-            on_progress(done, len(shapes))
+    steps = [
+        partial(_rows, pool, count, min(count, num_rows), cached, sizes.window)
+        for count, cached in [*ends, *((count, short) for count in grid.positions)]
+    ]
+    seconds = _times(run, pool, steps, repeats, on_progress)
     difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
@@ -117,14 +123,9 @@ def _mask_seconds(run: RunStep, pool: PagePool, grid: _Grid, window: int, repeat
     count = min(_FEW, grid.largest // grid.num_rows)  # a row that long has room
     if count < 2:  # no step has a mask
         return 0.0
-    differences = []
-    for _ in range(repeats):
-        with_masks_s, without_s = (
-            _time(run, pool, _rows(pool, count, 1, grid.short, num_masks), 1)
-            for num_masks in (window, 0)
-        )
-        differences.append(with_masks_s - without_s)
-    return max(0.0, statistics.median(differences))
+    steps = [partial(_rows, pool, count, 1, grid.short, masks) for masks in (window, 0)]
+    with_masks_s, without_s = _times(run, pool, steps, repeats)
+    return max(0.0, with_masks_s - without_s)
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,18 @@ class _Grid:
 def _hold(run: RunStep, pool: PagePool, grid: _Grid, window: int, times: StepTimes) -> bool:
     """Prepare the steps to come, and return whether the small ones take as long as in ``times``."""
     largest = _rows(pool, grid.largest, min(grid.largest, grid.num_rows), grid.long, window)
-    _time(run, pool, largest, 0)
-    now_s = then_s = 0.0
-    for count in [count for count in grid.positions if count <= _ALWAYS_TIMED]:
-        num_rows = min(count, grid.num_rows)
-        now_s += _time(run, pool, _rows(pool, count, num_rows, grid.short, window), _CHECKS)
-        then_s += times.at(count, num_rows * grid.short, _has_masks(count, grid))
+    _run_once(run, pool, largest)
+    small = [count for count in grid.positions if count <= _ALWAYS_TIMED]
+    num_rows = [min(count, grid.num_rows) for count in small]
+    steps = [
+        partial(_rows, pool, count, rows, grid.short, window)
+        for count, rows in zip(small, num_rows, strict=True)
+    ]
+    now_s = sum(_times(run, pool, steps, _CHECKS))
+    then_s = sum(
+        times.at(count, rows * grid.short, _has_masks(count, grid))
+        for count, rows in zip(small, num_rows, strict=True)
+    )
     return 1 / _TOLERANCE < now_s / then_s < _TOLERANCE
 
 
@@ -180,14 +187,15 @@ def measure_prefill(
         pool: see `measure_steps`.
         num_tokens: prompt tokens of a step; fewer if the pool holds fewer.
         max_length: most tokens of a request.
-        repeats: most timed runs of a step, of which the median is taken; long steps have fewer.
+        repeats: runs of the step, of which the quickest counts; a long step has fewer.
     """
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)
     # `_rows` makes some rows one position longer than others: one token each is left free.
     num_rows = math.ceil(num_tokens / max(max_length - 1, 1))
     room = pool.num_free // num_rows * pool.page_size - 1
     num_tokens = min(num_tokens, num_rows * max(room, 1))
-    return num_tokens / _time(run, pool, _rows(pool, num_tokens, num_rows, 0, 0), repeats)
+    step = partial(_rows, pool, num_tokens, num_rows, 0, 0)
+    return num_tokens / _times(run, pool, [step], repeats)[0]
 
 
 def _rows(
@@ -208,24 +216,54 @@ def _rows(
     return rows
 
 
-def _time(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow], repeats: int) -> float:
-    """Run a step once more than ``repeats``, or until it has been timed long enough.
+def _times(
+    run: RunStep,
+    pool: PagePool,
+    steps: Sequence[Callable[[], list[ScheduledRow]]],
+    repeats: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Return the seconds of each step's quickest run, or of its median run on a busy machine.
 
-    Its pages are released.
+    Steps take turns, so that a busy time of the machine meets all of them. If some have had a quick
+    run and others none, small steps seem to cost more than large ones, or large ones more than they
+    do. So rounds go on until every quickest run has been confirmed by another; if that does not
+    happen, medians slow down all steps alike.
 
-    Returns:
-        The median seconds of the runs but the first, or those of the only one.
+    Args:
+        run: runs a step.
+        pool: pool of the steps' pages.
+        steps: functions that make the rows of a step.
+        repeats: number of rounds, unless times are in doubt.
+        on_progress: called with the number of runs so far and the usual number of them.
     """
-    first_s = _seconds(run, rows)  # prepares this shape
-    times: list[float] = []
-    while len(times) < repeats and first_s + sum(times) < _ENOUGH_S:
-        times.append(_seconds(run, rows))
-    for row in rows:
-        pool.release(row.request.pages)
-    return statistics.median(times or [first_s])
+    runs: list[list[float]] = [[] for _ in steps]
+    for done in range(1, _MOST * repeats + 1):
+        for index, (make_rows, times) in enumerate(zip(steps, runs, strict=True), start=1):
+            if sum(times) < _ENOUGH_S:
+                times.append(_run_once(run, pool, make_rows()))
+            if on_progress is not None and done <= repeats:
+                on_progress((done - 1) * len(steps) + index, repeats * len(steps))
+        if done >= repeats and all(map(_is_confirmed, runs)):
+            return [min(times) for times in runs]
+        if done == repeats:
+            _log.info("steps take different times, so the machine is busy; they are timed again")
+    return [statistics.median(times) for times in runs]
 
 
-def _seconds(run: RunStep, rows: Sequence[ScheduledRow]) -> float:
+def _is_confirmed(times: Sequence[float]) -> bool:
+    """Return whether the quickest run was no exception; a step that takes long is not run again."""
+    if len(times) < 2 or sum(times) >= _ENOUGH_S:
+        return True
+    quickest_s, second_s = sorted(times)[:2]
+    return second_s <= _CONFIRMED * quickest_s
+
+
+def _run_once(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow]) -> float:
+    """Run a step, release its pages, and return its seconds."""
     begin = time.perf_counter()
     run(rows)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    for row in rows:
+        pool.release(row.request.pages)
+    return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
@@ -12,12 +12,44 @@ from mars_serve.engine.execution.warm_up import StepSizes, measure_prefill, meas
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
 
+Cost = Callable[[Sequence[ScheduledRow]], float]
+"""Function that returns the seconds that a step of some rows takes."""
 
-def pool_and_run(
-    num_pages: int = 200,
-) -> tuple[PagePool, list[list[ScheduledRow]], Callable[[Sequence[ScheduledRow]], object]]:
-    steps: list[list[ScheduledRow]] = []
-    return PagePool(num_pages, 4), steps, lambda works: steps.append(list(works))
+
+class Machine:
+    """Pretends to run steps, on a clock of its own."""
+
+    def __init__(self, cost: Cost, num_pages: int = 200) -> None:
+        self.pool = PagePool(num_pages, 4)
+        self.cost = cost
+        self.steps: list[list[ScheduledRow]] = []
+        self.now_s = 0.0
+        self.busy = range(0)
+        """Steps, counted from 0, that take four times as long."""
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def run(self, rows: Sequence[ScheduledRow]) -> None:
+        self.now_s += self.cost(rows) * (4 if len(self.steps) in self.busy else 1)
+        self.steps.append(list(rows))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
+    """Return a function that makes a machine whose clock the warm-up reads."""
+
+    def make(cost: Cost, num_pages: int = 200) -> Machine:
+        made = Machine(cost, num_pages)
+        monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", made)
+        return made
+
+    return make
+
+
+def line_s(rows: Sequence[ScheduledRow]) -> float:
+    """Return the seconds of a step that takes longer with each position."""
+    return 0.001 + 1e-5 * sum(row.num_positions for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -25,113 +57,132 @@ def pool_and_run(
     [(200, 128, 1000, 1), (200, 128, 65, 2), (200, 128, 64, 3), (200, 128, 20, 7), (3, 11, 99, 1)],
 )
 def test_prefill_steps_are_as_full_of_prompts_as_the_pool_allows(
-    num_pages: int, num_positions: int, max_length: int, num_rows: int
+    machine: Callable[..., Machine],
+    num_pages: int,
+    num_positions: int,
+    max_length: int,
+    num_rows: int,
 ) -> None:
-    pool, steps, run = pool_and_run(num_pages)
-    rate = measure_prefill(run, pool, num_tokens=128, max_length=max_length, repeats=3)
-    assert rate > 0
-    assert len(steps) == 4
-    for works in steps:
+    ours = machine(line_s, num_pages)
+    rate = measure_prefill(ours.run, ours.pool, num_tokens=128, max_length=max_length, repeats=3)
+    assert rate == pytest.approx(num_positions / (0.001 + 1e-5 * num_positions))
+    assert len(ours.steps) == 3
+    for works in ours.steps:
         assert len(works) == num_rows
         assert sum(work.num_positions for work in works) == num_positions
         assert all(work.num_masks == 0 and work.request.num_cached == 0 for work in works)
         assert all(work.num_tokens <= max_length for work in works)
-    assert pool.num_free == pool.num_pages
+    assert ours.pool.num_free == ours.pool.num_pages
 
 
-def test_steps_are_timed_up_to_the_widest_row() -> None:
-    pool, steps, run = pool_and_run()
-    times = measure_steps(
-        run,
-        pool,
-        StepSizes(4, 1000, max_length=100, window=4, widest_row=25),
-        repeats=2,
-    )
+def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -> None:
+    ours = machine(line_s)
+    sizes = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
+    times = measure_steps(ours.run, ours.pool, sizes, repeats=3)
     assert times.positions[-1] == 100
     assert times.positions[-2] == 64  # not 96, which is too close to 100 to be told apart
-    assert {len(works) for works in steps} == {1, 2, 3, 4}
-    assert max(sum(work.num_positions for work in works) for works in steps) == 100
-    assert len(steps) == 3 * (4 + len(times.positions))
-    assert pool.num_free == pool.num_pages
+    assert {len(works) for works in ours.steps} == {1, 2, 3, 4}
+    assert max(sum(work.num_positions for work in works) for works in ours.steps) == 100
+    assert len(ours.steps) == 3 * (4 + len(times.positions))
+    assert ours.pool.num_free == ours.pool.num_pages
 
 
 @pytest.mark.parametrize(
-    ("step_s", "num_runs"), [(0.001, 6), (0.15, 6), (0.25, 4), (0.5, 2), (0.99, 2), (3.0, 1)]
+    ("step_s", "num_runs"), [(0.001, 5), (0.19, 5), (0.3, 4), (0.5, 2), (0.99, 2), (3.0, 1)]
 )
 def test_long_steps_are_timed_less_often(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, num_runs: int
+    machine: Callable[..., Machine], step_s: float, num_runs: int
 ) -> None:
-    pool, steps, note = pool_and_run()
-    now_s = 0.0
-
-    def run(rows: Sequence[ScheduledRow]) -> None:
-        nonlocal now_s
-        note(rows)
-        now_s += step_s
-
-    clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
-    times = measure_steps(run, pool, StepSizes(4, 1000, max_length=100, window=4), repeats=5)
-    assert len(steps) == num_runs * (4 + len(times.positions))
+    ours, seen = machine(lambda _: step_s), list[tuple[int, int]]()
+    sizes = StepSizes(4, 1000, max_length=100, window=4)
+    times = measure_steps(
+        ours.run, ours.pool, sizes, repeats=5, on_progress=lambda *each: seen.append(each)
+    )
+    num_steps = 4 + len(times.positions)
+    assert len(ours.steps) == num_runs * num_steps
+    assert seen == [(done + 1, 5 * num_steps) for done in range(5 * num_steps)]
     assert times.at(8, 0) == pytest.approx(step_s)
-    assert pool.num_free == pool.num_pages
+    assert ours.pool.num_free == ours.pool.num_pages
+
+
+SIZES = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
+NUM_STEPS = 4 + 13
+"""Steps of each round with `SIZES`."""
+
+
+@pytest.mark.parametrize("end", [0.5, 1.0, 3.3, 4.9, 5.0, 5.4, 5.98])
+@pytest.mark.parametrize("begin", [0.0, 0.3, 1.0, 2.7])
+def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
+    machine: Callable[..., Machine], begin: float, end: float
+) -> None:
+    ours = machine(line_s)
+    ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
+    times = measure_steps(ours.run, ours.pool, SIZES, repeats=6)
+    assert len(times.positions) == NUM_STEPS - 4
+    for positions in times.positions:
+        assert times.at(positions, 0) == pytest.approx(0.001 + 1e-5 * positions)
+
+
+def test_long_steps_need_no_confirmation(machine: Callable[..., Machine]) -> None:
+    ours = machine(lambda _: 0.21)
+    ours.busy = range(NUM_STEPS)  # in the first round a step takes .84 s
+    times = measure_steps(ours.run, ours.pool, SIZES, repeats=6)
+    assert len(ours.steps) == 2 * NUM_STEPS
+    assert times.at(8, 0) == pytest.approx(0.21)
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.3, 0.7, 1.0])
+def test_times_of_a_busy_machine_are_those_of_a_slower_one(
+    machine: Callable[..., Machine], begin: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = machine(line_s)
+    ours.busy = range(int(begin * NUM_STEPS), 10**9)
+    with caplog.at_level("INFO"):
+        times = measure_steps(ours.run, ours.pool, SIZES, repeats=6)
+    for positions in times.positions:
+        assert times.at(positions, 0) == pytest.approx(4 * (0.001 + 1e-5 * positions))
+    assert len(ours.steps) == NUM_STEPS * (18 if begin else 6)
+    assert ("machine is busy" in caplog.text) == bool(begin)
 
 
 @pytest.mark.parametrize(("speed", "holds"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
 def test_known_times_are_taken_only_if_they_are_reproduced(
-    monkeypatch: pytest.MonkeyPatch, speed: float, holds: bool
+    machine: Callable[..., Machine], speed: float, holds: bool
 ) -> None:
-    pool, steps, note = pool_and_run()
-    now_s = 0.0
-
-    def run(rows: Sequence[ScheduledRow]) -> None:
-        nonlocal now_s
-        note(rows)
-        now_s += speed * (0.01 + 1e-4 * sum(row.num_positions for row in rows))
-
-    clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
-    sizes = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
+    ours = machine(lambda rows: speed * 10 * line_s(rows))
     grid = (1, 64, 100)
     line = tuple((0.01 + 1e-4 * count, 0.01 + 1e-4 * count) for count in grid)
     known = StepTimes(grid, (0, 400), line)
-    times = measure_steps(run, pool, sizes, known=known)
+    times = measure_steps(ours.run, ours.pool, SIZES, known=known)
     assert (times is known) == holds
-    assert max(sum(row.num_positions for row in rows) for rows in steps) == 100
-    assert pool.num_free == pool.num_pages
+    assert max(sum(row.num_positions for row in rows) for rows in ours.steps) == 100
+    assert ours.pool.num_free == ours.pool.num_pages
     assert times.at(32, 0) == pytest.approx((1 if holds else speed) * 0.0132)
 
 
 @pytest.mark.parametrize("masks_apart", [False, True])
 @pytest.mark.parametrize("mask_s", [0.0, 0.009])
 def test_what_masks_add_to_a_step_is_told_apart_on_demand(
-    monkeypatch: pytest.MonkeyPatch, mask_s: float, masks_apart: bool
+    machine: Callable[..., Machine], mask_s: float, masks_apart: bool
 ) -> None:
-    pool, _, _ = pool_and_run()
-    now_s = 0.0
-
-    def run(rows: Sequence[ScheduledRow]) -> None:
-        nonlocal now_s
-        now_s += 0.01 + 1e-4 * sum(row.num_positions for row in rows)
-        now_s += mask_s * any(row.num_masks for row in rows)
-
-    clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", clock)
-    sizes = StepSizes(4, 1000, 100, window=4, widest_row=25, masks_apart=masks_apart)
-    times = measure_steps(run, pool, sizes)
+    ours = machine(lambda rows: 10 * line_s(rows) + mask_s * any(row.num_masks for row in rows))
+    sizes = replace(SIZES, masks_apart=masks_apart)
+    times = measure_steps(ours.run, ours.pool, sizes)
     assert times.mask_s == pytest.approx(masks_apart * mask_s)
     assert times.at(4, 0) == pytest.approx(0.0104)  # a position for each row, so none is a mask
     without_s = 0.0132
     assert times.at(32, 0, True) == pytest.approx(without_s + mask_s)
     assert times.at(32, 0) == pytest.approx(without_s + (0 if masks_apart else mask_s))
-    again = measure_steps(run, pool, sizes, known=times)
+    again = measure_steps(ours.run, ours.pool, sizes, known=times)
     assert again is times
-    assert pool.num_free == pool.num_pages
+    assert ours.pool.num_free == ours.pool.num_pages
 
 
-def test_steps_too_small_for_masks_are_timed_without_them() -> None:
-    pool, steps, run = pool_and_run()
+def test_steps_too_small_for_masks_are_timed_without_them(
+    machine: Callable[..., Machine],
+) -> None:
+    ours = machine(line_s)
     sizes = StepSizes(4, max_num_batched_tokens=3, max_length=100, window=4, masks_apart=True)
-    assert measure_steps(run, pool, sizes).mask_s == 0
-    assert not any(row.num_masks for rows in steps for row in rows)
-    assert pool.num_free == pool.num_pages
+    assert measure_steps(ours.run, ours.pool, sizes).mask_s == 0
+    assert not any(row.num_masks for rows in ours.steps for row in rows)
+    assert ours.pool.num_free == ours.pool.num_pages
