@@ -62,7 +62,7 @@ class FrontierOptions:
     """Number of items that decode at once, and ``max_num_seqs`` of the replica whose capacity is
     computed."""
     repeats: int
-    """Number of runs of each step, of which the median time counts."""
+    """Number of runs of each step; see `measure_steps`."""
     dtype: torch.dtype
     """Type of the weights."""
     dtype_name: str
