@@ -91,6 +91,17 @@ def test_masks_are_chosen_and_drafts_pruned_by_the_least_gain(
     assert chosen_masks(exact_row([0.8, 0.5, 0.1]), CHANCES, 4, least_gain) == masks
 
 
+@pytest.mark.parametrize(
+    ("least_gain", "num_masks"), [(0.12, 4), (0.14, 2), (0.26, 2), (0.28, 1), (0.44, 1), (0.46, 0)]
+)
+def test_without_drafts_a_mask_must_gain_for_itself_and_for_the_draft_that_it_becomes(
+    least_gain: float, num_masks: int
+) -> None:
+    chances = DraftChances.of([0.9, 0.6, 0.5, 0.95])  # all up to each: .9, .54, .27 and .2565
+    assert chosen_masks(exact_row([]), chances, MAX_WINDOW, least_gain) == (num_masks,)
+    assert chosen_masks(exact_row([]), DraftChances.of([]), 0, least_gain) == (0,)
+
+
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=MAX_WINDOW),
     st.integers(1, 9),
