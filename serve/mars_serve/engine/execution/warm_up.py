@@ -228,7 +228,7 @@ def _times(
     Steps take turns, so that a busy time of the machine meets all of them. If some have had a quick
     run and others none, small steps seem to cost more than large ones, or large ones more than they
     do. So rounds go on until every quickest run has been confirmed by another; if that does not
-    happen, medians slow down all steps alike.
+    happen, medians over the same rounds slow down all steps alike.
 
     Args:
         run: runs a step.
@@ -248,7 +248,8 @@ def _times(
             return [min(times) for times in runs]
         if done == repeats:
             _log.info("steps take different times, so the machine is busy; they are timed again")
-    return [statistics.median(times) for times in runs]
+    num_shared = min(map(len, runs))  # long steps took part in the first rounds alone
+    return [statistics.median(times[:num_shared]) for times in runs]
 
 
 def _is_confirmed(times: Sequence[float]) -> bool:

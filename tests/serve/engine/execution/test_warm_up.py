@@ -145,6 +145,16 @@ def test_times_of_a_busy_machine_are_those_of_a_slower_one(
     assert ("machine is busy" in caplog.text) == bool(begin)
 
 
+def test_long_steps_are_compared_with_small_ones_of_the_same_rounds(
+    machine: Callable[..., Machine],
+) -> None:
+    ours = machine(lambda rows: 10 * sum(row.num_positions for row in rows) / 1000)
+    ours.busy = range(NUM_STEPS, 10**9)  # the longest steps, of 1 s, run in the first round alone
+    times = measure_steps(ours.run, ours.pool, SIZES, repeats=6)
+    for positions in times.positions:
+        assert times.at(positions, 0) == pytest.approx(0.01 * positions)
+
+
 @pytest.mark.parametrize(("speed", "holds"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
 def test_known_times_are_taken_only_if_they_are_reproduced(
     machine: Callable[..., Machine], speed: float, holds: bool
