@@ -36,7 +36,6 @@ from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.decoding import (
-    DTYPES,
     DecodingSetting,
     device_and_dtype,
     evaluation_engine,
@@ -111,7 +110,7 @@ def measure(
             {"batch": batch, **found}
             for batch in batches
             for found in speeds(
-                engines(checkpoint, batch, DTYPES[dtype], num_lookup_drafts),
+                engines(checkpoint, batch, getattr(torch, dtype), num_lookup_drafts),
                 items[: max(num_timed, batch)],
                 max_tokens,
                 rounds,

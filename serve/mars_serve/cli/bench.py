@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.main import show_help_without_command
 from mars_serve.cli.options import Adapter, AsJson, KeyEnv
 
@@ -90,7 +91,7 @@ def decode(
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")] = "cpu",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
+        NumberType | None,
         typer.Option(
             help="Type of the weights; by default the one that the model is stored in, and for "
             "untrained weights float32 on the CPU, bfloat16 on CUDA."

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from mars_platform.checkpoint.number_type import NumberType
+
 MAX_SEED = 2**63 - 1
 
 
@@ -49,7 +51,7 @@ Device = Annotated[
     typer.Option(help="Device to run on; auto is cuda if available."),
 ]
 Dtype = Annotated[
-    Literal["float32", "bf16", "float16"] | None,
+    NumberType | None,
     typer.Option(help="Type of the weights; by default the one that the model is stored in."),
 ]
 KeyEnv = Annotated[

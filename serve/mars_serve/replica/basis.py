@@ -17,9 +17,6 @@ from mars_serve.engine.engine import Engine
 _MEAN_CACHED = 512
 """Cached tokens that a row is assumed to read; half the model's context if that is less."""
 
-_DTYPES = {"bf16": "bfloat16"}
-"""Names of number types in ``marsray calibrate`` that differ from those in a server's settings."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +69,7 @@ def autoscaling_basis(
 
 def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> str | None:
     """Describe how the frontier's hardware and number type differ from the replica's, and warn."""
-    measured = (frontier.hardware, _DTYPES.get(frontier.dtype, frontier.dtype))
+    measured = (frontier.hardware, frontier.dtype)
     here = (
         hardware_name("cuda" if settings.num_gpus else "cpu"),
         str(engine.dtype).removeprefix("torch."),

@@ -216,10 +216,10 @@ def test_a_plain_checkpoint_is_scored_in_mode_ar(
 ) -> None:
     other = write(tmp_path / "b.jsonl", row("another"))
     for extra in ([], ["--threshold", 1], ["--mode", "ar"]):
-        options = ["--data", data, "--data", other, "--max-tokens", 3, "--dtype", "bf16", *extra]
-        found = evaluate(capsys, plain_dir, *options)
+        options = ["--data", data, "--data", other, "--max-tokens", 3, *extra]
+        found = evaluate(capsys, plain_dir, *options, "--dtype", "bfloat16")
         assert [(each["mode"], each["num_items"]) for each in found["rows"]] == [("ar", 5)]
-        assert (found["device"], found["dtype"]) == ("cpu", "bf16")
+        assert (found["device"], found["dtype"]) == ("cpu", "bfloat16")
 
 
 @pytest.mark.parametrize(

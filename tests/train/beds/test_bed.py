@@ -162,7 +162,7 @@ def test_distributions_are_those_of_the_models():
 def test_real_text_is_measured_greedy_and_sampled(bed):
     found = measure(
         str(bed.model(0, BASELINE)), bed.held_out, num_items=2, max_tokens=12, num_timed=1,
-        rounds=1, batches=[1, 2], dtype="bf16", num_lookup_drafts=4,
+        rounds=1, batches=[1, 2], dtype="bfloat16", num_lookup_drafts=4,
     )  # fmt: skip
     assert [*found["outputs"]] == ["0", "0.7", "1"]
     assert len(found["speed"]) == 2 * 3 * 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mars_platform.checkpoint.metadata import locate_model
-from mars_platform.checkpoint.number_type import stored_dtype
+from mars_platform.checkpoint.number_type import NumberType, stored_dtype
 from mars_platform.errors import UserError
 from mars_serve.bench.decode.workload import RaggedShape
 from mars_serve.engine.decoding_options import Outcomes
@@ -67,7 +67,7 @@ class DecodeOptions:
     """Seed of prompts, lengths, draws and weights."""
     device: str = "cpu"
     """Device to run on, ``cpu`` or ``cuda``."""
-    dtype: str = "float32"
+    dtype: NumberType = "float32"
     """Type of the weights, ``float32``, ``bfloat16`` or ``float16``."""
     compiled: bool = False
     """Whether to compile the engine's model."""
@@ -109,7 +109,7 @@ class DecodeOptions:
             )
 
 
-def default_dtype(model: str | None, device: str) -> str:
+def default_dtype(model: str | None, device: str) -> NumberType:
     """Return the number type that a model is stored in; for untrained weights, the device's.
 
     Raises:

@@ -45,11 +45,6 @@ from mars_serve.bench.decode.workload import (
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.measure.evaluation.items import read_items
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _WARM_UP_TOKENS = 4
 
 
@@ -166,7 +161,7 @@ def _cheap_collection() -> Iterator[None]:
 
 
 def _model(options: DecodeOptions) -> BenchModel:
-    dtype = _DTYPES[options.dtype]
+    dtype = getattr(torch, options.dtype)
     if options.untrained is not None:
         return untrained_model(options.untrained, dtype, options.device, options.seed)
     assert options.model is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.console import Console
 
 from mars_autoscale.model.frontier import FORMAT_VERSION, write_frontier
@@ -19,6 +20,7 @@ from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibra
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
+from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.pictures import house_style
 from mars_platform.cli.progress import progress_display
 from mars_platform.cli.report import check_output_files, write_picture
@@ -32,7 +34,7 @@ from mars_serve.measure.calibration.collect import (
     measure_calibration,
 )
 from mars_serve.measure.calibration.plot import picture_of
-from mars_serve.measure.evaluation.decoding import DTYPES, check_threshold, device_and_dtype
+from mars_serve.measure.evaluation.decoding import check_threshold, device_and_dtype
 from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (
@@ -68,7 +70,7 @@ class CalibrateOptions:
     """Number of conversations that decode at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
-    dtype: Literal["float32", "bf16", "float16"] | None = None
+    dtype: NumberType | None = None
     """Type of the weights; None for the one that the model is stored in."""
     plot: Path | None = None
     """Picture to draw; its suffix names the format."""
@@ -181,7 +183,7 @@ def _frontier_options(options: CalibrateOptions, checkpoint: Checkpoint) -> Fron
         max_tokens=options.max_tokens,
         batch=options.batch,
         repeats=options.repeats,
-        dtype=DTYPES[dtype],
+        dtype=getattr(torch, dtype),
         dtype_name=dtype,
         device=device,
         hardware=hardware_name(device),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.metadata import locate_model
-from mars_platform.checkpoint.number_type import stored_dtype
+from mars_platform.checkpoint.number_type import NumberType, stored_dtype
 from mars_platform.data.answers import is_correct
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -28,10 +28,6 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.items import EvalItem
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-"""Types of weights by the names that the commands have for them."""
-_SHORT_NAMES = {"bfloat16": "bf16"}
-"""Names of the commands for number types that they call otherwise than torch does."""
 _NUM_SEEDS = 2**63
 
 
@@ -89,22 +85,18 @@ class DecodedItem:
         return len(self.tokens)
 
 
-def device_and_dtype(device: str, dtype: str | None, model: str) -> tuple[str, str]:
+def device_and_dtype(device: str, dtype: NumberType | None, model: str) -> tuple[str, NumberType]:
     """Return the device to run on and the name of the type of the weights.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA if there is a device.
-        dtype: one of `DTYPES`; None for the one that the model is stored in, as a server takes it.
+        dtype: type of the weights; None for the one that they are stored in, as a server takes it.
         model: checkpoint directory or hub id.
 
     Raises:
         UserError: the device is ``cuda`` and there is none, or the model's type is not known.
     """
-    chosen = available_device(device)
-    if dtype is None:
-        stored = stored_dtype(locate_model(model))
-        dtype = _SHORT_NAMES.get(stored, stored)
-    return chosen, dtype
+    return available_device(device), dtype or stored_dtype(locate_model(model))
 
 
 def available_device(device: str) -> str:

@@ -9,17 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.console import Console
 
 from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.measure.evaluation.decoding import (
-    DTYPES,
     ONE_TOKEN,
     DecodedItem,
     DecodingSetting,
@@ -65,7 +66,7 @@ class EvalOptions:
     """Number of conversations that run at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto is CUDA if there is a device."""
-    dtype: Literal["float32", "bf16", "float16"] | None = None
+    dtype: NumberType | None = None
     """Type of weights, keys and values; None for the one that the model is stored in."""
 
 
@@ -120,7 +121,7 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
             max_tokens=options.max_tokens,
             max_num_seqs=options.batch,
             exact=any(setting.mode is Mode.EXACT for setting in settings),
-            dtype=DTYPES[dtype],
+            dtype=getattr(torch, dtype),
             device=device,
         )
         run_setting(engine, items[: options.batch], settings[-1], max_tokens=_WARM_UP_TOKENS)
