@@ -30,12 +30,8 @@ from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, To
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
-from mars_serve.engine.execution.warm_up import (
-    REPEATS,
-    StepSizes,
-    measure_prefill,
-    measure_steps,
-)
+from mars_serve.engine.execution.step_timer import StepTimer, clock_of
+from mars_serve.engine.execution.warm_up import REPEATS, StepSizes, measure_prefill, measure_steps
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
@@ -227,16 +223,19 @@ class Engine:
             self.capture_graphs(CudaCapture(), on_progress)
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
         sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row, masks_apart)
-        run, pool = self._runner.run, self._pool
         return measure_steps(
-            run, pool, sizes, repeats=repeats, known=known, on_progress=on_progress
+            self._step_timer(), sizes, repeats=repeats, known=known, on_progress=on_progress
         )
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
         """Measure prompt tokens per second in steps of ``num_tokens``; see `warm_up`."""
         assert not self.has_work, "steps are timed before the first request"
-        run, pool, most = self._runner.run, self._pool, self.max_length
-        return measure_prefill(run, pool, num_tokens=num_tokens, max_length=most, repeats=repeats)
+        return measure_prefill(
+            self._step_timer(), num_tokens=num_tokens, max_length=self.max_length, repeats=repeats
+        )
+
+    def _step_timer(self) -> StepTimer:
+        return StepTimer(self._runner.run, self._pool, clock_of(self._runner.model.device.type))
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None

@@ -2,13 +2,15 @@
 
 import json
 import logging
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.execution import warm_up as execution_warm_up
+from mars_serve.engine.execution import step_timer
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.loading import load_engine
 from mars_serve.replica.step_time_cache import StepTimeCache, describe, warm_up
@@ -99,13 +101,14 @@ def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path, caplog):
 
 def test_the_second_start_runs_fewer_steps(mars_dir, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
+    ticks = partial(next, count(0.0, 0.001))  # each step takes as long, whatever the machine does
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=ticks, thread_time=ticks))
     settings = settings_of(mars_dir)
     first = load_engine(settings)
     num_first = count_steps(first)
     warm_up(settings, first)
     assert len(files_in(tmp_path)) == 1
 
-    monkeypatch.setattr(execution_warm_up, "_TOLERANCE", 1e9)  # whatever else this machine does
     second = load_engine(settings)
     num_second = count_steps(second)
     warm_up(settings, second)
@@ -117,8 +120,8 @@ def test_what_masks_add_to_a_step_is_measured_of_an_adapter_and_kept(
     mars_dir, plain_dir, adapter_dir, monkeypatch
 ):
     now_s = 0.0
-    clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr(execution_warm_up, "time", clock)
+    clock = SimpleNamespace(perf_counter=lambda: now_s, thread_time=lambda: now_s)
+    monkeypatch.setattr(step_timer, "time", clock)
 
     def warmed_up(settings):
         engine = load_engine(settings)

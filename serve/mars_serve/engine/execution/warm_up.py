@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.execution.step_timer import StepTimer
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -24,24 +23,12 @@ _ALWAYS_TIMED = 64
 """Number of positions up to which every step of the grid that fits is timed."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
-_ENOUGH_S = 1.0
-"""Seconds after which a step is not run again: what disturbs short runs evens out in longer ones,
-and a model whose steps take seconds would take many minutes to start."""
-_CONFIRMED = 1.25
-"""Factor by which a step's second quickest run may be slower, or the quickest one is doubted."""
-_MOST = 3
-"""Largest number of runs of a step while times are in doubt, as a multiple of the usual number."""
 _CHECKS = 4
 """Runs of a step whose time is known from an earlier start."""
 _FEW = 4
 """Positions of the steps that show what masks add to a step."""
 _TOLERANCE = 1.5
 """Factor by which steps may be faster or slower than those of an earlier start."""
-
-_log = logging.getLogger(__name__)
-
-RunStep = Callable[[Sequence[ScheduledRow]], object]
-"""Function that runs a step and waits for its results."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +52,7 @@ class StepSizes:
 
 
 def measure_steps(
-    run: RunStep,
-    pool: PagePool,
+    timer: StepTimer,
     sizes: StepSizes,
     *,
     repeats: int = REPEATS,
@@ -79,16 +65,16 @@ def measure_steps(
     rows, and interpolated between them.
 
     Args:
-        run: runs a step.
-        pool: pool without allocated pages; it has none afterwards, either.
+        timer: times steps; its pool has no allocated pages, before and afterwards.
         sizes: sizes of the steps to come.
         repeats: runs of a step, of which the quickest counts; long steps have fewer.
         known: times of an earlier start, returned as they are if small steps still take as long;
             finding out also prepares the steps to come, in less than half the time.
         on_progress: called with the number of runs so far and the usual number of them.
     """
+    pool = timer.pool
     grid = _Grid.of(pool, sizes)
-    if known is not None and _hold(run, pool, grid, sizes.window, known):
+    if known is not None and _hold(timer, grid, sizes.window, known):
         return known
     num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
     ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
@@ -96,11 +82,11 @@ def measure_steps(
         partial(_rows, pool, count, min(count, num_rows), cached, sizes.window)
         for count, cached in [*ends, *((count, short) for count in grid.positions)]
     ]
-    seconds = _times(run, pool, steps, repeats, on_progress)
+    seconds = timer.seconds(steps, repeats, on_progress)
     difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
-    mask_s = _mask_seconds(run, pool, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
+    mask_s = _mask_seconds(timer, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
     table = []
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
@@ -118,13 +104,13 @@ def _has_masks(count: int, grid: _Grid) -> bool:
     return count > grid.num_rows
 
 
-def _mask_seconds(run: RunStep, pool: PagePool, grid: _Grid, window: int, repeats: int) -> float:
+def _mask_seconds(timer: StepTimer, grid: _Grid, window: int, repeats: int) -> float:
     """Return the seconds that a small step takes longer if some of its positions are masks."""
     count = min(_FEW, grid.largest // grid.num_rows)  # a row that long has room
     if count < 2:  # no step has a mask
         return 0.0
-    steps = [partial(_rows, pool, count, 1, grid.short, masks) for masks in (window, 0)]
-    with_masks_s, without_s = _times(run, pool, steps, repeats)
+    steps = [partial(_rows, timer.pool, count, 1, grid.short, masks) for masks in (window, 0)]
+    with_masks_s, without_s = timer.seconds(steps, repeats)
     return max(0.0, with_masks_s - without_s)
 
 
@@ -154,17 +140,17 @@ class _Grid:
         return cls(num_rows, largest, tuple(positions), short, long)
 
 
-def _hold(run: RunStep, pool: PagePool, grid: _Grid, window: int, times: StepTimes) -> bool:
+def _hold(timer: StepTimer, grid: _Grid, window: int, times: StepTimes) -> bool:
     """Prepare the steps to come, and return whether the small ones take as long as in ``times``."""
-    largest = _rows(pool, grid.largest, min(grid.largest, grid.num_rows), grid.long, window)
-    _run_once(run, pool, largest)
+    pool = timer.pool
+    timer.run_once(_rows(pool, grid.largest, min(grid.largest, grid.num_rows), grid.long, window))
     small = [count for count in grid.positions if count <= _ALWAYS_TIMED]
     num_rows = [min(count, grid.num_rows) for count in small]
     steps = [
         partial(_rows, pool, count, rows, grid.short, window)
         for count, rows in zip(small, num_rows, strict=True)
     ]
-    now_s = sum(_times(run, pool, steps, _CHECKS))
+    now_s = sum(timer.seconds(steps, _CHECKS))
     then_s = sum(
         times.at(count, rows * grid.short, _has_masks(count, grid))
         for count, rows in zip(small, num_rows, strict=True)
@@ -173,29 +159,28 @@ def _hold(run: RunStep, pool: PagePool, grid: _Grid, window: int, times: StepTim
 
 
 def measure_prefill(
-    run: RunStep,
-    pool: PagePool,
+    timer: StepTimer,
     *,
     num_tokens: int,
     max_length: int,
     repeats: int = REPEATS,
 ) -> float:
-    """Measure the prompt tokens per second of steps that hold only beginnings of prompts.
+    """Measure the prompt tokens per second, by the wall clock, of steps with prompts alone.
 
     Args:
-        run: runs a step.
-        pool: see `measure_steps`.
+        timer: see `measure_steps`.
         num_tokens: prompt tokens of a step; fewer if the pool holds fewer.
         max_length: most tokens of a request.
         repeats: runs of the step, of which the quickest counts; a long step has fewer.
     """
+    pool = timer.pool
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)
     # `_rows` makes some rows one position longer than others: one token each is left free.
     num_rows = math.ceil(num_tokens / max(max_length - 1, 1))
     room = pool.num_free // num_rows * pool.page_size - 1
     num_tokens = min(num_tokens, num_rows * max(room, 1))
     step = partial(_rows, pool, num_tokens, num_rows, 0, 0)
-    return num_tokens / _times(run, pool, [step], repeats)[0]
+    return num_tokens / replace(timer, clock=time.perf_counter).seconds([step], repeats)[0]
 
 
 def _rows(
@@ -214,57 +199,3 @@ def _rows(
         request.pages = pool.allocate(pool.pages_for(num_cached + num_tokens))
         rows.append(ScheduledRow(request, num_tokens, (num_masks,), reads_logits=True))
     return rows
-
-
-def _times(
-    run: RunStep,
-    pool: PagePool,
-    steps: Sequence[Callable[[], list[ScheduledRow]]],
-    repeats: int,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> list[float]:
-    """Return the seconds of each step's quickest run, or of its median run on a busy machine.
-
-    Steps take turns, so that a busy time of the machine meets all of them. If some have had a quick
-    run and others none, small steps seem to cost more than large ones, or large ones more than they
-    do. So rounds go on until every quickest run has been confirmed by another; if that does not
-    happen, medians over the same rounds slow down all steps alike.
-
-    Args:
-        run: runs a step.
-        pool: pool of the steps' pages.
-        steps: functions that make the rows of a step.
-        repeats: number of rounds, unless times are in doubt.
-        on_progress: called with the number of runs so far and the usual number of them.
-    """
-    runs: list[list[float]] = [[] for _ in steps]
-    for done in range(1, _MOST * repeats + 1):
-        for index, (make_rows, times) in enumerate(zip(steps, runs, strict=True), start=1):
-            if sum(times) < _ENOUGH_S:
-                times.append(_run_once(run, pool, make_rows()))
-            if on_progress is not None and done <= repeats:
-                on_progress((done - 1) * len(steps) + index, repeats * len(steps))
-        if done >= repeats and all(map(_is_confirmed, runs)):
-            return [min(times) for times in runs]
-        if done == repeats:
-            _log.info("steps take different times, so the machine is busy; they are timed again")
-    num_shared = min(map(len, runs))  # long steps took part in the first rounds alone
-    return [statistics.median(times[:num_shared]) for times in runs]
-
-
-def _is_confirmed(times: Sequence[float]) -> bool:
-    """Return whether the quickest run was no exception; a step that takes long is not run again."""
-    if len(times) < 2 or sum(times) >= _ENOUGH_S:
-        return True
-    quickest_s, second_s = sorted(times)[:2]
-    return second_s <= _CONFIRMED * quickest_s
-
-
-def _run_once(run: RunStep, pool: PagePool, rows: Sequence[ScheduledRow]) -> float:
-    """Run a step, release its pages, and return its seconds."""
-    begin = time.perf_counter()
-    run(rows)
-    seconds = time.perf_counter() - begin
-    for row in rows:
-        pool.release(row.request.pages)
-    return seconds

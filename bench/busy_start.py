@@ -1,0 +1,129 @@
+"""Times the steps of an engine at its start while other programs take its cores for a part of it.
+
+    python -m bench.busy_start qwen2-100m --dtype bfloat16
+
+An engine chooses masks by how much longer larger steps take. Times that are all too long do no harm
+therefore; those of large steps that are not, beside small ones that are, make masks seem free.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import torch
+import typer
+from bench.beds.report import markdown
+
+from mars_serve.bench.decode.models import BenchModel, untrained_model
+from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.settings import EngineSettings
+
+SPANS = ((0.0, 0.2), (0.2, 0.75), (0.2, 0.96), (0.5, 0.9), (0.1, 1.0), (0.0, 1.0))
+"""Parts of a start during which the cores are shared, as shares of its usual number of steps."""
+_NUM_PROGRAMS = 3
+_SETTLE_S = 0.3  # until new programs run
+
+
+class Disturbance:
+    """Programs that spin on this process's cores during a part of something with progress."""
+
+    def __init__(self, begin: float, end: float):
+        self._begin, self._end = begin, end
+        self._programs: list[subprocess.Popen[bytes]] = []
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Begin or end the disturbance where ``done`` of ``total`` says so."""
+        is_due = self._begin <= done / total < self._end
+        if is_due and not self._programs:
+            command = [sys.executable, "-c", "while True: pass"]
+            self._programs = [subprocess.Popen(command) for _ in range(_NUM_PROGRAMS)]  # noqa: S603
+            time.sleep(_SETTLE_S)
+        elif not is_due:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the programs."""
+        for program in self._programs:
+            program.kill()
+            program.wait()
+        self._programs = []
+
+
+@contextmanager
+def _disturbance(begin: float, end: float) -> Iterator[Disturbance]:
+    found = Disturbance(begin, end)
+    try:
+        if begin == 0 < end:
+            found.on_progress(0, 1)
+        yield found
+    finally:
+        found.stop()
+
+
+def start(model: BenchModel, batch: int, begin: float, end: float) -> tuple[StepTimes, float]:
+    """Return the step times that an engine measures at its start, and the seconds it takes."""
+    settings = EngineSettings(max_num_seqs=batch)
+    engine = Engine(model.checkpoint, settings, model=model.create(), device=model.device)
+    with _disturbance(begin, end) as disturbance:
+        begin_s = time.perf_counter()
+        times = engine.warm_up(disturbance.on_progress)
+        return times, time.perf_counter() - begin_s
+
+
+def against(quiet: StepTimes, found: StepTimes, batch: int) -> list[float]:
+    """Return how the price of masks is misjudged, for each size of steps that has masks.
+
+    1 is right; at .5, a step with masks seems to take half as much as it does, in comparison with
+    the step of a full batch without any.
+    """
+    counts = [count for count in quiet.positions if count >= batch]
+    counts.append(2 * counts[-1])  # larger steps than are timed, as in mode exact
+    slower = [found.at(each, 0) / quiet.at(each, 0) for each in counts]
+    return [each / slower[0] for each in slower[1:]]
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Size of the random weights, or a config.json.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of weights, keys and values.")
+    ] = "float32",
+    batch: Annotated[int, typer.Option(min=1, help="Most concurrent requests.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Starts with each disturbance.")] = 3,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads; they and other programs share as many cores.")
+    ] = 1,
+) -> None:
+    """Start an engine in turn quietly and disturbed; print medians of all rounds."""
+    os.sched_setaffinity(0, range(threads))
+    torch.set_num_threads(threads)
+    shape = untrained_model(model, getattr(torch, dtype), "cpu", seed=0)
+    spans = ((0.0, 0.0), *SPANS)
+    starts = [[start(shape, batch, *span) for span in spans] for _ in range(rounds)]
+    rows = []
+    for index, (begin, end) in enumerate(spans):
+        # Rounds are compared with the quiet start of the next one, quiet starts with it, too.
+        quiet = [starts[(turn + 1) % rounds][0][0] for turn in range(rounds)]
+        found = [each[index] for each in starts]
+        shares = [against(one, other, batch) for one, (other, _) in zip(quiet, found, strict=True)]
+        rows.append(
+            [
+                f"{begin:.0%} to {end:.0%}" if end else "nothing",
+                f"{statistics.median(seconds for _, seconds in found):.1f}",
+                f"{statistics.median(map(min, shares)):.2f}",
+                f"{statistics.median(map(max, shares)):.2f}",
+            ]
+        )
+    headers = ["busy during", "start, s", "masks' steps, least", "largest"]
+    typer.echo(markdown(headers, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
