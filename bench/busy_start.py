@@ -8,6 +8,7 @@ therefore; those of large steps that are not, beside small ones that are, make m
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import typer
@@ -26,8 +27,10 @@ from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 
-SPANS = ((0.0, 0.2), (0.2, 0.75), (0.2, 0.96), (0.5, 0.9), (0.1, 1.0), (0.0, 1.0))
-"""Parts of a start during which the cores are shared, as shares of its usual number of steps."""
+QUIET = (0.0, 0.0)
+SPANS = (QUIET, (0.0, 0.2), (0.2, 0.75), (0.2, 0.96), (0.1, 1.0), (0.5, math.inf), (0.0, math.inf))
+"""Parts of a start during which the cores are shared, as shares of its usual number of steps,
+beyond which those are run that have been disturbed."""
 _NUM_PROGRAMS = 3
 _SETTLE_S = 0.3  # until new programs run
 
@@ -61,8 +64,7 @@ class Disturbance:
 def _disturbance(begin: float, end: float) -> Iterator[Disturbance]:
     found = Disturbance(begin, end)
     try:
-        if begin == 0 < end:
-            found.on_progress(0, 1)
+        found.on_progress(0, 1)
         yield found
     finally:
         found.stop()
@@ -90,6 +92,28 @@ def against(quiet: StepTimes, found: StepTimes, batch: int) -> list[float]:
     return [each / slower[0] for each in slower[1:]]
 
 
+class Start(NamedTuple):
+    """Result of a start."""
+
+    seconds: float
+    shares: list[float]
+    """How its step times misjudge the price of masks; see `against`."""
+
+
+def _rounds(model: BenchModel, batch: int, rounds: int) -> Iterator[list[Start]]:
+    """Yield for each round a start with each disturbance, compared with a quiet start before."""
+    for _ in range(rounds):
+        quiet, _ = start(model, batch, *QUIET)
+        found = [start(model, batch, *span) for span in SPANS]
+        yield [Start(seconds, against(quiet, times, batch)) for times, seconds in found]
+
+
+def _named(begin: float, end: float) -> str:
+    if (begin, end) == QUIET:
+        return "nothing"
+    return f"{begin:.0%} to {end:.0%}" if end < math.inf else f"{begin:.0%} to the end"
+
+
 def main(
     model: Annotated[str, typer.Argument(help="Size of the random weights, or a config.json.")],
     dtype: Annotated[
@@ -105,24 +129,18 @@ def main(
     os.sched_setaffinity(0, range(threads))
     torch.set_num_threads(threads)
     shape = untrained_model(model, getattr(torch, dtype), "cpu", seed=0)
-    spans = ((0.0, 0.0), *SPANS)
-    starts = [[start(shape, batch, *span) for span in spans] for _ in range(rounds)]
     rows = []
-    for index, (begin, end) in enumerate(spans):
-        # Rounds are compared with the quiet start of the next one, quiet starts with it, too.
-        quiet = [starts[(turn + 1) % rounds][0][0] for turn in range(rounds)]
-        found = [each[index] for each in starts]
-        shares = [against(one, other, batch) for one, (other, _) in zip(quiet, found, strict=True)]
+    for span, starts in zip(SPANS, zip(*_rounds(shape, batch, rounds), strict=True), strict=True):
+        shares = [each.shares for each in starts]
         rows.append(
             [
-                f"{begin:.0%} to {end:.0%}" if end else "nothing",
-                f"{statistics.median(seconds for _, seconds in found):.1f}",
+                _named(*span),
+                f"{statistics.median(each.seconds for each in starts):.1f}",
                 f"{statistics.median(map(min, shares)):.2f}",
                 f"{statistics.median(map(max, shares)):.2f}",
             ]
         )
-    headers = ["busy during", "start, s", "masks' steps, least", "largest"]
-    typer.echo(markdown(headers, rows))
+    typer.echo(markdown(["busy during", "start, s", "masks' steps, least", "largest"], rows))
 
 
 if __name__ == "__main__":
