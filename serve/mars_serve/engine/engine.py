@@ -142,8 +142,10 @@ class Engine:
         self._isolation = FaultIsolation(self._runner, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
-        self._finished_at: float | None = None
-        """Time at which the last step ended; None if the engine has been idle since."""
+        # a pacer sleeps, which is no time of the thread
+        self._clock = time.perf_counter if pacer else clock_of(weights.device.type)
+        self._finished_at: tuple[float, float] | None = None
+        """Times of `_clock` and the wall clock at the end of the last step; None while idle."""
 
     @property
     def overlaps(self) -> bool:
@@ -205,7 +207,7 @@ class Engine:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         self._audit_room.times = times
         if self._drafting.max_drafts and self.settings.adaptive_windows:
-            self._chooser = WindowChooser(times, self.window)
+            self._chooser = WindowChooser(times, self.window, clock=self._clock)
 
     def measure_step_times(
         self,
@@ -235,7 +237,7 @@ class Engine:
         )
 
     def _step_timer(self) -> StepTimer:
-        return StepTimer(self._runner.run, self._pool, clock_of(self._runner.model.device.type))
+        return StepTimer(self._runner.run, self._pool, self._clock)
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
@@ -395,7 +397,7 @@ class Engine:
         return masks[: len(requests)]
 
     def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
-        now = time.perf_counter()
+        now = (self._clock(), time.perf_counter())
         # A pacer adds prompts to a step's time at another rate than that of the table.
         is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
         self._audit_room.observe(rows)
@@ -403,9 +405,9 @@ class Engine:
             positions = sum(row.num_positions for row in rows)
             cached_tokens = sum(row.request.num_cached for row in rows)
             has_masks = any(row.num_masks for row in rows)
-            for choice in (self._chooser, self.thread_choice):
+            seconds = (end - begin for begin, end in zip(self._finished_at, now, strict=True))
+            for choice, step_s in zip((self._chooser, self.thread_choice), seconds, strict=True):
                 if choice is not None:
-                    step_s = now - self._finished_at
                     choice.observe_step(positions, cached_tokens, step_s, has_masks=has_masks)
         self._finished_at = now
 
