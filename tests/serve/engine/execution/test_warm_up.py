@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,7 +25,7 @@ class Machine:
         self.cost = cost
         self.steps: list[list[ScheduledRow]] = []
         self.wall_s = self.cpu_s = 0.0
-        self.busy = range(0)
+        self.busy: Container[int] = ()
         """Steps, counted from 0, that take four times as long by the wall clock."""
 
     def perf_counter(self) -> float:
@@ -148,6 +148,36 @@ def test_long_steps_that_were_all_disturbed_are_run_again(
     times = measure_steps(ours.timer(), SIZES, repeats=6)
     for positions in times.positions:
         assert times.at(positions, 0) == pytest.approx(0.05 + 0.005 * positions)
+
+
+def short_or_long_s(rows: Sequence[ScheduledRow]) -> float:
+    """Return the seconds of a step: a large one that is disturbed runs once in the usual rounds."""
+    return 0.02 if sum(row.num_positions for row in rows) <= 8 else 0.5
+
+
+NUM_SHORT = 8
+"""Steps of a round that are short by `short_or_long_s`."""
+
+
+@pytest.mark.parametrize("is_disturbed_again", [False, True])
+def test_long_steps_are_not_compared_with_rounds_that_they_miss(
+    machine: Callable[..., Machine], is_disturbed_again: bool
+) -> None:
+    ours = machine(short_or_long_s)
+    later = NUM_STEPS + 5 * NUM_SHORT  # from here on, all steps are run again
+    again = range(later, later + 2 * NUM_STEPS) if is_disturbed_again else ()
+    ours.busy = {*range(NUM_STEPS), *again}
+    times = measure_steps(ours.timer(), SIZES, repeats=6)
+    slower = 4 if is_disturbed_again else 1
+    assert times.at(4, 0) == pytest.approx(slower * 0.02)
+    assert times.at(32, 0) == pytest.approx(slower * 0.5)
+
+
+def test_a_busy_machine_does_not_prolong_a_start(machine: Callable[..., Machine]) -> None:
+    ours = machine(lambda rows: 100 * line_s(rows))  # .1 to .2 s, and four times that
+    ours.busy = range(10**9)
+    measure_steps(ours.timer("cpu"), SIZES, repeats=6)
+    assert ours.wall_s < NUM_STEPS * (1 + 0.8)
 
 
 @pytest.mark.parametrize("scale", [1, 100, 1000])
