@@ -15,6 +15,7 @@ from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.position_budget import PositionBudget
+from mars_serve.engine.adaptive.step_timer import StepTimer, clock_of
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.adaptive.window_choice import WindowChooser
@@ -30,7 +31,6 @@ from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, To
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
-from mars_serve.engine.execution.step_timer import StepTimer, clock_of
 from mars_serve.engine.execution.warm_up import REPEATS, StepSizes, measure_prefill, measure_steps
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.adaptive import step_timer
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.execution import step_timer
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.loading import load_engine
 from mars_serve.replica.step_time_cache import StepTimeCache, describe, warm_up

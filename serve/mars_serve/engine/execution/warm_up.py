@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mars_serve.engine.adaptive.step_timer import StepTimer
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.execution.step_timer import StepTimer
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from mars_serve.engine.adaptive.step_timer import StepTimer, clock_of
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.execution.step_timer import StepTimer, clock_of
 from mars_serve.engine.execution.warm_up import StepSizes, measure_prefill, measure_steps
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -49,8 +49,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
 
     def make(cost: Cost, num_pages: int = 200) -> Machine:
         made = Machine(cost, num_pages)
-        for module in ("step_timer", "warm_up"):
-            monkeypatch.setattr(f"mars_serve.engine.execution.{module}.time", made)
+        for module in ("adaptive.step_timer", "execution.warm_up"):
+            monkeypatch.setattr(f"mars_serve.engine.{module}.time", made)
         return made
 
     return make

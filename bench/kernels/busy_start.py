@@ -1,6 +1,6 @@
 """Times the steps of an engine at its start while other programs take its cores for a part of it.
 
-    python -m bench.busy_start qwen2-100m --dtype bfloat16
+    python -m bench.kernels.busy_start qwen2-100m --dtype bfloat16
 
 An engine chooses masks by how much longer larger steps take. Times that are all too long do no harm
 therefore; those of large steps that are not, beside small ones that are, make masks seem free.
