@@ -15,7 +15,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -201,7 +201,14 @@ def seen() -> Counter[str]:
     return Counter()
 
 
+_LOOKED_UP = [
+    Arrival(0, 2, length, DecodingOptions(9, Mode.EXACT), "", None) for length in (9, 12, 16, 17)
+]
+"""Requests whose prompts repeat themselves, so that drafts are looked up at their ends."""
+
+
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
     engines: list[Engine],
