@@ -2,8 +2,8 @@
 
     python -m bench.kernels.busy_start qwen2-100m --dtype bfloat16
 
-An engine chooses masks by how much longer larger steps take. Times that are all too long do no harm
-therefore; those of large steps that are not, beside small ones that are, make masks seem free.
+An engine chooses masks by how much longer larger steps take, so times that are all too long do no
+harm. If those of small steps alone are, masks seem free; if those of large ones are, too dear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -50,9 +50,9 @@ class Disturbance:
             self._programs = [subprocess.Popen(command) for _ in range(_NUM_PROGRAMS)]  # noqa: S603
             time.sleep(_SETTLE_S)
         elif not is_due:
-            self.stop()
+            self.close()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the programs."""
         for program in self._programs:
             program.kill()
@@ -60,21 +60,12 @@ class Disturbance:
         self._programs = []
 
 
-@contextmanager
-def _disturbance(begin: float, end: float) -> Iterator[Disturbance]:
-    found = Disturbance(begin, end)
-    try:
-        found.on_progress(0, 1)
-        yield found
-    finally:
-        found.stop()
-
-
 def start(model: BenchModel, batch: int, begin: float, end: float) -> tuple[StepTimes, float]:
     """Return the step times that an engine measures at its start, and the seconds it takes."""
     settings = EngineSettings(max_num_seqs=batch)
     engine = Engine(model.checkpoint, settings, model=model.create(), device=model.device)
-    with _disturbance(begin, end) as disturbance:
+    with closing(Disturbance(begin, end)) as disturbance:
+        disturbance.on_progress(0, 1)
         begin_s = time.perf_counter()
         times = engine.warm_up(disturbance.on_progress)
         return times, time.perf_counter() - begin_s
