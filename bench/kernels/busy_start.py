@@ -33,6 +33,8 @@ SPANS = (QUIET, (0.0, 0.2), (0.2, 0.75), (0.2, 0.96), (0.1, 1.0), (0.5, math.inf
 beyond which those are run that have been disturbed."""
 _NUM_PROGRAMS = 3
 _SETTLE_S = 0.3  # until new programs run
+_SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""Program that spins until the benchmark has ended, however that comes about."""
 
 
 class Disturbance:
@@ -46,7 +48,7 @@ class Disturbance:
         """Begin or end the disturbance where ``done`` of ``total`` says so."""
         is_due = self._begin <= done / total < self._end
         if is_due and not self._programs:
-            command = [sys.executable, "-c", "while True: pass"]
+            command = [sys.executable, "-c", _SPIN]
             self._programs = [subprocess.Popen(command) for _ in range(_NUM_PROGRAMS)]  # noqa: S603
             time.sleep(_SETTLE_S)
         elif not is_due:
