@@ -1,7 +1,6 @@
 """A run that is killed, corrupted and stopped ends like an uninterrupted one, bit for bit.
 
-The commands here join one Ray cluster, which saves their own clusters' starts. The benchmark that
-the full suite runs kills commands together with clusters of their own.
+The commands here join one Ray cluster, which saves their own clusters' starts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
 
-ROOT = Path(__file__).parents[3]
 EVERY_STEPS = 5  # as in the recipe
 TIMEOUT_S = 900
 
@@ -222,11 +220,3 @@ def test_a_second_run_in_the_same_directory_is_refused(story):
 def test_a_finished_run_is_not_entered_again(story, recipe_file):
     message = refusal(recipe_file, story.output)
     assert message.startswith(f"output: the run in {story.output} is finished")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_twenty_interruptions_change_no_result(tmp_path):
-    command = [sys.executable, "-m", "bench.training.kill_resume", "--kills", "20"]
-    command += ["--json", str(tmp_path / "result.json")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=3500)
