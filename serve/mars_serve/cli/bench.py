@@ -46,9 +46,8 @@ def decode(
     contender: Annotated[
         list[str] | None,
         typer.Option(
-            help="Decoder to measure: ar, threshold, exact, exact-all, exact-last, hf-generate, "
-            "hf-generate+packed, hf-continuous, hf-continuous+packed or block-sync. May be "
-            "repeated; by default all."
+            help="Decoder to measure: ar, threshold, exact or hf-generate. May be repeated; by "
+            "default all."
         ),
     ] = None,
     batch: Annotated[
@@ -97,40 +96,28 @@ def decode(
             "untrained weights float32 on the CPU, bfloat16 on CUDA."
         ),
     ] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the engine's model (engine.compile).")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot tokens per second over batch size into this file.")
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the speed of decoders on the same prompts.
 
-    marsray's engine and the others take turns. Outputs of generated prompts ignore end tokens, so
-    that each has its drawn length. With --acceptance, the number of tokens accepted per pass is
-    drawn instead of decided by the model; so step times can be measured without trained weights.
-    Its file holds the relative frequency of each number, such as {"tokens_per_forward": {"1": 0.6,
-    "2": 0.4}}. With --agreement, numbers of tokens outside mode exact are drawn, too. Contender
-    exact lets the engine choose which outcomes get masks; exact-all gives masks to all outcomes,
-    and exact-last only to the one where all drafts are right.
+    The modes of marsray's engine and Hugging Face generate take turns. Outputs of generated prompts
+    ignore end tokens, so that each has its drawn length. With --acceptance, the number of tokens
+    accepted per pass is drawn instead of decided by the model; so step times can be measured
+    without trained weights. Its file holds the relative frequency of each number, such as
+    {"tokens_per_forward": {"1": 0.6, "2": 0.4}}. With --agreement, numbers of tokens outside mode
+    exact are drawn, too.
     """
     import torch
     from rich.console import Console
 
-    from mars_platform.cli.pictures import write_pictures
-    from mars_platform.cli.report import check_output_files, output_console
+    from mars_platform.cli.report import output_console
     from mars_serve.bench.decode.options import CONTENDERS, DecodeOptions, default_dtype
-    from mars_serve.bench.decode.report import picture_of, print_comparison
+    from mars_serve.bench.decode.report import print_comparison
     from mars_serve.bench.decode.run import compare
     from mars_serve.bench.decode.workload import RaggedShape
 
     if threads is not None:
         torch.set_num_threads(threads)
-    check_output_files({"--plot": plot, "--html": page})
     options = DecodeOptions(
         model=model,
         adapter=adapter,
@@ -148,18 +135,9 @@ def decode(
         seed=seed,
         device=device,
         dtype=dtype or default_dtype(model, device),
-        compiled=compiled,
     )
     comparison = compare(options, Console(stderr=True))
-    output = output_console(_FILE_WIDTH)
-    print_comparison(comparison, output, as_json=as_json)
-    write_pictures(
-        lambda: picture_of(comparison),
-        title=f"marsray bench decode {model or untrained}",
-        show=lambda console: print_comparison(comparison, console, as_json=False),
-        plot=plot,
-        page=page,
-    )
+    print_comparison(comparison, output_console(_FILE_WIDTH), as_json=as_json)
 
 
 @bench.command()

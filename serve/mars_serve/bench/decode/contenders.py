@@ -1,28 +1,24 @@
-"""Defines the contenders of a benchmark: marsray's engine, and the interface of all others.
-
-A contender decodes a list of requests as fast as it can, choosing tokens greedily.
-"""
+"""Decodes a benchmark's requests greedily: by marsray's engine, or by Hugging Face ``generate``."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.bench.decode.block_cache import ATTENTION_NAME, BlockSyncDecoder
-from mars_serve.bench.decode.models import BenchModel, ModelForms
+from mars_serve.bench.decode.models import BenchModel
 from mars_serve.bench.decode.workload import AcceptanceDistribution, BenchRequest, Draws
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.decoding import decoding_positions, settings_with_room
-
-ORDERS = ("as given", "by prompt length")
-"""Orders in which requests are put into static batches; output lengths are not known beforehand."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +39,8 @@ class DecodedRun:
         return sum(map(len, self.outputs))
 
 
-class NotAvailable(Exception):
-    """The error of a contender that cannot run here; its message says why."""
-
-
-class Contender(ABC):
-    """One way to decode, at one batch size."""
-
-    choices: Mapping[str, tuple[Any, ...]] = {}
-    """Settings to try, each with its values, the default first; the fastest ones are measured."""
-
-    def configure(self, settings: Mapping[str, Any]) -> None:
-        """Set a value for each of `choices`; it comes before the first run.
-
-        Raises:
-            NotAvailable: the contender cannot run here.
-        """
-        self._settings = dict(settings)
-
-    @abstractmethod
-    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
-        """Decode all requests.
-
-        Raises:
-            NotAvailable: the contender cannot run here.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most hold nothing but memory
-        """End threads and other resources of the contender."""
+Contender = Callable[[Sequence[BenchRequest]], DecodedRun]
+"""A way to decode at one batch size, which is called once for each run."""
 
 
 def build_engine(
@@ -80,7 +50,6 @@ def build_engine(
     draws: Draws | None = None,
     *,
     exact: bool = False,
-    compiled: bool = False,
 ) -> Engine:
     """Build an engine with pages for any ``batch`` of the requests, and warm it up.
 
@@ -90,7 +59,6 @@ def build_engine(
         batch: number of requests that run at once.
         draws: drawn lengths that replace the acceptance rule; None keeps the rule.
         exact: whether the engine will decode in mode exact, whose steps are wider.
-        compiled: see `EngineSettings.compile`.
     """
     settings = settings_with_room(
         model.checkpoint,
@@ -99,11 +67,10 @@ def build_engine(
         exact=exact,
         device=model.device,
     )
-    # rounds repeat the same prompts, whose keys and values must not be found again
-    changes = {"enable_prefix_caching": False, "compile": compiled}
     engine = Engine(
         model.checkpoint,
-        settings.model_copy(update=changes),
+        # rounds repeat the same prompts, whose keys and values must not be found again
+        settings.model_copy(update={"enable_prefix_caching": False}),
         model=model.create(),
         device=model.device,
         draw_accepted=partial(_draw, draws) if draws else None,
@@ -118,44 +85,43 @@ def _draw(draws: Draws, request: Request, num_proposed: int) -> int:
     return acceptance.draw(draws.seed, request.id, request.num_output, num_proposed)
 
 
-class EngineContender(Contender):
-    """A contender that is marsray's engine with continuous batching."""
+def decode_with_engine(
+    requests: Sequence[BenchRequest],
+    *,
+    engine: Callable[[], Engine],
+    options: DecodingOptions,
+    draws: Draws | None = None,
+) -> DecodedRun:
+    """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
-    def __init__(
-        self, engine: Callable[[], Engine], options: DecodingOptions, draws: Draws | None = None
-    ) -> None:
-        """Decode with an engine that is made at first use.
+    Args:
+        requests: the requests.
+        engine: function that returns the engine.
+        options: options of every request; ``max_tokens`` is replaced by the request's.
+        draws: drawn lengths that the engine was made with.
 
-        Args:
-            engine: function that makes the engine.
-            options: options of every request; ``max_tokens`` is replaced by the request's.
-            draws: drawn lengths that the engine was made with.
-        """
-        self._engine, self._options, self._draws = engine, options, draws
-
-    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
-        """Add all requests at once; the engine admits them as others end."""
-        engine = self._engine()
-        running = {each.id: self._request(each) for each in requests}
-        passes: dict[str, list[StepOutput]] = {name: [] for name in running}
-        for request in running.values():
-            engine.add(request)
-        while engine.has_work:
-            for output in engine.step():
-                if output.error is not None:
-                    raise NotAvailable(output.error)
-                passes[output.request_id].append(output)
-                if self._draws is not None:
-                    _rate_drafts(running[output.request_id], self._draws.exact)
-        return DecodedRun(
-            outputs=[request.tokens[request.num_prompt :] for request in running.values()],
-            num_passes=sum(map(len, passes.values())),
-            num_positions=sum(map(decoding_positions, passes.values())),
-        )
-
-    def _request(self, request: BenchRequest) -> Request:
-        options = replace(self._options, max_tokens=request.max_tokens)
-        return Request(request.id, list(request.prompt), options)
+    Raises:
+        UserError: the engine fails a request.
+    """
+    running = {
+        each.id: Request(each.id, list(each.prompt), replace(options, max_tokens=each.max_tokens))
+        for each in requests
+    }
+    passes: dict[str, list[StepOutput]] = {name: [] for name in running}
+    for request in running.values():
+        engine().add(request)
+    while engine().has_work:
+        for output in engine().step():
+            if output.error is not None:
+                raise UserError(f"mode {options.mode}: the engine fails: {output.error}")
+            passes[output.request_id].append(output)
+            if draws is not None:
+                _rate_drafts(running[output.request_id], draws.exact)
+    return DecodedRun(
+        outputs=[request.tokens[request.num_prompt :] for request in running.values()],
+        num_passes=sum(map(len, passes.values())),
+        num_positions=sum(map(decoding_positions, passes.values())),
+    )
 
 
 def _rate_drafts(request: Request, acceptance: AcceptanceDistribution) -> None:
@@ -170,63 +136,61 @@ def _rate_drafts(request: Request, acceptance: AcceptanceDistribution) -> None:
     ]
 
 
-class BlockSync(Contender):
-    """A contender with static batches on one block-synchronised cache and packed linear layers."""
+def decode_with_generate(
+    requests: Sequence[BenchRequest],
+    *,
+    model: Callable[[], PreTrainedModel],
+    special: SpecialTokens,
+    batch: int,
+) -> DecodedRun:
+    """Decode with ``generate`` on static batches, left-padded, with its default cache.
 
-    choices: Mapping[str, tuple[Any, ...]] = {
-        "cache_block": (32, 4, 8, 16, 64, 128),
-        "order": ORDERS,
-    }
-
-    def __init__(
-        self,
-        model: BenchModel,
-        forms: ModelForms,
-        batch: int,
-        threshold: float,
-        draws: Draws | None,
-    ) -> None:
-        """Decode in mode threshold, in batches of ``batch`` requests."""
-        self._model, self._forms = model, forms
-        self._batch, self._threshold = batch, threshold
-        self._draw = partial(draws.acceptance.draw, draws.seed) if draws else None
-
-    def run(self, requests: Sequence[BenchRequest]) -> DecodedRun:
-        """Decode one static batch after the other."""
-        checkpoint = self._model.checkpoint
-        assert checkpoint.metadata is not None
-        model = self._forms.packed()
-        model.set_attn_implementation(ATTENTION_NAME)
-        decoder = BlockSyncDecoder(
-            model,
-            checkpoint.special,
-            block_length=self._settings["cache_block"],
-            threshold=self._threshold,
-            num_masks=checkpoint.metadata.block_size,
-            mask_token_id=checkpoint.metadata.mask_token_id,
-            draw=self._draw,
-        )
-        outputs: dict[str, list[int]] = {}
-        num_passes = 0
-        for part in static_batches(requests, self._batch, self._settings["order"]):
-            for row in decoder.decode(part):
-                outputs[row.request.id] = row.tokens[len(row.request.prompt) :]
-                num_passes += len(row.passes) + row.num_waits
-        return DecodedRun([outputs[request.id] for request in requests], num_passes)
-
-
-def static_batches(
-    requests: Sequence[BenchRequest], batch: int, order: str
-) -> list[list[BenchRequest]]:
-    """Split requests into batches of ``batch``; the last may be smaller.
+    Requests are sorted by the length of their prompts, which saves padding. A batch runs until its
+    longest output is done; only the tokens that a request asked for count.
 
     Args:
         requests: the requests.
-        batch: requests of a batch.
-        order: one of `ORDERS`.
+        model: function that returns the model.
+        special: token ids that end an output, and token ids that are never emitted.
+        batch: requests of a batch; the last may be smaller.
     """
-    assert order in ORDERS
-    ordered = list(requests)
-    if order == "by prompt length":
-        ordered.sort(key=lambda request: len(request.prompt))
-    return [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+    ordered = sorted(requests, key=lambda request: len(request.prompt))
+    outputs: dict[str, list[int]] = {}
+    for start in range(0, len(ordered), batch):
+        outputs |= _generate(model(), special, ordered[start : start + batch])
+    decoded = [outputs[request.id] for request in requests]
+    return DecodedRun(decoded, num_passes=sum(map(len, decoded)))
+
+
+def _generate(
+    model: PreTrainedModel, special: SpecialTokens, requests: Sequence[BenchRequest]
+) -> dict[str, list[int]]:
+    width = max(len(request.prompt) for request in requests)
+    padding = [width - len(request.prompt) for request in requests]
+    # any id will do: the attention mask hides the padding
+    ids = [[0] * n + list(r.prompt) for n, r in zip(padding, requests, strict=True)]
+    visible = [[0] * n + [1] * (width - n) for n in padding]
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max(request.max_tokens for request in requests),
+        eos_token_id=sorted(special.eos) or None,
+        pad_token_id=0,
+        suppress_tokens=sorted(special.never_emitted) or None,
+    )
+    model.generation_config = config  # a checkpoint's own would replace what is None
+    output = model.generate(
+        torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(visible, device=model.device),
+        generation_config=config,
+    )
+    rows = output[:, width:].tolist()
+    return {
+        request.id: _own_tokens(row[: request.max_tokens], special)
+        for request, row in zip(requests, rows, strict=True)
+    }
+
+
+def _own_tokens(tokens: list[int], special: SpecialTokens) -> list[int]:
+    """Return the tokens up to the first end token; the rest is padding."""
+    ends = [index for index, token in enumerate(tokens) if token in special.eos]
+    return tokens[: ends[0] + 1] if ends else tokens

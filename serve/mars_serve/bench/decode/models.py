@@ -1,7 +1,7 @@
 """Makes the model that a benchmark decodes with: a checkpoint, or random weights of a given shape.
 
-Contenders change their model in place (attention, layout of the weights), and each form of it is
-made anew; the same seed gives the same random weights every time.
+The engine changes its model in place, so it is made anew for each use; the same seed gives the same
+random weights every time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError, one_line
 from mars_serve.bench.decode.workload import read_json
-from mars_serve.engine.execution.linear import pack_linears
 
 _UNTRAINED_BLOCK_SIZE = 4
 _QWEN2 = {
@@ -91,17 +89,6 @@ class BenchModel:
         """Return the same model without end tokens: an output ends only at its limit."""
         special = replace(self.checkpoint.special, eos=frozenset())
         return replace(self, checkpoint=replace(self.checkpoint, special=special))
-
-
-class ModelForms:
-    """The forms of a model that contenders share, each made at first use."""
-
-    def __init__(self, model: BenchModel) -> None:
-        """Share the forms of ``model``."""
-        self.plain: Callable[[], PreTrainedModel] = cache(model.create)
-        """Returns the model as transformers makes it."""
-        self.packed: Callable[[], PreTrainedModel] = cache(lambda: _packed(model.create()))
-        """Returns the model with the engine's layout of the linear layers' weights."""
 
 
 def trained_model(
@@ -173,8 +160,3 @@ def _config(name: str) -> PreTrainedConfig:
         raise UserError(f"--untrained: {name} is no model's config ({one_line(error)})") from error
     refuse_unsupported(config, Path(name))
     return config
-
-
-def _packed(model: PreTrainedModel) -> PreTrainedModel:
-    pack_linears(model)
-    return model

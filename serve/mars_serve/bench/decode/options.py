@@ -10,24 +10,10 @@ from mars_platform.checkpoint.metadata import locate_model
 from mars_platform.checkpoint.number_type import NumberType, stored_dtype
 from mars_platform.errors import UserError
 from mars_serve.bench.decode.workload import RaggedShape
-from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.measure.evaluation.decoding import available_device, check_threshold
 
-CONTENDERS = (
-    "ar",
-    "threshold",
-    "exact",
-    "exact-all",
-    "exact-last",
-    "hf-generate",
-    "hf-generate+packed",
-    "hf-continuous",
-    "hf-continuous+packed",
-    "block-sync",
-)
-EXACT_OUTCOMES = {"exact": None, "exact-all": Outcomes.ALL, "exact-last": Outcomes.LAST}
-"""Contenders in mode exact, and the outcomes that get masks; None lets the engine choose."""
-NEED_MASKS = ("threshold", *EXACT_OUTCOMES, "block-sync")
+CONTENDERS = ("ar", "threshold", "exact", "hf-generate")
+NEED_MASKS = ("threshold", "exact")
 """Contenders that a plain AR checkpoint cannot serve."""
 
 
@@ -69,8 +55,6 @@ class DecodeOptions:
     """Device to run on, ``cpu`` or ``cuda``."""
     dtype: NumberType = "float32"
     """Type of the weights, ``float32``, ``bfloat16`` or ``float16``."""
-    compiled: bool = False
-    """Whether to compile the engine's model."""
 
     def check(self) -> None:
         """Refuse options that are out of range or contradict each other.
@@ -91,9 +75,9 @@ class DecodeOptions:
                 raise UserError(
                     f"--agreement: {self.agreement} is no probability; give one in [0, 1]"
                 )
-            if not any(name in EXACT_OUTCOMES for name in self.contenders):
+            if "exact" not in self.contenders:
                 raise UserError(
-                    "--agreement: only contenders in mode exact check drafts; add --contender exact"
+                    "--agreement: only contender exact checks drafts; add --contender exact"
                 )
         self._check_source()
 

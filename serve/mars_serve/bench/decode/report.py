@@ -1,4 +1,4 @@
-"""Shows the result of ``marsray bench decode``: tables with notes, JSON and a plot."""
+"""Shows the result of ``marsray bench decode``: tables with notes, and JSON."""
 
 from __future__ import annotations
 
@@ -11,35 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from mars_platform import __version__
-from mars_platform.cli.report import (
-    Column,
-    finish_axes,
-    print_json,
-    print_notes,
-    table_of,
-)
+from mars_platform.cli.report import Column, print_json, print_notes, table_of
 from mars_serve.bench.decode.options import DecodeOptions
 from mars_serve.bench.decode.run import BatchResult, ContenderResult, DecodeComparison
 from mars_serve.config.hardware import cpu_name
 
 RATIOS = (
     ("ar", "hf-generate"),
-    ("ar", "hf-generate+packed"),
-    ("ar", "hf-continuous"),
-    ("ar", "hf-continuous+packed"),
     ("threshold", "ar"),
     ("threshold", "hf-generate"),
-    ("threshold", "block-sync"),
     ("exact", "ar"),
     ("exact", "threshold"),
     ("exact", "hf-generate"),
-    ("exact-all", "ar"),
-    ("exact-last", "ar"),
 )
 
 
@@ -83,39 +70,6 @@ def print_comparison(comparison: DecodeComparison, console: Console, *, as_json:
     print_notes(console, _notes(comparison))
 
 
-def picture_of(comparison: DecodeComparison) -> Figure:
-    """Draw tokens/s over batch size, with the range of the rounds, a line for each contender."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in comparison.options.contenders:
-        speeds = {
-            batch.batch: _speed(batch.results[name])
-            for batch in comparison.batches
-            if batch.results[name].timings
-        }
-        if speeds:
-            axes.errorbar(
-                list(speeds),
-                [speed.median for speed in speeds.values()],
-                yerr=[
-                    [speed.median - speed.low for speed in speeds.values()],
-                    [speed.high - speed.median for speed in speeds.values()],
-                ],
-                marker=".",
-                capsize=3,
-                label=name,
-            )
-    batches = [result.batch for result in comparison.batches]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    title = _label(comparison)
-    finish_axes(axes, title=title, x="batch size", y="output tokens / s", legend="best")
-    return figure
-
-
 def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
     """Return all that was measured, and the conditions, for JSON."""
     options, draws = comparison.options, comparison.draws
@@ -130,7 +84,6 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
         "dtype": options.dtype,
         "threshold": options.threshold,
         "rounds": options.rounds,
-        "compiled": options.compiled,
         "seed": options.seed,
         "workload": _workload(options),
         "acceptance": draws and draws.acceptance.model_dump(),
@@ -175,10 +128,8 @@ def _batch_figures(batch: BatchResult) -> dict[str, Any]:
 
 
 def _result_figures(result: ContenderResult, baseline: ContenderResult | None) -> dict[str, Any]:
-    if result.unavailable is not None:
-        return {"unavailable": result.unavailable}
     identical = None
-    if baseline is not None and baseline.outputs:
+    if baseline is not None:
         pairs = zip(result.outputs, baseline.outputs, strict=True)
         identical = sum(ours == theirs for ours, theirs in pairs) / len(result.outputs)
     return {
@@ -186,15 +137,12 @@ def _result_figures(result: ContenderResult, baseline: ContenderResult | None) -
         "tokens_per_forward": result.tokens_per_forward,
         "positions_per_forward": result.positions_per_forward,
         "identical_to_ar": identical,
-        "settings": result.settings,
-        "trials": result.trials,
         "rounds": result.timings,
     }
 
 
 def _measured_ratios(batch: BatchResult) -> list[tuple[str, str]]:
-    measured = {name for name, result in batch.results.items() if result.timings}
-    return [(above, below) for above, below in RATIOS if {above, below} <= measured]
+    return [pair for pair in RATIOS if set(pair) <= batch.results.keys()]
 
 
 def _speed_table(comparison: DecodeComparison) -> Table:
@@ -204,26 +152,21 @@ def _speed_table(comparison: DecodeComparison) -> Table:
         Column("tokens/s (range)", "speed", justify="right", no_wrap=True),
         Column("tok/fwd", "tokens_per_forward", ".2f", justify="right"),
         Column("pos/fwd", "positions_per_forward", ".2f", justify="right"),
-        Column("settings", "settings"),
     ]
     return table_of(columns, *map(_speed_rows, comparison.batches), title=_label(comparison))
 
 
 def _speed_rows(batch: BatchResult) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, result in batch.results.items():
-        row: dict[str, Any] = {"batch": None if rows else batch.batch, "contender": name}
-        if result.unavailable is not None:
-            row |= {"speed": "not available", "settings": result.unavailable}
-        else:
-            row |= {
-                "speed": _speed(result).text(",.1f"),
-                "tokens_per_forward": result.tokens_per_forward,
-                "positions_per_forward": result.positions_per_forward,
-                "settings": ", ".join(f"{key}: {value}" for key, value in result.settings.items()),
-            }
-        rows.append(row)
-    return rows
+    return [
+        {
+            "batch": None if index else batch.batch,
+            "contender": name,
+            "speed": _speed(result).text(",.1f"),
+            "tokens_per_forward": result.tokens_per_forward,
+            "positions_per_forward": result.positions_per_forward,
+        }
+        for index, (name, result) in enumerate(batch.results.items())
+    ]
 
 
 def _ratio_table(comparison: DecodeComparison) -> Table:
@@ -259,8 +202,6 @@ def _notes(comparison: DecodeComparison) -> list[str]:
         "request from its first token to its last, those in which it waited included; pos/fwd is "
         "what they fed, of a prompt its last token alone."
     ]
-    if options.compiled:
-        notes.append("The engine's model is compiled.")
     if draws is None:
         return notes
     notes.append(

@@ -1,37 +1,33 @@
 """Runs ``marsray bench decode``: times contenders in turn, in rounds, at several batch sizes.
 
 In each round every contender decodes the same requests once. The first contender changes from round
-to round, and a drift of the machine's speed affects all alike. Before the rounds each contender is
-warmed up and tries its settings, which is not counted.
+to round, and a drift of the machine's speed affects all alike. One run of each contender before the
+rounds warms it up and is not counted.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from mars_platform.cli.progress import ProgressDisplay, progress_display
-from mars_platform.errors import UserError, one_line
+from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.contenders import (
-    BlockSync,
     Contender,
-    EngineContender,
-    NotAvailable,
     build_engine,
+    decode_with_engine,
+    decode_with_generate,
 )
-from mars_serve.bench.decode.hugging_face import HfContinuous, HfGenerate
-from mars_serve.bench.decode.models import BenchModel, ModelForms, trained_model, untrained_model
-from mars_serve.bench.decode.options import CONTENDERS, EXACT_OUTCOMES, NEED_MASKS, DecodeOptions
+from mars_serve.bench.decode.models import BenchModel, trained_model, untrained_model
+from mars_serve.bench.decode.options import NEED_MASKS, DecodeOptions
 from mars_serve.bench.decode.workload import (
     PAPER_ACCEPTANCE,
     BenchRequest,
@@ -44,8 +40,6 @@ from mars_serve.bench.decode.workload import (
 )
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.measure.evaluation.items import read_items
-
-_WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -73,14 +67,8 @@ class ContenderResult:
 
     timings: list[Timing] = field(default_factory=list)
     """Timing of each round."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Fastest of the tried settings."""
-    trials: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that were tried, each with its tokens for each second."""
     outputs: list[list[int]] = field(default_factory=list)
-    """Outputs of the last trial, in the order of the requests."""
-    unavailable: str | None = None
-    """Reason why the contender cannot run; None if it can."""
+    """Outputs of the run before the rounds, in the order of the requests."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -138,8 +126,8 @@ def compare(options: DecodeOptions, console: Console) -> DecodeComparison:
     with progress_display(console) as display, _cheap_collection():
         for batch in options.batches:
             part = requests[: requests_in_run(batch, options.num_requests)]
-            with _contenders(model, part, batch, draws, options) as contenders:
-                results = _measure(contenders, part, batch, options, display)
+            contenders = _contenders(model, part, batch, draws, options)
+            results = _measure(contenders, part, batch, options, display)
             batches.append(BatchResult(batch, part, results))
             del contenders  # frees their models before the next ones are made
             gc.collect()
@@ -210,48 +198,32 @@ def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:
     return prompted_requests(items, options.max_tokens, checkpoint.max_length)
 
 
-@contextmanager
 def _contenders(
     model: BenchModel,
     requests: list[BenchRequest],
     batch: int,
     draws: Draws | None,
     options: DecodeOptions,
-) -> Iterator[dict[str, Contender]]:
-    """Yield the contenders that the options name; they share models made at first use."""
-    forms, special = ModelForms(model), model.checkpoint.special
-    exact = any(name in EXACT_OUTCOMES for name in options.contenders)
-    engine = cache(
-        partial(build_engine, model, requests, batch, draws, exact=exact, compiled=options.compiled)
-    )
+) -> dict[str, Contender]:
+    """Return the contenders that the options name; their models are made at first use."""
+    exact = "exact" in options.contenders
+    engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
     decodings = {
         "ar": DecodingOptions(1, Mode.AR),
         "threshold": DecodingOptions(1, Mode.THRESHOLD, options.threshold),
-        **{
-            name: DecodingOptions(1, Mode.EXACT, outcomes=outcomes)
-            for name, outcomes in EXACT_OUTCOMES.items()
-        },
+        "exact": DecodingOptions(1, Mode.EXACT),
     }
-    continuous = partial(
-        HfContinuous, special=special, batch=batch, requests=requests, device=model.device
+    contenders: dict[str, Contender] = {
+        name: partial(decode_with_engine, engine=engine, options=decoding, draws=draws)
+        for name, decoding in decodings.items()
+    }
+    contenders["hf-generate"] = partial(
+        decode_with_generate,
+        model=cache(model.create),
+        special=model.checkpoint.special,
+        batch=batch,
     )
-    makers: dict[str, Callable[[], Contender]] = {
-        **{
-            name: partial(EngineContender, engine, decoding, draws)
-            for name, decoding in decodings.items()
-        },
-        "hf-generate": lambda: HfGenerate(forms.plain, special, batch),
-        "hf-generate+packed": lambda: HfGenerate(forms.packed, special, batch),
-        "hf-continuous": lambda: continuous(forms.plain),
-        "hf-continuous+packed": lambda: continuous(forms.packed),
-        "block-sync": lambda: BlockSync(model, forms, batch, options.threshold, draws),
-    }
-    contenders = {name: makers[name]() for name in CONTENDERS if name in options.contenders}
-    try:
-        yield contenders
-    finally:
-        for contender in contenders.values():
-            contender.close()
+    return {name: each for name, each in contenders.items() if name in options.contenders}
 
 
 def _measure(
@@ -264,72 +236,29 @@ def _measure(
     title, total = f"batch {batch}", (options.rounds + 1) * len(contenders)
     results: dict[str, ContenderResult] = {}
     for done, (name, contender) in enumerate(contenders.items()):
-        display.update(title, done, total, f"{name}: trying settings")
-        results[name] = _prepare(contender, requests, batch, options.device)
-    available = [name for name in contenders if results[name].unavailable is None]
-    done = len(contenders) * (options.rounds + 1) - len(available) * options.rounds
-    latest = ""
+        display.update(title, done, total, f"{name}: warming up")
+        results[name] = ContenderResult(outputs=contender(requests).outputs)
+    done, latest, names = len(contenders), "", list(contenders)
     for index in range(options.rounds):
-        first = index % max(len(available), 1)
-        for name in available[first:] + available[:first]:
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
             display.update(title, done, total, f"{name}: round {index + 1}{latest}")
-            contender, result = contenders[name], results[name]
-            contender.configure(result.settings)
-            timing, _ = _time(contender, requests, options.device)
-            contender.close()  # the threads of an open one slow the others down (measured)
-            result.timings.append(timing)
+            timing = _time(contenders[name], requests, options.device)
+            results[name].timings.append(timing)
             latest = f"; before it, {timing.tokens_per_s:,.0f} tokens/s"
             done += 1
     display.update(title, total, total)
     return results
 
 
-def _prepare(
-    contender: Contender, requests: list[BenchRequest], batch: int, device: str
-) -> ContenderResult:
-    """Warm a contender up and find its fastest settings, one setting after the other."""
-    result = ContenderResult()
-    warm_up = [
-        replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
-        for request in requests[:batch]
-    ]
-
-    def try_out(settings: dict[str, Any]) -> float:
-        try:
-            contender.configure(settings)
-            contender.run(warm_up)
-            timing, result.outputs = _time(contender, requests, device)
-        except NotAvailable as error:
-            result.trials.append({**settings, "unavailable": one_line(error)})
-            return math.inf
-        result.trials.append({**settings, "tokens_per_s": timing.tokens_per_s})
-        return timing.seconds
-
-    settings = {name: values[0] for name, values in contender.choices.items()}
-    best_s = try_out(settings)
-    for name, values in contender.choices.items():
-        for value in values[1:]:
-            seconds = try_out({**settings, name: value})
-            if seconds < best_s:
-                best_s, settings = seconds, {**settings, name: value}
-    result.settings = settings
-    if best_s == math.inf:
-        result.unavailable = result.trials[0]["unavailable"]
-    contender.close()
-    return result
-
-
-def _time(
-    contender: Contender, requests: list[BenchRequest], device: str
-) -> tuple[Timing, list[list[int]]]:
+def _time(contender: Contender, requests: list[BenchRequest], device: str) -> Timing:
     gc.collect()
     _synchronise(device)
     started = time.perf_counter()
-    decoded = contender.run(requests)
+    decoded = contender(requests)
     _synchronise(device)
     seconds = time.perf_counter() - started
-    timing = Timing(seconds, decoded.num_tokens, decoded.num_passes, decoded.num_positions)
-    return timing, decoded.outputs
+    return Timing(seconds, decoded.num_tokens, decoded.num_passes, decoded.num_positions)
 
 
 def _synchronise(device: str) -> None:
