@@ -1,14 +1,18 @@
+"""What the benchmark of agreement counts is what the engine does."""
+
+import json
+
 import numpy as np
 import pytest
 import torch
-from bench.beds.agreement import (
-    Sampled,
+from bench.agreement import (
     counts_by_depth,
+    ends_in_loop,
     exact_passes,
-    ideal_passes,
-    likeliest,
+    main,
     mask_drafts,
     right_drafts,
+    tokens_of,
 )
 
 from decoding.tiny_models import build_model
@@ -17,7 +21,6 @@ from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.measure.evaluation.decoding import (
-    ONE_TOKEN,
     DecodingSetting,
     evaluation_engine,
     run_setting,
@@ -35,11 +38,15 @@ def model():
     return build_model(vocab_size=40, seed=1, initializer_range=0.15)
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.7])
-def decoded(model, request):
-    """Decode all prompts in modes ar and exact, by the engine."""
+@pytest.fixture(scope="module")
+def checkpoint(model):
     metadata = MarsMetadata(block_size=WINDOW, mask_token_id=MASK)
-    checkpoint = Checkpoint(None, model.config, None, metadata, SPECIAL)
+    return Checkpoint(None, model.config, None, metadata, SPECIAL)
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.7])
+def decoded(checkpoint, request):
+    """Decode all prompts in modes ar and exact, by the engine."""
     items = [
         EvalItem(str(index), prompt, None, False, index=index)
         for index, prompt in enumerate(PROMPTS)
@@ -49,7 +56,7 @@ def decoded(model, request):
         model=build_model(vocab_size=40, seed=1, initializer_range=0.15),
     )  # fmt: skip
     sampling = Sampling(temperature=request.param)
-    ar = DecodingSetting(Mode.AR, 1.0, sampling=sampling) if request.param else ONE_TOKEN
+    ar = DecodingSetting(Mode.AR, 1.0, sampling=sampling)
     exact = DecodingSetting(
         Mode.EXACT, 1.0, outcomes=Outcomes.ALL, window=WINDOW, sampling=sampling
     )
@@ -57,22 +64,8 @@ def decoded(model, request):
     return request.param, items, outputs
 
 
-def drafts_of(model, item, tokens, temperature):
-    choose = Sampled(temperature, item.index) if temperature else likeliest
-    return mask_drafts(
-        model,
-        item.prompt,
-        tokens,
-        mask_token_id=MASK,
-        window=WINDOW,
-        never_emitted=SPECIAL.never_emitted,
-        choose=choose,
-    )
-
-
-def test_drafts_are_those_of_a_pass_behind_each_prefix(model, decoded):
+def test_drafts_are_those_of_a_pass_behind_each_prefix(model, checkpoint, decoded):
     temperature, items, (outputs, _) = decoded
-    choose = Sampled(temperature, 2) if temperature else likeliest
     item, tokens = items[2], outputs[2].tokens
     expected = []
     for cursor in range(len(tokens)):
@@ -81,16 +74,18 @@ def test_drafts_are_those_of_a_pass_behind_each_prefix(model, decoded):
             logits = model(torch.tensor([ids]), use_cache=False).logits[0, -WINDOW:].clone()
             logits[:, sorted(SPECIAL.never_emitted)] = -torch.inf
         positions = len(item.prompt) + cursor + torch.arange(1, WINDOW + 1)
-        expected.append(choose(logits, positions).tolist())
-    assert drafts_of(model, item, tokens, temperature).tolist() == expected
+        expected.append(tokens_of(logits, positions, temperature, item.index).tolist())
+    found = mask_drafts(checkpoint, model, item, tokens, temperature)
+    assert found.tolist() == expected
 
 
-def test_passes_are_those_of_the_engine(model, decoded):
+def test_passes_are_those_of_the_engine(model, checkpoint, decoded):
     temperature, items, (one_token, exact) = decoded
     total = 0
     for item, ours, theirs in zip(items, one_token, exact, strict=True):
         assert ours.tokens == theirs.tokens
-        right = right_drafts(drafts_of(model, item, ours.tokens, temperature), ours.tokens)
+        drafts = mask_drafts(checkpoint, model, item, ours.tokens, temperature)
+        right = right_drafts(drafts, ours.tokens)
         assert exact_passes(right) == theirs.num_passes
         total += right.sum()
     assert total > 0, "a model whose masks are never right shows nothing"
@@ -103,9 +98,39 @@ def test_no_draft_past_the_end_is_right():
     assert counts.tolist() == [[1, 0], [2, 1]]
 
 
-@pytest.mark.parametrize("num", range(1, 14))
-def test_an_ideal_drafter_takes_the_passes_of_drafts_that_are_all_right(num):
-    tokens = [7] * num
-    right = right_drafts(np.full((num, 4), 7), tokens)
-    assert exact_passes(right) == ideal_passes(num, 4)
-    assert exact_passes(np.zeros((num, 4), bool)) == num
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        ([1, 2, 3] * 9, True),
+        ([9, 8, 7, *[5] * 24], True),
+        ([9, 8, 7, *[5] * 23], False),  # shorter than a loop has to be
+        ([*range(20)] * 3, True),
+        ([*range(20)] * 2, False),
+        ([*range(40)] * 4, False),  # longer than a period may be
+        ([*([1, 2] * 20), 3], False),
+        ([], False),
+    ],
+)
+def test_a_loop_is_found_at_the_end_only(tokens, loops):
+    assert ends_in_loop(tokens) is loops
+
+
+def test_a_checkpoint_is_measured_greedy_and_sampled(mars_dir, tmp_path, capsys):
+    data, file = tmp_path / "eval.jsonl", tmp_path / "figures.json"
+    turns = [
+        {"role": "user", "content": "What is 1 plus 2?"},
+        {"role": "assistant", "content": "3"},
+    ]
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
+    main(
+        str(mars_dir), [data], items=2, max_tokens=9, timed=1, rounds=1, batch=[1, 2],
+        dtype="bfloat16", lookup_drafts=4, threads=1, json_file=file,
+    )  # fmt: skip
+    found = json.loads(file.read_text())
+    assert [each["temperature"] for each in found["agreement"]] == [0, 0.7, 1]
+    assert all(len(each["right"]) == len(each["drafts"]) > 0 for each in found["agreement"])
+    assert len(found["speed"]) == 2 * 3
+    for each in found["speed"]:
+        median, low, high = each["over_ar"]
+        assert 0 < low <= median <= high
+    assert "depth 1" in capsys.readouterr().out

@@ -1,0 +1,334 @@
+"""Measures what masks know of a model's own outputs, and how much faster mode exact is for it.
+
+    python -m bench.agreement MODEL --data eval.jsonl [--adapter DIR]
+
+A step of mode exact with a fixed window and masks for every outcome depends on nothing but the
+output and the drafts behind each of its prefixes. So one forward pass over an output gives all of
+these drafts, agreement by depth, and the number of passes that mode exact would take: figures that
+depend on no clock. The share of outputs that end in a loop is told, too: loops are easy to draft,
+so that they make tokens a pass look better than they are. The speed is that of the engine with its
+own choice of masks; both modes decode the same prompts in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.cli.report import figure_column, interval, output_console, table_of, write_json
+from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
+from mars_platform.method.rules import visibility
+from mars_platform.statistics import ratio_of_totals
+from mars_serve.engine.decoding_options import Sampling
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.sampling.noise import gumbel_noise
+from mars_serve.measure.evaluation.decoding import (
+    DecodedItem,
+    DecodingSetting,
+    run_setting,
+    settings_with_room,
+)
+from mars_serve.measure.evaluation.items import EvalItem, read_items
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+_BATCH = 16
+_MAX_PERIOD, _MIN_REPEATS, _MIN_LOOP = 32, 3, 24
+
+_CURSORS = 32
+"""Prefixes whose masks share a forward pass; more see less of each other and cost more."""
+
+
+def tokens_of(logits: Tensor, positions: Tensor, temperature: float, seed: int) -> Tensor:
+    """Choose tokens as the engine does, with its keyed noise at a temperature above 0."""
+    if not temperature:
+        return logits.argmax(-1)
+    noise = gumbel_noise(torch.full_like(positions, seed), positions, logits.shape[-1])
+    return (logits / temperature + noise).argmax(-1)
+
+
+@torch.inference_mode()
+def mask_drafts(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    item: EvalItem,
+    output: Sequence[int],
+    temperature: float = 0.0,
+) -> NDArray[np.int64]:
+    """Return the tokens that masks draft behind each prefix of an output.
+
+    Args:
+        checkpoint: the model's special tokens, and how many masks it knows, B.
+        model: the model, with sdpa attention.
+        item: the prompt; its index is the seed of the noise.
+        output: tokens that the model wrote.
+        temperature: temperature of the choice.
+
+    Returns:
+        int64 [output tokens, B]: entry [i, d - 1] is drafted at depth d behind the prompt and
+        ``output[:i]``, for the place of ``output[i + d]``.
+    """
+    assert checkpoint.metadata is not None
+    window, mask = checkpoint.metadata.block_size, checkpoint.metadata.mask_token_id
+    tokens = torch.tensor([*item.prompt, *output[:-1]])
+    banned = torch.tensor(sorted(checkpoint.special.never_emitted))
+    found = []
+    for first in range(0, len(output), _CURSORS):
+        cursors = torch.arange(first, min(first + _CURSORS, len(output))) + len(item.prompt)
+        places = (cursors[:, None] + torch.arange(window)).flatten()  # positions of the masks
+        clean = torch.arange(int(cursors[-1]))
+        ids = torch.cat([tokens[clean], torch.full_like(places, mask)])
+        blocks = torch.cat([clean, cursors.repeat_interleave(window)])
+        positions = torch.cat([clean, places])
+        noisy = torch.arange(len(ids)) >= len(clean)
+        visible = visibility(
+            torch.zeros_like(ids)[None], positions[None], blocks[None], noisy[None]
+        )
+        hidden = model.base_model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            attention_mask=visible[:, None],
+            use_cache=False,
+        ).last_hidden_state[0, len(clean) :]
+        logits = model.get_output_embeddings()(hidden).float().index_fill(-1, banned, -torch.inf)
+        drafts = tokens_of(logits, places + 1, temperature, item.index)
+        found.append(drafts.view(len(cursors), window))
+    return torch.cat(found).numpy()
+
+
+def right_drafts(drafts: NDArray[np.int64], output: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which drafts equal the output's tokens, bool [tokens, B]; none past its end does."""
+    num, window = drafts.shape
+    padded = np.concatenate([np.asarray(output, dtype=np.int64), np.full(window, -1)])
+    targets = np.lib.stride_tricks.sliding_window_view(padded[1:], window)[:num]
+    right: NDArray[np.bool_] = drafts == targets
+    return right
+
+
+def counts_by_depth(right: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return right drafts and all drafts within the output by depth, int64 [2, B]."""
+    num, window = right.shape
+    totals = np.maximum(num - np.arange(1, window + 1), 0)
+    return np.stack([right.sum(0), totals])
+
+
+def exact_passes(right: NDArray[np.bool_]) -> int:
+    """Return the forward passes of mode exact with masks for every outcome.
+
+    The first pass reads the prompt and gives one token; each later one gives the leading run of
+    right drafts and one token more.
+    """
+    runs = right.cumprod(axis=1).sum(axis=1)
+    cursor, passes = 0, 1
+    while cursor + 1 < len(right):
+        cursor += int(runs[cursor]) + 1
+        passes += 1
+    return passes
+
+
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Return whether an output ends with the same tokens over and over.
+
+    A loop is a sequence of at most `_MAX_PERIOD` tokens that comes `_MIN_REPEATS` times or more and
+    makes up the last `_MIN_LOOP` tokens or more.
+    """
+    for period in range(1, min(_MAX_PERIOD, len(tokens) // _MIN_REPEATS) + 1):
+        length = max(period * _MIN_REPEATS, _MIN_LOOP)
+        end = tokens[-length:]
+        if length <= len(tokens) and all(
+            one == other for one, other in zip(end, end[period:], strict=False)
+        ):
+            return True
+    return False
+
+
+def drafting(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    items: Sequence[EvalItem],
+    outputs: Sequence[DecodedItem],
+    temperature: float,
+) -> dict[str, Any]:
+    """Return what mode exact takes for the outputs, and the agreement of masks with them.
+
+    As many masks are fed as the model knows.
+
+    Returns:
+        ``tokens``, ``passes`` and ``loops`` by item; ``right`` and ``drafts`` by depth, summed over
+        every position of every output.
+    """
+    assert checkpoint.metadata is not None
+    counts, passes = np.zeros((2, checkpoint.metadata.block_size), np.int64), []
+    for item, output in zip(items, outputs, strict=True):
+        drafts = mask_drafts(checkpoint, model, item, output.tokens, temperature)
+        right = right_drafts(drafts, output.tokens)
+        counts += counts_by_depth(right)
+        passes.append(exact_passes(right))
+    return {
+        "tokens": [each.num_tokens for each in outputs],
+        "passes": passes,
+        "loops": [ends_in_loop(each.tokens) for each in outputs],
+        "right": counts[0].tolist(),
+        "drafts": counts[1].tolist(),
+    }
+
+
+def speed(
+    engine: Engine, items: Sequence[EvalItem], temperature: float, max_tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Return tokens a second of modes ar and exact, which take turns, and their ratio."""
+    modes = [
+        DecodingSetting(mode, 1.0, sampling=Sampling(temperature=temperature))
+        for mode in (Mode.AR, Mode.EXACT)
+    ]
+    tokens_per_s = []
+    for _ in range(rounds + 1):  # the first round shows the engine how much is accepted
+        tokens_per_s.append([])
+        for setting in modes:
+            begin = time.perf_counter()
+            outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
+            seconds = time.perf_counter() - begin
+            tokens_per_s[-1].append(sum(each.num_tokens for each in outputs) / seconds)
+    ar, exact = zip(*tokens_per_s[1:], strict=True)
+    ratios = [one / other for one, other in zip(exact, ar, strict=True)]
+    return {
+        "temperature": temperature,
+        "batch": engine.settings.max_num_seqs,
+        "ar": statistics.median(ar),
+        "exact": statistics.median(exact),
+        "over_ar": [statistics.median(ratios), min(ratios), max(ratios)],
+    }
+
+
+def measure(
+    checkpoint: Checkpoint,
+    items: Sequence[EvalItem],
+    *,
+    max_tokens: int,
+    num_timed: int,
+    rounds: int,
+    batches: Sequence[int],
+    dtype: str,
+    num_lookup_drafts: int = 0,
+) -> dict[str, Any]:
+    """Return all figures of a checkpoint, or of a model with an adapter, as JSON.
+
+    Outputs and agreement are those of float32; the speed is that of ``dtype``.
+    """
+
+    def engine(items: Sequence[EvalItem], batch: int, dtype: str, num_lookup_drafts: int) -> Engine:
+        lengths = [min(len(each.prompt) + max_tokens, checkpoint.max_length) for each in items]
+        settings = settings_with_room(
+            checkpoint, lengths, max_num_seqs=batch, exact=True, device="cpu"
+        ).model_copy(update={"num_lookup_drafts": num_lookup_drafts})
+        return Engine(checkpoint, settings, dtype=getattr(torch, dtype))
+
+    model = load_weights(checkpoint, dtype=torch.float32)
+    whole = engine(items, _BATCH, "float32", 0)
+    agreement, speeds = [], []
+    for temperature in TEMPERATURES:
+        setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
+        outputs = run_setting(whole, items, setting, max_tokens=max_tokens)
+        found = drafting(checkpoint, model, items, outputs, temperature)
+        agreement.append({"temperature": temperature, **found})
+    del whole
+    for batch in batches:
+        timed = items[: max(num_timed, batch)]
+        own = engine(timed, batch, dtype, num_lookup_drafts)
+        own.warm_up()
+        speeds += [speed(own, timed, each, max_tokens, rounds) for each in TEMPERATURES]
+    return {"agreement": agreement, "dtype": dtype, "speed": speeds}
+
+
+def print_tables(found: dict[str, Any]) -> None:
+    """Print agreement by depth and tokens a pass, and the speeds."""
+    num_depths = len(found["agreement"][0]["right"])
+    columns = [
+        figure_column("temperature", "temperature", "g"),
+        figure_column("tokens a pass", lambda each: _tokens_a_pass(each, with_loops=True)),
+        figure_column("without loops", lambda each: _tokens_a_pass(each, with_loops=False)),
+        figure_column("loops", lambda each: statistics.mean(each["loops"]), ".1%"),
+        *[
+            figure_column(f"depth {depth + 1}", _agreed_at(depth), ".1%")
+            for depth in range(num_depths)
+        ],
+    ]
+    speeds = [
+        figure_column(name, name, spec)
+        for name, spec in (("batch", ""), ("temperature", "g"), ("ar", ".0f"), ("exact", ".0f"))
+    ]
+    over = figure_column(
+        "exact over ar", lambda each: "{:.2f} ({:.2f}-{:.2f})".format(*each["over_ar"])
+    )
+    console = output_console(160)
+    console.print(
+        table_of(columns, found["agreement"], title="mode exact with masks for every outcome")
+    )
+    console.print(table_of([*speeds, over], found["speed"], title=f"tokens/s, {found['dtype']}"))
+
+
+def _agreed_at(depth: int) -> Callable[[dict[str, Any]], float | None]:
+    def share(found: dict[str, Any]) -> float | None:
+        drafts = found["drafts"][depth]
+        return found["right"][depth] / drafts if drafts else None
+
+    return share
+
+
+def _tokens_a_pass(found: dict[str, Any], *, with_loops: bool) -> str:
+    kept = [index for index, loop in enumerate(found["loops"]) if with_loops or not loop]
+    tokens, passes = ([found[key][index] for index in kept] for key in ("tokens", "passes"))
+    return interval(ratio_of_totals(tokens, passes), ".3f") if kept else "none"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="MARS checkpoint, or the model of an adapter.")],
+    data: Annotated[list[Path], typer.Option(help="Held-out conversations, JSONL or Parquet.")],
+    adapter: Annotated[Path | None, typer.Option(help="Adapter of the model.")] = None,
+    items: Annotated[int, typer.Option(min=2, help="Conversations to decode.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
+    timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes to time.")] = None,
+    dtype: Annotated[str, typer.Option(help="Number type of the timed rounds.")] = "float32",
+    lookup_drafts: Annotated[
+        int, typer.Option(min=0, max=64, help="Most drafts from the text in the timed rounds.")
+    ] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+) -> None:
+    """Print agreement by depth, tokens a pass and the speed over mode ar at three temperatures."""
+    torch.set_num_threads(threads)
+    try:
+        checkpoint = read_model(model, adapter)
+        if checkpoint.metadata is None:
+            raise UserError(f"MODEL: {model} is a plain AR checkpoint; name one that knows masks")
+        read = read_items(
+            data, checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=items
+        )
+        found = measure(
+            checkpoint, read, max_tokens=max_tokens, num_timed=timed, rounds=rounds,
+            batches=batch or [1], dtype=dtype, num_lookup_drafts=lookup_drafts,
+        )  # fmt: skip
+        print_tables(found)
+        if json_file is not None:
+            write_json(json_file, found)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
