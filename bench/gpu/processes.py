@@ -21,7 +21,7 @@ from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.ipc.loop import EngineLoop
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.replica.engine_process import Threads, start_engine
+from mars_serve.replica.engine_process import start_engine
 from mars_train.run.scratch import train_tokenizer
 
 _TEXTS = [f"What is {a} plus {b}? It is {a + b}, I think." for a in range(9) for b in range(9)]
@@ -72,7 +72,7 @@ def two_processes(setup: Setup) -> Result:
 
 
 def _start(settings: ModelSettings) -> EngineLoop:
-    return start_engine(settings, Threads(1, 1))
+    return start_engine(settings, 1)
 
 
 def _settings(setup: Setup, share: float) -> ModelSettings:

@@ -121,9 +121,9 @@ class ModelSettings(Settings):
     num_gpus: float = Field(default=0, ge=0, le=1)
     """GPUs of a replica; 0 runs it on the CPU."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Number of CPU threads of a replica; by default an equal share of the machine's cores. HTTP
-    keeps one core unless steps are long, which is measured at load. While other programs slow such
-    steps down, the replica does without that core."""
+    """Number of CPU threads of a replica; by default an equal share of the machine's cores, and one
+    thread less for a model of under 30 million parameters. Where other programs need the cores,
+    fewer threads are faster."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
     in."""

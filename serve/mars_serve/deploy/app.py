@@ -29,7 +29,6 @@ from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.observability.figures import IngressFigures
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.ray_metrics import RayMirror
-from mars_serve.replica.engine_process import Threads
 from mars_serve.replica.replica import ModelReplica
 
 _MAX_ONGOING = 100_000
@@ -116,11 +115,8 @@ def application(args: dict[str, Any]) -> Application:
 def build_application(settings: ServeSettings) -> Application:
     """Build the application graph for ``serve.run``, with keys from the environment."""
     settings = settings.model_copy(update={"keys": settings.keys.captured()})
-    threads = _default_threads(settings.models)
-    handles = [
-        _bind_model(settings, index, _threads(model, threads))
-        for index, model in enumerate(settings.models)
-    ]
+    num_threads = _share_of_cores(settings.models)
+    handles = [_bind_model(settings, index, num_threads) for index in range(len(settings.models))]
     options = {
         **_common_options(settings),
         "name": "ingress",
@@ -131,20 +127,13 @@ def build_application(settings: ServeSettings) -> Application:
     return ingress.bind(settings, handles)
 
 
-def _default_threads(models: list[ModelSettings]) -> Threads:
-    """Return a replica's share of the machine's cores, of which HTTP keeps one if that costs
-    little.
-    """
+def _share_of_cores(models: list[ModelSettings]) -> int:
+    """Return how many of the machine's cores there are for each replica, at least 1."""
     num_replicas, num_cores = sum(model.most_replicas for model in models), os.cpu_count() or 1
-    return Threads(max(1, (num_cores - 1) // num_replicas), max(1, num_cores // num_replicas))
+    return max(1, num_cores // num_replicas)
 
 
-def _threads(model: ModelSettings, default: Threads) -> Threads:
-    num = model.num_threads
-    return default if num is None else Threads(num, num)
-
-
-def _bind_model(settings: ServeSettings, index: int, threads: Threads) -> Application:
+def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Application:
     model = settings.models[index]
     options = {
         **_common_options(settings),
@@ -153,7 +142,7 @@ def _bind_model(settings: ServeSettings, index: int, threads: Threads) -> Applic
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 2,
     }
-    return serve.deployment(ModelReplica, **options).bind(model, threads)
+    return serve.deployment(ModelReplica, **options).bind(model, num_threads)
 
 
 def _deployment_name(models: list[ModelSettings], index: int) -> str:

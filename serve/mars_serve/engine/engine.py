@@ -17,7 +17,6 @@ from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.step_timer import StepTimer, clock_of
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
@@ -87,6 +86,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.window = metadata.block_size if metadata else 0
         weights = (model or load_weights(checkpoint, dtype=dtype)).to(device)
+        self.num_parameters = weights.num_parameters()
         self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
@@ -137,15 +137,13 @@ class Engine:
         """Outputs of requests whose time in the queue ended at the start of the current step."""
         self._counts = EngineCounts()
         self._chooser: WindowChooser | None = None
-        self.thread_choice: ThreadChoice | None = None  # without one, threads stay as many
         budget = PositionBudget(settings.max_num_batched_tokens, least=self.window + 1)
         self._isolation = FaultIsolation(self._runner, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
         # a pacer sleeps, which is no time of the thread
         self._clock = time.perf_counter if pacer else clock_of(weights.device.type)
-        self._finished_at: tuple[float, float] | None = None
-        """Times of `_clock` and the wall clock at the end of the last step; None while idle."""
+        self._finished_at: float | None = None  # time of the last step's end; None while idle
 
     @property
     def overlaps(self) -> bool:
@@ -397,18 +395,17 @@ class Engine:
         return masks[: len(requests)]
 
     def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
-        now = (self._clock(), time.perf_counter())
+        now = self._clock()
         # A pacer adds prompts to a step's time at another rate than that of the table.
         is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
         self._audit_room.observe(rows)
-        if self._finished_at is not None and is_usable:
+        if self._chooser is not None and self._finished_at is not None and is_usable:
             positions = sum(row.num_positions for row in rows)
             cached_tokens = sum(row.request.num_cached for row in rows)
             has_masks = any(row.num_masks for row in rows)
-            seconds = (end - begin for begin, end in zip(self._finished_at, now, strict=True))
-            for choice, step_s in zip((self._chooser, self.thread_choice), seconds, strict=True):
-                if choice is not None:
-                    choice.observe_step(positions, cached_tokens, step_s, has_masks=has_masks)
+            self._chooser.observe_step(
+                positions, cached_tokens, now - self._finished_at, has_masks=has_masks
+            )
         self._finished_at = now
 
     # Committing

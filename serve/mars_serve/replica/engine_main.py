@@ -18,7 +18,6 @@ import torch
 
 from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
-from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
@@ -30,11 +29,12 @@ from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
 from mars_serve.replica.number_type_advice import advise_number_type
 from mars_serve.replica.step_time_cache import warm_up
-from mars_serve.replica.threads import set_threads
 
 _SWITCH_S = 0.0005
 """Seconds after which the stepping thread lets the thread that takes orders run. Python's default
 of 5 ms is as long as several steps of a small model."""
+_SMALL = 30_000_000
+"""Parameters below which a served model is as fast with one CPU thread less, or faster."""
 
 
 def main() -> None:
@@ -46,12 +46,12 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     (start,) = channel.receive()
     assert isinstance(start, EngineStart)
-    torch.set_num_threads(start.threads.num)
+    torch.set_num_threads(start.settings.num_threads or start.num_threads)
     audit = start.settings.audit
     try:
         checker = load_checker(audit.checker)
         engine = load_engine(start.settings)
-        num_threads = set_threads(engine, start.threads)
+        torch.set_num_threads(threads_for(start, engine.num_parameters))
         advise_number_type(engine)
         engine.grammars.isolate()  # clients write them
         with within_memory(start.settings):  # the first steps, and those of the largest sizes
@@ -60,10 +60,6 @@ def main() -> None:
         channel.send(NotLoaded(str(error)))
         return
     basis = autoscaling_basis(start.settings, engine, times)
-    # Compiled code holds the number, and rounding may depend on it.
-    is_fixed = engine.settings.compile or engine.settings.batch_invariant
-    if num_threads > start.threads.num and not is_fixed:
-        engine.thread_choice = ThreadChoice(times, start.threads.num, num_threads)
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
     pulse = Pulse(int(sys.argv[2]))
     EngineWorker(
@@ -77,6 +73,17 @@ def main() -> None:
         host=start.host,
         auditor=Auditor(engine, audit.share, checker and check_of(checker, engine.checkpoint)),
     ).run()
+
+
+def threads_for(start: EngineStart, num_parameters: int) -> int:
+    """Return the CPU threads of an engine, unless its settings name a number.
+
+    A small model's steps are about as short as what HTTP computes for their tokens, and all threads
+    of a step wait for the one whose core HTTP takes. So that core is left to HTTP.
+    """
+    if start.settings.num_threads is not None:
+        return start.settings.num_threads
+    return max(1, start.num_threads - (num_parameters < _SMALL))
 
 
 if __name__ == "__main__":

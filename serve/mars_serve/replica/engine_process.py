@@ -24,21 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Threads:
-    """The CPU threads that an engine may use."""
-
-    num: int
-    """Threads to use."""
-    num_if_slow: int
-    """Threads to use instead if steps are long."""
-
-
-@dataclass(frozen=True)
 class EngineStart:
     """The first message to the engine process."""
 
     settings: ModelSettings
-    threads: Threads
+    num_threads: int
+    """CPU threads of the engine, unless the settings name a number."""
     host: str
     """Address of the interface on which requests are accepted."""
 
@@ -66,7 +57,7 @@ class _Process:
             self._process.wait()
 
 
-def start_engine(settings: ModelSettings, threads: Threads, *, host: str = LOOPBACK) -> EngineLoop:
+def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK) -> EngineLoop:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
     From then on a thread watches the engine, and ends it if a step hangs. In a rehearsal, wait
@@ -75,7 +66,7 @@ def start_engine(settings: ModelSettings, threads: Threads, *, host: str = LOOPB
 
     Args:
         settings: the model's settings.
-        threads: numbers of torch's CPU threads to choose from.
+        num_threads: CPU threads of the engine, unless the settings name a number.
         host: address of the interface on which requests are accepted from other processes.
 
     Raises:
@@ -102,7 +93,7 @@ def start_engine(settings: ModelSettings, threads: Threads, *, host: str = LOOPB
     os.close(memory)
     channel = Channel(ours)
     with suppress(ChannelClosed):  # EngineLoop reports a process that has ended
-        channel.send(EngineStart(settings, threads, host))
+        channel.send(EngineStart(settings, num_threads, host))
     worker = _Process(process)
     loop = EngineLoop(channel, worker)
     assert loop.step_times is not None

@@ -23,7 +23,7 @@ from mars_serve.engine.ipc.messages import Condition
 from mars_serve.observability.figures import ReplicaFigures, ReplicaState
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.replica.engine_process import Threads, start_engine
+from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.follower import Follower
 from mars_serve.replica.steering import Steering
 
@@ -40,14 +40,14 @@ class ModelReplica:
     replicas ask for its address and send them to the engine's process.
     """
 
-    def __init__(self, settings: ModelSettings, threads: Threads) -> None:
+    def __init__(self, settings: ModelSettings, num_threads: int) -> None:
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._is_started = False
         self._reported = ReplicaFigures(self._name, self._node, ReplicaState.STARTING)
         Reporter(context.app_name, "observe", lambda: [(settings.name, self._figures())])
-        self._loop = start_engine(settings, threads, host=self._node)
+        self._loop = start_engine(settings, num_threads, host=self._node)
         self._loop.read_in_thread()
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop)
         RayMirror(self._telemetry, metrics).start()

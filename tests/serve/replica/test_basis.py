@@ -18,7 +18,7 @@ from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.basis import autoscaling_basis
-from mars_serve.replica.engine_process import Threads, start_engine
+from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.loading import load_engine
 
 TIMES = StepTimes((1, 4, 16), (0, 512), ((0.01, 0.02), (0.02, 0.03), (0.05, 0.06)))
@@ -200,7 +200,7 @@ def test_the_name_of_a_processor_has_its_threads(monkeypatch):
 
 def test_the_engine_process_hands_over_its_basis(model_dir):
     corrupted(model_dir)
-    loop = start_engine(settings_of(model_dir), Threads(1, 1))
+    loop = start_engine(settings_of(model_dir), 1)
     try:
         assert "cannot be read as JSON" in loop.basis.refused
     finally:

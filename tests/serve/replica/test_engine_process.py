@@ -22,7 +22,7 @@ from mars_serve.engine.ipc.channel import ChannelClosed
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.replica.engine_process import Threads, start_engine
+from mars_serve.replica.engine_process import start_engine
 from waiting import soon
 
 PROMPT = list(range(10, 22))
@@ -35,7 +35,7 @@ def settings_of(path):
 
 @pytest.fixture(scope="module")
 def loop(mars_dir):
-    loop = start_engine(settings_of(mars_dir), Threads(1, 1))
+    loop = start_engine(settings_of(mars_dir), 1)
     yield loop
     loop.stop()
 
@@ -89,11 +89,11 @@ def test_an_engine_serves_one_event_loop_after_another(loop):
 
 def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
-        start_engine(settings_of(tmp_path), Threads(1, 1))
+        start_engine(settings_of(tmp_path), 1)
 
 
 async def test_a_killed_engine_ends_its_requests(mars_dir):
-    loop = start_engine(settings_of(mars_dir), Threads(1, 1))
+    loop = start_engine(settings_of(mars_dir), 1)
     stream = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(stream)
     (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
@@ -113,7 +113,7 @@ async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
     """Each connection tells which of its requests a step may have held."""
     settings = settings_of(mars_dir)
     sizes = settings.engine.model_copy(update={"max_num_seqs": 2})
-    starter = start_engine(settings.model_copy(update={"engine": sizes}), Threads(1, 1))
+    starter = start_engine(settings.model_copy(update={"engine": sizes}), 1)
     starter.read_in_thread()
     links = [await linked(starter.address) for _ in range(2)]
     named = list(enumerate(links))
@@ -144,7 +144,7 @@ async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
     """It is stopped in its first step: what was in it may be to blame, what waited is not."""
     settings = settings_of(mars_dir)
     sizes = settings.engine.model_copy(update={"step_timeout_s": 7.0, "max_num_seqs": 1})
-    loop = start_engine(settings.model_copy(update={"engine": sizes}), Threads(1, 1))
+    loop = start_engine(settings.model_copy(update={"engine": sizes}), 1)
     running = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(running)
     waiting = loop.stream(request("waiting"))
@@ -171,9 +171,9 @@ def _is_newest(process):
 def test_the_engine_ends_with_its_parent(mars_dir):
     script = """
         import sys, time
-        from mars_serve.replica.engine_process import Threads, start_engine
+        from mars_serve.replica.engine_process import start_engine
         from mars_serve.config.settings import ModelSettings
-        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), Threads(1, 1))
+        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), 1)
         print("ready", flush=True)
         time.sleep(600)
     """

@@ -1,56 +1,38 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from mars_serve.config.settings import ModelSettings
-from mars_serve.deploy.app import _default_threads
-from mars_serve.replica.engine_process import Threads
-from mars_serve.replica.threads import better_threads
-
-
-@pytest.fixture(autouse=True)
-def threads_kept() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("step_s", "threads", "expected"),
-    [
-        (0.024, Threads(1, 2), 1),
-        (0.026, Threads(1, 2), 2),
-        (0.026, Threads(15, 16), 15),
-        (0.210, Threads(15, 16), 16),
-    ],
-)
-def test_more_threads_are_used_if_they_can_save_much_of_a_step(
-    step_s: float, threads: Threads, expected: int
-) -> None:
-    assert better_threads(lambda: 16 / step_s, threads) == expected
-
-
-def test_a_disturbed_measurement_does_not_decide() -> None:
-    speeds = iter([500, 1000, 300])  # tokens per second; the second is a step of 16 ms
-    assert better_threads(lambda: next(speeds), Threads(1, 2)) == 1
+from mars_serve.deploy.app import _share_of_cores
+from mars_serve.replica.engine_main import threads_for
+from mars_serve.replica.engine_process import EngineStart
 
 
 @pytest.mark.parametrize(
     ("num_cores", "num_replicas", "expected"),
-    [
-        (1, 1, Threads(1, 1)),
-        (2, 1, Threads(1, 2)),
-        (2, 3, Threads(1, 1)),
-        (16, 1, Threads(15, 16)),
-        (16, 4, Threads(3, 4)),
-    ],
+    [(1, 1, 1), (2, 1, 2), (2, 3, 1), (16, 1, 16), (16, 4, 4)],
 )
 def test_replicas_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_replicas: int, expected: Threads
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_replicas: int, expected: int
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
     model = ModelSettings(name="m", path="p", num_replicas=num_replicas)
-    assert _default_threads([model]) == expected
+    assert _share_of_cores([model]) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "share", "num_parameters", "expected"),
+    [
+        (None, 2, 400_000, 1),
+        (None, 2, 100_000_000, 2),
+        (None, 1, 400_000, 1),
+        (None, 16, 12_000_000, 15),
+        (3, 16, 400_000, 3),
+        (3, 2, 100_000_000, 3),
+    ],
+)
+def test_a_small_model_leaves_a_core_to_http_unless_a_number_is_set(
+    num_threads: int | None, share: int, num_parameters: int, expected: int
+) -> None:
+    settings = ModelSettings(name="m", path="p", num_threads=num_threads)
+    assert threads_for(EngineStart(settings, share, "127.0.0.1"), num_parameters) == expected

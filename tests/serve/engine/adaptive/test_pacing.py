@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,12 @@ from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
 from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_times
-from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.adaptive.thread_choice import ThreadChoice
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.replica.engine_process import Threads, start_engine, wait_out
+from mars_serve.replica.engine_process import start_engine, wait_out
 from mars_serve.replica.loading import load_engine
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -238,26 +235,6 @@ def test_windows_follow_the_paced_times(
     assert first.num_masks == num_masks
 
 
-@pytest.mark.parametrize("is_paced", [False, True])
-def test_masks_are_chosen_by_the_time_of_the_thread_and_threads_by_the_wall_clock(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, is_paced: bool
-) -> None:
-    """A paced engine sleeps in its steps, so that the wall clock alone has their time."""
-    long_s, times = 1000.0, StepTimes((1, 8), (0, 100), ((0.01, 0.02), (0.02, 0.03)))
-    monkeypatch.setattr(time, "perf_counter", partial(next, count(0.0, long_s)))
-    engine = engine_of(FakeTime().pacer(paced_by(0.02)) if is_paced else None)
-    engine.adapt_windows(times)
-    engine.thread_choice = ThreadChoice(times, 1, 2, apply=lambda _: None)
-    of_masks, of_threads = list[float](), list[float]()
-    for choice, seen in ((engine._chooser, of_masks), (engine.thread_choice, of_threads)):
-        note = partial(lambda seen, *sizes, has_masks: seen.append(sizes[-1]), seen)
-        monkeypatch.setattr(choice, "observe_step", note)
-    run(engine, [make_request("a", PROMPT, mode=Mode.EXACT, max_tokens=12)])
-    assert len(of_masks) == len(of_threads) > 2
-    assert min(of_threads) >= long_s
-    assert min(of_masks) >= long_s if is_paced else 0 < min(of_masks) <= max(of_masks) < long_s
-
-
 # The share of computing
 
 
@@ -384,7 +361,7 @@ def test_a_cold_start_waits_for_the_rest_of_its_duration(caplog: pytest.LogCaptu
 async def test_a_replicas_engine_is_not_ready_before_its_cold_start_ends(model_dir: Path) -> None:
     write_frontier(model_dir, paced_by(0.02, weights=weights_fingerprint(model_dir)))
     begin = time.monotonic()
-    loop = start_engine(settings_of(model_dir, cold_start_s=8), Threads(1, 1))
+    loop = start_engine(settings_of(model_dir, cold_start_s=8), 1)
     try:
         assert time.monotonic() - begin >= 8
         outputs = [
