@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from copy import copy
+from glob import escape as glob_escaped
+from glob import glob
 from inspect import Parameter, Signature, signature
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin
@@ -20,8 +23,8 @@ def with_options(run: Callable[..., None]) -> Callable[..., None]:
 
     A field's docstring is the option's help, and bounds that include their ends are its bounds; a
     tuple of any length may be repeated. A `typer.Option` or `typer.Argument` in the field's
-    annotation adds the rest: names, completion or that it is an argument. An option that is not
-    given leaves the field's default.
+    annotation adds the rest: names, completion, that it is an argument, or the help of an option
+    that several models have. An option that is not given leaves the field's default.
 
     Args:
         run: the function. Each parameter whose annotation is a `Settings` model gets an instance of
@@ -52,6 +55,12 @@ def with_options(run: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def complete_directories(incomplete: str) -> list[str]:
+    """Return the directories that a word in the shell may become."""
+    found = glob(f"{glob_escaped(os.path.expanduser(incomplete))}*/")  # noqa: PTH111, PTH207
+    return sorted(each.rstrip("/") for each in found)
+
+
 def _options(model: type[Settings]) -> list[Parameter]:
     return [_option(name, field) for name, field in model.model_fields.items()]
 
@@ -59,7 +68,8 @@ def _options(model: type[Settings]) -> list[Parameter]:
 def _option(name: str, field: FieldInfo) -> Parameter:
     infos = [each for each in field.metadata if isinstance(each, ArgumentInfo | OptionInfo)]
     info = copy(infos[0]) if infos else typer.Option()
-    info.help = field.description
+    if field.description:
+        info.help = " ".join(field.description.split())
     for bound in field.metadata:
         info.min = getattr(bound, "ge", info.min)
         info.max = getattr(bound, "le", info.max)

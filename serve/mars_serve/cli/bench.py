@@ -9,7 +9,8 @@ import typer
 
 from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.main import show_help_without_command
-from mars_serve.cli.options import Adapter, AsJson, KeyEnv
+from mars_serve.cli.options import AsJson, KeyEnv
+from mars_serve.measure.options import Adapter
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160

@@ -7,63 +7,20 @@ from typing import Annotated
 
 import typer
 
-from mars_serve.cli.options import (
-    Adapter,
-    AsJson,
-    Data,
-    Device,
-    Dtype,
-    MaxItems,
-    MaxTokens,
-    let_idle_threads_sleep,
-)
+from mars_platform.cli.options import with_options
+from mars_serve.cli.options import AsJson, Page, let_idle_threads_sleep
+from mars_serve.measure.options import CalibrateOptions
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 
 
+@with_options
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint directory or hub id, with mars.json or an adapter.")
-    ],
-    data: Data,
-    adapter: Adapter = None,
-    threshold: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Confidence threshold in (0, 1] to measure. May be repeated; by default .95, .9, "
-            ".8, .7, .6 and .5."
-        ),
-    ] = None,
-    max_items: MaxItems = None,
-    max_cursors: Annotated[
-        int, typer.Option(min=2, help="Largest number of positions at which proposals are scored.")
-    ] = 4000,
-    max_tokens: MaxTokens = 256,
-    batch: Annotated[
-        int,
-        typer.Option(min=1, help="Conversations that run at once; set it to a replica's batch."),
-    ] = 32,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Measure less precisely: 100 conversations, thresholds down to .7."
-        ),
-    ] = False,
-    examples: Annotated[
-        bool,
-        typer.Option(
-            help="Write the first prompts into the checkpoint, for the playground of whoever may "
-            "use the model."
-        ),
-    ] = True,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    options: CalibrateOptions,
     plot: Annotated[
         Path | None, typer.Option(help="Plot reliability and frontier into this .png or .svg file.")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
-    ] = None,
+    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a checkpoint's confidence, quality and speed.
@@ -85,31 +42,16 @@ def calibrate(
     from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.measure.calibration.plot import picture_of
     from mars_serve.measure.calibration.report import print_calibration
-    from mars_serve.measure.calibration.run import CalibrateOptions, calibrate_model
+    from mars_serve.measure.calibration.run import calibrate_model
 
-    check_output_files({"--html": page})
-    options = CalibrateOptions(
-        model,
-        data,
-        adapter=adapter,
-        max_items=max_items,
-        max_cursors=max_cursors,
-        max_tokens=max_tokens,
-        batch=batch,
-        device=device,
-        dtype=dtype,
-        plot=plot,
-        thresholds=threshold or (),
-        examples=examples,
-        quick=quick,
-    )
+    check_output_files({"--plot": plot, "--html": page})
     run = calibrate_model(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_calibration(run, output, as_json=as_json)
     write_pictures(
-        lambda: picture_of(model, run.measured, run.frontier),
-        title=f"marsray calibrate {model}",
+        lambda: picture_of(options.model, run.measured, run.frontier),
+        title=f"marsray calibrate {options.model}",
         show=lambda console: print_calibration(run, console, as_json=False),
-        plot=None,
+        plot=plot,
         page=page,
     )

@@ -7,22 +7,17 @@ from typing import Annotated
 
 import typer
 
+from mars_platform.cli.options import with_options
 from mars_platform.method.mode import Mode
-from mars_serve.cli.options import (
+from mars_serve.cli.options import AsJson, Page, let_idle_threads_sleep
+from mars_serve.measure.options import (
     MAX_SEED,
     Adapter,
-    AsJson,
-    Data,
-    Device,
-    Dtype,
-    MaxItems,
-    MaxTokens,
+    EvalOptions,
     Model,
     Temperature,
     TopP,
-    let_idle_threads_sleep,
 )
-from mars_serve.engine.decoding_options import Outcomes
 
 _FILE_WIDTH = 128  # columns of a table in a file or pipe
 
@@ -79,46 +74,13 @@ def generate(
     print_completion(result, Console(), as_json=as_json)
 
 
+@with_options
 def eval_(
-    model: Model,
-    data: Data,
-    adapter: Adapter = None,
-    threshold: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Confidence threshold in (0, 1]. May be repeated; by default 1, .95, .9, .8, .7, "
-            ".6 and .5."
-        ),
-    ] = None,
-    mode: Annotated[
-        list[Mode] | None,
-        typer.Option(help="Decoding mode. May be repeated; mode ar is always measured."),
-    ] = None,
-    outcomes: Annotated[
-        list[Outcomes] | None,
-        typer.Option(
-            help="In mode exact, the outcomes that get masks. May be repeated; by default all."
-        ),
-    ] = None,
-    calibrated: Annotated[
-        bool, typer.Option(help="Compare calibrated confidence with thresholds.")
-    ] = False,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Sampling seed of the first conversation.")
-    ] = 0,
-    max_items: MaxItems = None,
-    max_tokens: MaxTokens = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Conversations that run at once.")] = 32,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    options: EvalOptions,
     plot: Annotated[
         Path | None, typer.Option(help="Plot quality over speed into this .png or .svg file.")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
-    ] = None,
+    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a checkpoint on held-out conversations.
@@ -134,32 +96,16 @@ def eval_(
 
     from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.report import check_output_files, output_console
-    from mars_serve.engine.decoding_options import Sampling
-    from mars_serve.measure.evaluation.evaluate import EvalOptions, evaluate
+    from mars_serve.measure.evaluation.evaluate import evaluate
     from mars_serve.measure.evaluation.report import picture_of, print_evaluation
 
     check_output_files({"--plot": plot, "--html": page})
-    options = EvalOptions(
-        model,
-        data,
-        adapter=adapter,
-        thresholds=threshold or (),
-        modes=mode or (),
-        outcomes=outcomes or (),
-        calibrated=calibrated,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        max_items=max_items,
-        max_tokens=max_tokens,
-        batch=batch,
-        device=device,
-        dtype=dtype,
-    )
     evaluation = evaluate(options, Console(stderr=True))
     output = output_console(_FILE_WIDTH)
     print_evaluation(evaluation, output, as_json=as_json)
     write_pictures(
         lambda: picture_of(evaluation),
-        title=f"marsray eval {model}",
+        title=f"marsray eval {options.model}",
         show=lambda console: print_evaluation(evaluation, console, as_json=False),
         plot=plot,
         page=page,

@@ -25,7 +25,8 @@ class Sizes(Settings):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on."""
     plot: Path | None = None
-    """Picture to draw."""
+    """Picture
+    to draw."""
     quick: Annotated[bool, typer.Option("--quick")] = False
     """Measure less."""
 
@@ -81,6 +82,7 @@ def test_help_tells_docstrings_bounds_choices_and_defaults(called):
         "Threshold. May be repeated. --rounds",  # an empty list is no default to tell
         "Number of times. [default: 5; 1<=x<=9]",
         "--device <cpu|cuda>",
+        "--plot <path> Picture to draw.",
         "--quick Measure less.",
     ):
         assert told in words

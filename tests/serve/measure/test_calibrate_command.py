@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from mars_platform.checkpoint.calibration import CALIBRATION_FILE
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.examples import EXAMPLES_FILE, read_examples
 from mars_platform.cli import main as cli
-from mars_serve.measure.calibration.run import CalibrateOptions
 from mars_serve.measure.frontier.working_file import WORKING_FILE
+from mars_serve.measure.options import CalibrateOptions
 
 
 def run(*arguments: Any) -> int:
@@ -23,12 +22,12 @@ def run(*arguments: Any) -> int:
 
 
 def test_quick_limits_only_what_is_not_given() -> None:
-    quick = CalibrateOptions("m", [], quick=True)
+    quick = CalibrateOptions(model="m", data=(), quick=True)
     assert (quick.num_rows, quick.below_one) == (100, (0.95, 0.9, 0.8, 0.7))
-    full = CalibrateOptions("m", [])
+    full = CalibrateOptions(model="m", data=())
     assert (full.num_rows, full.below_one) == (None, (0.95, 0.9, 0.8, 0.7, 0.6, 0.5))
     assert quick.repeats < full.repeats
-    given = replace(quick, max_items=7, thresholds=(0.8, 1.0, 0.8))
+    given = quick.model_copy(update={"max_items": 7, "thresholds": (0.8, 1.0, 0.8)})
     assert (given.num_rows, given.below_one) == (7, (0.8,))
 
 

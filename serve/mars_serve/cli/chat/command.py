@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mars_platform.cli.options import complete_directories
 from mars_platform.method.mode import Mode
-from mars_serve.cli.options import Adapter, AsJson, KeyEnv, complete_directories
+from mars_serve.cli.options import AsJson, KeyEnv
+from mars_serve.measure.options import Adapter
 
 if TYPE_CHECKING:
     from rich.console import Console

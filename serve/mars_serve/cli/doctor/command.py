@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars_platform.errors import UserError
-from mars_serve.cli.options import Adapter, AsJson
+from mars_serve.cli.options import AsJson
+from mars_serve.measure.options import Adapter
 
 if TYPE_CHECKING:
     from rich.console import Console

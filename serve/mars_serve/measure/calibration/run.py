@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
@@ -20,22 +19,16 @@ from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibra
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
-from mars_platform.checkpoint.number_type import NumberType
-from mars_platform.cli.pictures import house_style
 from mars_platform.cli.progress import progress_display
-from mars_platform.cli.report import check_output_files, write_picture
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
-from mars_serve.engine.execution.warm_up import REPEATS
 from mars_serve.measure.calibration.collect import (
     MeasuredCalibration,
     OnProgress,
     check_halves,
     measure_calibration,
 )
-from mars_serve.measure.calibration.plot import picture_of
 from mars_serve.measure.evaluation.decoding import check_threshold, device_and_dtype
-from mars_serve.measure.evaluation.evaluate import DEFAULT_THRESHOLDS
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (
     FrontierOptions,
@@ -45,60 +38,7 @@ from mars_serve.measure.frontier.measure import (
 )
 from mars_serve.measure.frontier.progress import WholeProgress
 from mars_serve.measure.frontier.working_file import WorkingFile, run_key
-
-_QUICK_ITEMS = 100
-_QUICK_THRESHOLDS = (0.95, 0.9, 0.8, 0.7)
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Options of ``marsray calibrate``."""
-
-    model: str
-    """Checkpoint directory or hub id."""
-    data: Sequence[Path]
-    """JSONL and Parquet files of conversations."""
-    adapter: Path | None = None
-    """Directory of an adapter of the model, which gets the files; None for the model alone."""
-    max_items: int | None = None
-    """Number of the files' first conversations to read; None reads all."""
-    max_cursors: int = 4000
-    """Most output indices to propose tokens at, over all conversations; at least 2."""
-    max_tokens: int = 256
-    """Limit of a conversation's output tokens; the context may leave fewer."""
-    batch: int = 32
-    """Number of conversations that decode at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to run on; auto is CUDA if there is a device."""
-    dtype: NumberType | None = None
-    """Type of the weights; None for the one that the model is stored in."""
-    plot: Path | None = None
-    """Picture to draw; its suffix names the format."""
-    thresholds: Sequence[float] = ()
-    """τ of the frontier's points; empty for the default ones. Modes ar and exact are always
-    measured."""
-    examples: bool = True
-    """Whether the checkpoint gets the first prompts as examples, which a server shows to whoever
-    may use the model."""
-    quick: bool = False
-    """Whether to time each step less often, and to measure fewer conversations and thresholds
-    unless they are given."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """Most rows of the files to read; None reads all."""
-        return _QUICK_ITEMS if self.quick and self.max_items is None else self.max_items
-
-    @property
-    def repeats(self) -> int:
-        """Number of runs of each timed step."""
-        return REPEATS if self.quick else 3 * REPEATS
-
-    @property
-    def below_one(self) -> tuple[float, ...]:
-        """Values of τ for mode threshold, each once."""
-        default = _QUICK_THRESHOLDS if self.quick else DEFAULT_THRESHOLDS
-        return tuple({value: None for value in self.thresholds or default if value < 1.0})
+from mars_serve.measure.options import CalibrateOptions
 
 
 @dataclass(frozen=True)
@@ -122,7 +62,7 @@ class CalibrationRun:
 
 
 def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationRun:
-    """Measure, write both files, and draw the plot if the options name one.
+    """Measure, and write both files.
 
     Args:
         options: options of the run.
@@ -132,7 +72,6 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         UserError: the model, the data or an option is unusable, a file cannot be written, or the
             measured figures contradict each other.
     """
-    check_output_files({"--plot": options.plot})
     for threshold in options.thresholds:
         check_threshold(threshold)
     checkpoint = _mars_checkpoint(options)
@@ -160,9 +99,6 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
     frontier_file = write_frontier(checkpoint.own_path, frontier.frontier)
     if options.examples:
         write_examples(checkpoint.own_path, (item.messages for item in items))
-    if options.plot is not None:
-        with house_style():
-            write_picture(options.plot, picture_of(options.model, measured, frontier))
     working.remove()
     return CalibrationRun(
         options=options,

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
 
 from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import Outcomes, Sampling
+from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
@@ -31,43 +28,10 @@ from mars_serve.measure.evaluation.decoding import (
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import Score, score
+from mars_serve.measure.options import DEFAULT_THRESHOLDS, EvalOptions
 
-DEFAULT_THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 _WARM_UP_TOKENS = 4
 _MAX_TEMPERATURE = 2.0
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """Options of ``marsray eval``."""
-
-    model: str
-    """Checkpoint directory or hub id."""
-    data: Sequence[Path]
-    """JSONL and Parquet files of conversations."""
-    adapter: Path | None = None
-    """Directory of an adapter of the model; None for none."""
-    thresholds: Sequence[float] = ()
-    """τ to measure; empty for `DEFAULT_THRESHOLDS`. One-token decoding is always measured."""
-    modes: Sequence[Mode] = ()
-    """Modes to measure; empty for mode ar and, with a MARS checkpoint, mode threshold."""
-    outcomes: Sequence[Outcomes] = ()
-    """Outcomes that get masks, each a setting of mode exact; empty for all outcomes. The engine's
-    own choice among them depends on the time of a step and not on quality."""
-    calibrated: bool = False
-    """Whether mode threshold compares τ with the calibrated confidence."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Sampling parameters of all settings; see `DecodingSetting`."""
-    max_items: int | None = None
-    """Number of the files' first conversations to read; None reads all."""
-    max_tokens: int = 256
-    """Limit of a conversation's output tokens; the context may leave fewer."""
-    batch: int = 32
-    """Number of conversations that run at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to run on; auto is CUDA if there is a device."""
-    dtype: NumberType | None = None
-    """Type of weights, keys and values; None for the one that the model is stored in."""
 
 
 @dataclass(frozen=True)
