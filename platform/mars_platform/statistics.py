@@ -50,11 +50,11 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
     return difference_of_pairs(gained, lost, len(ours))
 
 
-def difference_of_pairs(gained: float, lost: float, num: int) -> Estimate:
+def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
     """Return what `paired_difference` does, from the numbers of items that differ.
 
     Args:
-        gained: items with success on our side alone; may be a fraction, if that is expected.
+        gained: items with success on our side alone.
         lost: items with success on their side alone.
         num: all items, at least 1.
     """

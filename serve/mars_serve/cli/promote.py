@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from mars_platform.cli.options import with_options
 from mars_serve.cli.options import AsJson
+from mars_serve.measure.options import Gate
 
 
+@with_options
 def promote(
     candidate: Annotated[
         Path, typer.Argument(help="Directory of a checkpoint or an adapter, with frontier.json.")
@@ -18,15 +21,7 @@ def promote(
         Path,
         typer.Option(help="Symbolic link to the checkpoint in service; it is created if missing."),
     ],
-    max_loss: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Largest loss of quality, in points, at the upper end of its interval."
-        ),
-    ] = 1.0,
-    max_slower: Annotated[
-        float, typer.Option(min=0, help="Largest relative loss of tokens per pass.")
-    ] = 0.05,
+    gate: Gate,
     force: Annotated[
         bool,
         typer.Option(
@@ -47,12 +42,9 @@ def promote(
     from rich.console import Console
 
     from mars_platform.cli.progress import working
-    from mars_platform.cli.report import Column, jsonable, table_of
-    from mars_platform.config import build_settings
-    from mars_serve.measure.promote import Gate
+    from mars_platform.cli.report import Column, interval, jsonable, table_of
     from mars_serve.measure.promote import promote as put_in_service
 
-    gate = build_settings({"max_loss": max_loss, "max_slower": max_slower}, Gate, source="options")
     before = service.resolve() if service.is_symlink() else None
     with working(f"comparing and checking {candidate}"):
         compared = put_in_service(candidate, service, None if force else gate)
@@ -64,7 +56,6 @@ def promote(
                 "quality_in_service": pair.current.quality,
                 "points_lost": pair.loss,
                 "points_allowed": pair.allowed_loss,
-                "points_found": pair.found_loss,
                 "tokens_per_forward": pair.candidate.tokens_per_forward,
                 "tokens_per_forward_in_service": pair.current.tokens_per_forward,
             }
@@ -79,17 +70,15 @@ def promote(
             Column("", "name"),
             Column("quality", "candidate.quality", ".1f"),
             Column("in service", "current.quality", ".1f"),
-            Column("points lost", "loss.value", ".1f"),
+            Column("points lost", lambda pair: interval(pair.loss, ".1f")),
             Column("allowed", "allowed_loss", ".1f"),
-            Column("found in 80%", "found_loss", ".1f"),
             Column("tokens a pass", "candidate.tokens_per_forward", ".2f"),
             Column("in service", "current.tokens_per_forward", ".2f"),
         ]
         console.print(table_of(columns, compared))
         console.print(
-            "Points lost are paired by conversation. More than what is allowed is refused: at most "
-            "5% of candidates that are as good, and 80% of those that lose what the last column "
-            "says.",
+            "Points lost are paired by conversation, with their 95% interval. More than what is "
+            "allowed is refused, and with it at most 5% of candidates that are as good.",
             highlight=False,
         )
     console.print(f"{service} is now {service.resolve()}", highlight=False, soft_wrap=True)

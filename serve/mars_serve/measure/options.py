@@ -1,4 +1,4 @@
-"""Defines the options of ``marsray eval`` and ``marsray calibrate``.
+"""Defines the options of the commands ``eval``, ``calibrate`` and ``promote``.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -45,7 +45,7 @@ TopP = Annotated[
 
 
 class _MeasureOptions(Settings):
-    """Options of both commands."""
+    """Options of ``marsray eval`` and ``marsray calibrate``."""
 
     model: Model
     data: tuple[Path, ...]
@@ -117,3 +117,12 @@ class CalibrateOptions(_MeasureOptions):
         """Values of τ for mode threshold, each once."""
         default = _QUICK_THRESHOLDS if self.quick else DEFAULT_THRESHOLDS
         return tuple({value: None for value in self.thresholds or default if value < 1.0})
+
+
+class Gate(Settings):
+    """How much worse than the checkpoint in service ``marsray promote`` lets a candidate be."""
+
+    max_loss: float = Field(default=1.0, ge=0, le=100)
+    """Largest loss of quality, in points, at the upper end of its interval."""
+    max_slower: float = Field(default=0.05, ge=0, lt=1)
+    """Largest relative loss of tokens per pass."""

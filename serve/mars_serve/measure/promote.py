@@ -7,13 +7,11 @@ servers check them when they start. A server has to be deployed again to serve t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field
 
 from mars_autoscale.model.frontier import Frontier, read_frontier
 from mars_autoscale.model.frontier_points import FrontierPoint
@@ -22,26 +20,14 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
 from mars_platform.checkpoint.references import ADAPTER_FILE
-from mars_platform.config import Settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_platform.statistics import Estimate, difference_of_pairs, paired_difference
+from mars_platform.statistics import Estimate, paired_difference
+from mars_serve.measure.options import Gate
 
 _FALSE_ALARMS = 0.05
 """Most frequent refusal of a candidate that is as good as the checkpoint in service."""
-_POWER = 0.8
-"""Share of the refusals for which the loss that the gate finds is named."""
 _FORCE = "or promote with --force, which compares nothing"
-
-
-class Gate(Settings):
-    """The limits of how much worse a candidate may be."""
-
-    max_loss: float = Field(default=1.0, ge=0, le=100)
-    """Most points of quality lost, in mode ar and at each τ that both were measured at. A candidate
-    must show that it loses no more, as far as the items can show it; see `_allowed_loss`."""
-    max_slower: float = Field(default=0.05, ge=0, lt=1)
-    """Largest share of the tokens per forward pass lost, in the same settings."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +42,6 @@ class PointPair:
     """Points of quality that the candidate loses, paired by item."""
     allowed_loss: float
     """Points of loss above which the candidate is refused."""
-    found_loss: float
-    """Loss of a candidate, in points, that is refused four times out of five."""
 
     @property
     def name(self) -> str:
@@ -165,19 +149,13 @@ def compare(candidate: Frontier, current: Frontier, gate: Gate) -> list[PointPai
 def _pair(candidate: FrontierPoint, current: FrontierPoint, num: int, gate: Gate) -> PointPair:
     """Compare two points by item; one of ``num`` pairs."""
     ours, theirs = _right(candidate), _right(current)
-    loss = _in_points(paired_difference(theirs, ours))
-    num_differing = sum(one != other for one, other in zip(ours, theirs, strict=True))
-    found = _found_loss(num_differing, len(ours), num, gate)
-    return PointPair(candidate, current, loss, _allowed_loss(loss, num, gate), found)
+    loss = Estimate(*(100 * end for end in paired_difference(theirs, ours)))
+    return PointPair(candidate, current, loss, _allowed_loss(loss, num, gate))
 
 
 def _right(point: FrontierPoint) -> list[bool]:
     assert point.right is not None, "a frontier of accuracy has what was right"
     return [digit == "1" for digit in point.right]
-
-
-def _in_points(share: Estimate) -> Estimate:
-    return Estimate(*(100 * end for end in share))
 
 
 def _allowed_loss(loss: Estimate, num_settings: int, gate: Gate) -> float:
@@ -190,22 +168,6 @@ def _allowed_loss(loss: Estimate, num_settings: int, gate: Gate) -> float:
     error = _standard_error(loss)
     shown = gate.max_loss - _quantile(1 - _FALSE_ALARMS) * error
     return max(shown, _quantile(1 - _FALSE_ALARMS / num_settings) * error)
-
-
-def _found_loss(num_differing: int, num_items: int, num_settings: int, gate: Gate) -> float:
-    """Return the smallest true loss, in points, that is refused as often as `_POWER`; at most 100.
-
-    Items that such a loss costs come on top of those that differ anyway, half of which a candidate
-    that is as good gains. They widen the interval, which counts most where few items differ.
-    """
-
-    def is_found(num_lost: int) -> bool:
-        lost = num_lost + num_differing / 2
-        loss = _in_points(difference_of_pairs(lost, num_differing / 2, num_items))
-        margin = _quantile(_POWER) * _standard_error(loss)
-        return loss.value >= _allowed_loss(loss, num_settings, gate) + margin
-
-    return 100 * bisect_left(range(num_items), True, key=is_found) / num_items
 
 
 def _standard_error(loss: Estimate) -> float:

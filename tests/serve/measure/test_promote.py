@@ -24,7 +24,8 @@ from mars_platform.checkpoint.manifest import MANIFEST, describe_all, verify
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
-from mars_serve.measure.promote import Gate, PointPair, compare, promote
+from mars_serve.measure.options import Gate
+from mars_serve.measure.promote import PointPair, compare, promote
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
 
@@ -189,33 +190,15 @@ def drawn_comparisons(quality: float, num_items: int, num_runs: int) -> list[lis
 
 
 @pytest.mark.parametrize("num_items", [100, 600])
-def test_equal_models_pass_the_gate_and_the_loss_that_it_says_it_finds_does_not(
-    num_items: int,
-) -> None:
+def test_equal_models_pass_the_gate_and_much_worse_ones_do_not(num_items: int) -> None:
     equal = drawn_comparisons(80.0, num_items, 400)
     refused = [any(each.problem(Gate()) for each in compared) for compared in equal]
     assert np.mean(refused) <= 0.05
     # the bare figures of equal models, with the gate's point of tolerance
     bare = [max(each.loss.value for each in compared) > Gate().max_loss for compared in equal]
     assert np.mean(bare) > 0.2
-    found = float(np.mean([compared[0].found_loss for compared in equal]))
-    worse = drawn_comparisons(80.0 - found, num_items, 200)
+    worse = drawn_comparisons(65.0, num_items, 100)
     assert np.mean([compared[0].problem(Gate()) is not None for compared in worse]) >= 0.75
-
-
-def test_few_differences_are_not_taken_for_power() -> None:
-    """A loss brings differences of its own: among 100 items only one of 8 points is found."""
-    right = "1" * 100
-    same = point("ar", 1.0, 100.0, 1.0, 1.0, half=0.0) | {"right": right}
-    lost = same | {"right": "0" * 3 + "1" * 97}
-    frontiers = [
-        frontier_of(each, weights="w", seconds=0.01, items="the same", num_items=100)
-        for each in (same, lost)
-    ]
-    (pair,) = compare(frontiers[0], frontiers[0], Gate())
-    assert pair.found_loss == 8.0
-    (pair,) = compare(frontiers[1], frontiers[0], Gate())
-    assert (pair.loss.value, pair.problem(Gate())) == (3.0, None)
 
 
 def damage_later_row(path: Path) -> None:
