@@ -98,7 +98,6 @@ class Bench:
         settings = EngineSettings(
             max_num_seqs=most,
             enable_prefix_caching=False,
-            cache_step_times=False,
             num_pages=64 if setup.is_tiny else None,
         )
         begin = time.perf_counter()

@@ -86,7 +86,6 @@ def _settings(setup: Setup, share: float) -> ModelSettings:
         num_gpus=share if setup.device == "cuda" else 0,
         engine=EngineSettings(
             max_num_seqs=2 if setup.is_tiny else 16,
-            cache_step_times=False,
             num_pages=None if setup.device == "cuda" else 64,
         ),
     )

@@ -15,7 +15,6 @@ from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.position_budget import PositionBudget
-from mars_serve.engine.adaptive.step_timer import StepTimer, clock_of
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
@@ -30,7 +29,14 @@ from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, To
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
-from mars_serve.engine.execution.warm_up import REPEATS, StepSizes, measure_prefill, measure_steps
+from mars_serve.engine.execution.warm_up import (
+    REPEATS,
+    StepSizes,
+    StepTimer,
+    clock_of,
+    measure_prefill,
+    measure_steps,
+)
 from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
@@ -179,22 +185,17 @@ class Engine:
 
     # Warming up
 
-    def warm_up(
-        self,
-        on_progress: Callable[[int, int], None] | None = None,
-        known: StepTimes | None = None,
-    ) -> StepTimes:
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
         """Run steps of the sizes to come, and adapt windows to their times or to the pacer's.
 
         Args:
             on_progress: called with the number of steps that have run and the number of all.
-            known: step times of an earlier start, which shorten the warm-up if they still hold.
 
         Returns:
             The times that hold here, to which windows adapt unless there is a pacer.
         """
         times = self.measure_step_times(
-            known=known, masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress
+            masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress
         )
         if self._pacer is not None:
             times = self._pacer.times
@@ -212,7 +213,6 @@ class Engine:
         *,
         widest_row: int | None = None,
         repeats: int = REPEATS,
-        known: StepTimes | None = None,
         masks_apart: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepTimes:
@@ -223,9 +223,7 @@ class Engine:
             self.capture_graphs(CudaCapture(), on_progress)
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
         sizes = StepSizes(rows, positions, self.max_length, self.window, widest_row, masks_apart)
-        return measure_steps(
-            self._step_timer(), sizes, repeats=repeats, known=known, on_progress=on_progress
-        )
+        return measure_steps(self._step_timer(), sizes, repeats=repeats, on_progress=on_progress)
 
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
         """Measure prompt tokens per second in steps of ``num_tokens``; see `warm_up`."""

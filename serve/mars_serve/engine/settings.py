@@ -43,9 +43,6 @@ class EngineSettings(Settings):
     adaptive_windows: bool = True
     """Whether the masks of each row are chosen by their expected gain and the cost of a step here;
     otherwise each row feeds the whole block."""
-    cache_step_times: bool = True
-    """Whether a replica keeps the step times that it measures at start in its user's cache
-    directory, and checks them at its next start instead of measuring all of them again."""
     num_lookup_drafts: int = Field(default=0, ge=0, le=64)
     """Most drafts of a step, in mode exact, that come from the request's own text: the tokens that
     followed an earlier place like its end; 0 for none. They help few requests at once whose output

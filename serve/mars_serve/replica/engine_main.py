@@ -28,13 +28,14 @@ from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
 from mars_serve.replica.number_type_advice import advise_number_type
-from mars_serve.replica.step_time_cache import warm_up
 
 _SWITCH_S = 0.0005
 """Seconds after which the stepping thread lets the thread that takes orders run. Python's default
 of 5 ms is as long as several steps of a small model."""
 _SMALL = 30_000_000
 """Parameters below which a served model is as fast with one CPU thread less, or faster."""
+
+_log = logging.getLogger("mars_serve.engine")
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
         advise_number_type(engine)
         engine.grammars.isolate()  # clients write them
         with within_memory(start.settings):  # the first steps, and those of the largest sizes
-            times = warm_up(start.settings, engine)
+            times = engine.warm_up(_log_progress)
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
@@ -84,6 +85,11 @@ def threads_for(start: EngineStart, num_parameters: int) -> int:
     if start.settings.num_threads is not None:
         return start.settings.num_threads
     return max(1, start.num_threads - (num_parameters < _SMALL))
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % 16 == 0:
+        _log.info("warm-up: %d of %d steps", done, total)
 
 
 if __name__ == "__main__":

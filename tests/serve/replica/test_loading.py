@@ -2,6 +2,7 @@ import json
 import logging
 import posixpath
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.execution import warm_up
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import number_type_advice
@@ -91,6 +93,33 @@ def test_the_number_type_is_advised_that_is_clearly_faster(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_takes_some_time(dtype):
     assert 0 < number_type_advice.product_seconds(64, 32, 4, dtype, torch.device("cpu")) < 1
+
+
+def test_what_masks_add_to_a_step_is_measured_of_an_adapter(
+    mars_dir, plain_dir, adapter_dir, monkeypatch
+):
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s, thread_time=lambda: now_s)
+    monkeypatch.setattr(warm_up, "time", clock)
+
+    def times_of(settings):
+        engine = load_engine(settings)
+        run = engine._runner.run
+
+        def timed(rows):
+            nonlocal now_s
+            now_s += 0.010 + 0.004 * any(row.num_masks for row in rows)
+            return run(rows)
+
+        engine._runner.run = timed
+        return engine.warm_up()
+
+    assert times_of(settings_of(mars_dir)).mask_s == 0
+    adapted = settings_of(plain_dir).model_copy(update={"adapter": str(adapter_dir)})
+    times = times_of(adapted)
+    assert times.mask_s == pytest.approx(0.004)
+    assert times.at(2, 0) == pytest.approx(0.010)
+    assert times.at(2, 0, True) == pytest.approx(0.014)
 
 
 def judge(prompt: str, output: str) -> bool | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mars_serve.engine.adaptive.step_timer import StepTimer
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.pages import PagePool
@@ -17,18 +16,73 @@ from mars_serve.engine.scheduled_row import ScheduledRow
 
 REPEATS = 6
 """Default number of runs of a step, of which the quickest counts; long steps have fewer."""
+_ENOUGH_S = 0.5
+"""Seconds of all runs of a step after which it is not run again. With the two dozen steps of the
+grid, a warm-up takes at most some twelve seconds more than one run of each."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _ALWAYS_TIMED = 64
 """Number of positions up to which every step of the grid that fits is timed."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
-_CHECKS = 4
-"""Runs of a step whose time is known from an earlier start."""
 _FEW = 4
 """Positions of the steps that show what masks add to a step."""
-_TOLERANCE = 1.5
-"""Factor by which steps may be faster or slower than those of an earlier start."""
+
+Rows = Sequence[ScheduledRow]
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Return the clock that times steps on a type of device.
+
+    On a CPU it counts the time that the calling thread runs, to which other programs that take its
+    core add nothing.
+    """
+    return time.thread_time if device == "cpu" else time.perf_counter
+
+
+@dataclass(frozen=True)
+class StepTimer:
+    """Runs steps and times them."""
+
+    run: Callable[[Rows], object]
+    """Function that runs a step and waits for its results."""
+    pool: PagePool
+    """Pool of the steps' pages."""
+    clock: Callable[[], float]
+    """Function that returns seconds; see `clock_of`."""
+
+    def seconds(
+        self,
+        steps: Sequence[Callable[[], Rows]],
+        repeats: int,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[float]:
+        """Return the seconds of each step's quickest run.
+
+        Steps take turns, so that a busy time of the machine meets all of them.
+
+        Args:
+            steps: functions that make the rows of a step.
+            repeats: number of rounds; long steps leave some out.
+            on_progress: called with the number of runs so far, those left out included, and of all.
+        """
+        taken: list[list[float]] = [[] for _ in steps]
+        for done in range(repeats):
+            for index, make_rows in enumerate(steps):
+                if sum(taken[index]) < _ENOUGH_S:
+                    taken[index].append(self._run_once(make_rows()))
+                if on_progress is not None:
+                    on_progress(done * len(steps) + index + 1, repeats * len(steps))
+        return [min(each) for each in taken]
+
+    def _run_once(self, rows: Rows) -> float:
+        """Run a step, release its pages, and return its seconds."""
+        begin = self.clock()
+        self.run(rows)
+        seconds = self.clock() - begin
+        for row in rows:
+            self.pool.release(row.request.pages)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -56,7 +110,6 @@ def measure_steps(
     sizes: StepSizes,
     *,
     repeats: int = REPEATS,
-    known: StepTimes | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
@@ -68,14 +121,10 @@ def measure_steps(
         timer: times steps; its pool has no allocated pages, before and afterwards.
         sizes: sizes of the steps to come.
         repeats: runs of a step, of which the quickest counts; long steps have fewer.
-        known: times of an earlier start, returned as they are if small steps still take as long;
-            finding out also prepares the steps to come, in less than half the time.
-        on_progress: called with the number of runs so far and the usual number of them.
+        on_progress: see `StepTimer.seconds`.
     """
     pool = timer.pool
     grid = _Grid.of(pool, sizes)
-    if known is not None and _hold(timer, grid, sizes.window, known):
-        return known
     num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
     ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
     steps = [
@@ -90,18 +139,13 @@ def measure_steps(
     table = []
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
-        if _has_masks(count, grid):
+        if count > num_rows:  # some row has masks, see `_rows`
             time_s = max(time_s - mask_s, time_s / 2)
         per_token = narrow + (max(wide, narrow) - narrow) * share
         # The few cached tokens of this step take less than half of it; more would be noise.
         bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
     return StepTimes(grid.positions, (0, most), tuple(table), mask_s)
-
-
-def _has_masks(count: int, grid: _Grid) -> bool:
-    """Return whether some row of a timed step of so many positions has masks; see `_rows`."""
-    return count > grid.num_rows
 
 
 def _mask_seconds(timer: StepTimer, grid: _Grid, window: int, repeats: int) -> float:
@@ -138,24 +182,6 @@ class _Grid:
         room = min(pool.num_free // num_rows * pool.page_size, sizes.max_length) - widest
         short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
         return cls(num_rows, largest, tuple(positions), short, long)
-
-
-def _hold(timer: StepTimer, grid: _Grid, window: int, times: StepTimes) -> bool:
-    """Prepare the steps to come, and return whether the small ones take as long as in ``times``."""
-    pool = timer.pool
-    timer.run_once(_rows(pool, grid.largest, min(grid.largest, grid.num_rows), grid.long, window))
-    small = [count for count in grid.positions if count <= _ALWAYS_TIMED]
-    num_rows = [min(count, grid.num_rows) for count in small]
-    steps = [
-        partial(_rows, pool, count, rows, grid.short, window)
-        for count, rows in zip(small, num_rows, strict=True)
-    ]
-    now_s = sum(timer.seconds(steps, _CHECKS))
-    then_s = sum(
-        times.at(count, rows * grid.short, _has_masks(count, grid))
-        for count, rows in zip(small, num_rows, strict=True)
-    )
-    return 1 / _TOLERANCE < now_s / then_s < _TOLERANCE
 
 
 def measure_prefill(

@@ -7,9 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from mars_serve.engine.adaptive.step_timer import StepTimer, clock_of
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.execution.warm_up import StepSizes, measure_prefill, measure_steps
+from mars_serve.engine.execution.warm_up import (
+    StepSizes,
+    StepTimer,
+    clock_of,
+    measure_prefill,
+    measure_steps,
+)
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -49,8 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
 
     def make(cost: Cost, num_pages: int = 200) -> Machine:
         made = Machine(cost, num_pages)
-        for module in ("adaptive.step_timer", "execution.warm_up"):
-            monkeypatch.setattr(f"mars_serve.engine.{module}.time", made)
+        monkeypatch.setattr("mars_serve.engine.execution.warm_up.time", made)
         return made
 
     return make
@@ -97,7 +101,7 @@ def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -
 
 
 @pytest.mark.parametrize(
-    ("step_s", "num_runs"), [(0.001, 5), (0.19, 5), (0.3, 4), (0.5, 2), (0.99, 2), (3.0, 1)]
+    ("step_s", "num_runs"), [(0.001, 5), (0.099, 5), (0.15, 4), (0.3, 2), (0.5, 1), (3.0, 1)]
 )
 def test_long_steps_are_timed_less_often(
     machine: Callable[..., Machine], step_s: float, num_runs: int
@@ -119,116 +123,38 @@ NUM_STEPS = 4 + 13
 """Steps of each round with `SIZES`."""
 
 
-def slowdowns(times: StepTimes, scale: float) -> list[float]:
-    """Return how much longer steps seem to take than `line_s` times ``scale``."""
-    line = [scale * (0.001 + 1e-5 * count) for count in times.positions]
+def slowdowns(times: StepTimes) -> list[float]:
+    """Return how much longer steps seem to take than by `line_s`."""
+    line = [0.001 + 1e-5 * count for count in times.positions]
     return [times.at(count, 0) / s for count, s in zip(times.positions, line, strict=True)]
 
 
-@pytest.mark.parametrize("scale", [1, 10])
-@pytest.mark.parametrize("end", [0.5, 1.0, 3.3, 4.9, 5.0, 5.4, 5.98])
 @pytest.mark.parametrize("begin", [0.0, 0.3, 1.0, 2.7])
+@pytest.mark.parametrize("end", [0.5, 1.0, 3.3, 4.9])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
-    machine: Callable[..., Machine], begin: float, end: float, scale: int
-) -> None:
-    ours = machine(lambda rows: scale * line_s(rows))
-    ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
-    times = measure_steps(ours.timer(), SIZES, repeats=6)
-    assert slowdowns(times, scale) == pytest.approx([1.0] * (NUM_STEPS - 4))
-
-
-@pytest.mark.parametrize("begin", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("end", [1.6, 2.4])
-def test_long_steps_that_were_all_disturbed_are_run_again(
-    machine: Callable[..., Machine], begin: float, end: float
-) -> None:
-    """Small ones run more often, and in some of their runs nothing disturbs them."""
-    ours = machine(lambda rows: 0.05 + 0.005 * sum(row.num_positions for row in rows))
-    ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
-    times = measure_steps(ours.timer(), SIZES, repeats=6)
-    for positions in times.positions:
-        assert times.at(positions, 0) == pytest.approx(0.05 + 0.005 * positions)
-
-
-def short_or_long_s(rows: Sequence[ScheduledRow]) -> float:
-    """Return the seconds of a step: a large one that is disturbed runs once in the usual rounds."""
-    return 0.02 if sum(row.num_positions for row in rows) <= 8 else 0.5
-
-
-NUM_SHORT = 8
-"""Steps of a round that are short by `short_or_long_s`."""
-
-
-@pytest.mark.parametrize("is_disturbed_again", [False, True])
-def test_long_steps_are_not_compared_with_rounds_that_they_miss(
-    machine: Callable[..., Machine], is_disturbed_again: bool
-) -> None:
-    ours = machine(short_or_long_s)
-    later = NUM_STEPS + 5 * NUM_SHORT  # from here on, all steps are run again
-    again = range(later, later + 2 * NUM_STEPS) if is_disturbed_again else ()
-    ours.busy = {*range(NUM_STEPS), *again}
-    times = measure_steps(ours.timer(), SIZES, repeats=6)
-    slower = 4 if is_disturbed_again else 1
-    assert times.at(4, 0) == pytest.approx(slower * 0.02)
-    assert times.at(32, 0) == pytest.approx(slower * 0.5)
-
-
-def test_a_busy_machine_does_not_prolong_a_start(machine: Callable[..., Machine]) -> None:
-    ours = machine(lambda rows: 100 * line_s(rows))  # .1 to .2 s, and four times that
-    ours.busy = range(10**9)
-    measure_steps(ours.timer("cpu"), SIZES, repeats=6)
-    assert ours.wall_s < NUM_STEPS * (1 + 0.8)
-
-
-@pytest.mark.parametrize("scale", [1, 100, 1000])
-@pytest.mark.parametrize("busy", [(0, 0.5), (0.3, 1.2), (0.9, 9), (2.5, 99), (0, 99)])
-def test_on_a_cpu_other_programs_add_nothing(
-    machine: Callable[..., Machine], busy: tuple[float, float], scale: int
-) -> None:
-    ours = machine(lambda rows: scale * line_s(rows))
-    ours.busy = range(*(int(each * NUM_STEPS) for each in busy))
-    times = measure_steps(ours.timer("cpu"), SIZES, repeats=6)
-    assert slowdowns(times, scale) == pytest.approx([1.0] * (NUM_STEPS - 4))
-    assert len(ours.steps) <= 6 * NUM_STEPS
-
-
-@pytest.mark.parametrize("begin", [0.0, 0.3, 0.7, 1.0])
-def test_times_of_a_busy_machine_are_those_of_a_slower_one(
-    machine: Callable[..., Machine], begin: float, caplog: pytest.LogCaptureFixture
+    machine: Callable[..., Machine], begin: float, end: float, device: str
 ) -> None:
     ours = machine(line_s)
-    ours.busy = range(int(begin * NUM_STEPS), 10**9)
-    with caplog.at_level("INFO"):
-        times = measure_steps(ours.timer(), SIZES, repeats=6)
-    for positions in times.positions:
-        assert times.at(positions, 0) == pytest.approx(4 * (0.001 + 1e-5 * positions))
-    assert len(ours.steps) == NUM_STEPS * (18 if begin else 6)
-    assert ("machine is busy" in caplog.text) == bool(begin)
+    ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
+    times = measure_steps(ours.timer(device), SIZES, repeats=6)
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
 
 
-def test_long_steps_are_compared_with_small_ones_of_the_same_rounds(
-    machine: Callable[..., Machine],
+def test_on_a_cpu_other_programs_add_nothing(machine: Callable[..., Machine]) -> None:
+    ours = machine(line_s)
+    ours.busy = range(10**9)
+    times = measure_steps(ours.timer("cpu"), SIZES, repeats=6)
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.1, 0.4, 2.0])
+def test_however_often_steps_are_to_run_the_time_of_a_warm_up_is_bounded(
+    machine: Callable[..., Machine], step_s: float
 ) -> None:
-    ours = machine(lambda rows: 10 * sum(row.num_positions for row in rows) / 1000)
-    ours.busy = range(NUM_STEPS, 10**9)  # the longest steps, of 1 s, miss some rounds
-    times = measure_steps(ours.timer(), SIZES, repeats=6)
-    for positions in times.positions:
-        assert times.at(positions, 0) == pytest.approx(4 * 0.01 * positions)
-
-
-@pytest.mark.parametrize(("speed", "holds"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
-def test_known_times_are_taken_only_if_they_are_reproduced(
-    machine: Callable[..., Machine], speed: float, holds: bool
-) -> None:
-    ours = machine(lambda rows: speed * 10 * line_s(rows))
-    grid = (1, 64, 100)
-    line = tuple((0.01 + 1e-4 * count, 0.01 + 1e-4 * count) for count in grid)
-    known = StepTimes(grid, (0, 400), line)
-    times = measure_steps(ours.timer(), SIZES, known=known)
-    assert (times is known) == holds
-    assert max(sum(row.num_positions for row in rows) for rows in ours.steps) == 100
-    assert ours.pool.num_free == ours.pool.num_pages
-    assert times.at(32, 0) == pytest.approx((1 if holds else speed) * 0.0132)
+    ours = machine(lambda _: step_s)
+    measure_steps(ours.timer(), SIZES, repeats=100)
+    assert ours.wall_s <= NUM_STEPS * (0.5 + step_s)
 
 
 @pytest.mark.parametrize("masks_apart", [False, True])
@@ -244,8 +170,6 @@ def test_what_masks_add_to_a_step_is_told_apart_on_demand(
     without_s = 0.0132
     assert times.at(32, 0, True) == pytest.approx(without_s + mask_s)
     assert times.at(32, 0) == pytest.approx(without_s + (0 if masks_apart else mask_s))
-    again = measure_steps(ours.timer(), sizes, known=times)
-    assert again is times
     assert ours.pool.num_free == ours.pool.num_pages
 
 
