@@ -1,1 +1,0 @@
-"""The view of a server's load that ``marsray top`` shows."""
