@@ -19,6 +19,7 @@ INCLUDED = {
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "operations/security.md",
     "bench/LOG.md": "design/log.md",
+    "bench/log/2026-11.md": "design/log-2026-11.md",
     "k8s/README.md": "operations/kubernetes.md",
     "k8s/image/README.md": "operations/image.md",
     "tests/README.md": "project/tests.md",
