@@ -1,4 +1,4 @@
-"""Reads in which number type a checkpoint is stored.
+"""Reads in which number type a checkpoint is stored, and tells which one is slow here.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -18,6 +18,8 @@ NumberType = Literal["float32", "bfloat16", "float16"]
 
 _HEADER_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _WIDENING: tuple[NumberType, ...] = ("float16", "bfloat16", "float32")
+_FAST_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "asimdbf16"}
+"""Flags of x86 and ARM processors that multiply bfloat16 natively."""
 _REMEDY = "copy the checkpoint's file again"
 
 
@@ -39,6 +41,20 @@ def stored_dtype(path: Path) -> NumberType:
         if str(named).removeprefix("torch.") == dtype:
             return dtype  # type: ignore[no-any-return]
     raise UserError(f"{file}: dtype {named!s:.40} cannot be served as it is; set dtype: float32")
+
+
+def is_bfloat16_slow(processors: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether products in bfloat16 take many times as long as in float32 on this processor.
+
+    That is so on one without instructions for them: on x86 AVX-512 BF16 or AMX. Where the system
+    does not list its processors' flags, nothing is known, and they are not called slow.
+
+    Args:
+        processors: the file with the flags.
+    """
+    if not processors.is_file():
+        return False
+    return _FAST_FLAGS.isdisjoint(processors.read_text(encoding="utf-8").split())
 
 
 def _dtype_of_tensors(path: Path) -> NumberType:

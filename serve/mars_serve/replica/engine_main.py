@@ -16,8 +16,10 @@ from functools import partial
 
 import torch
 
+from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
+from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
@@ -27,7 +29,6 @@ from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
-from mars_serve.replica.number_type_advice import advise_number_type
 
 _SWITCH_S = 0.0005
 """Seconds after which the stepping thread lets the thread that takes orders run. Python's default
@@ -53,7 +54,7 @@ def main() -> None:
         checker = load_checker(audit.checker)
         engine = load_engine(start.settings)
         torch.set_num_threads(threads_for(start, engine.num_parameters))
-        advise_number_type(engine)
+        _warn_of_slow_bfloat16(engine)
         engine.grammars.isolate()  # clients write them
         with within_memory(start.settings):  # the first steps, and those of the largest sizes
             times = engine.warm_up(_log_progress)
@@ -85,6 +86,14 @@ def threads_for(start: EngineStart, num_parameters: int) -> int:
     if start.settings.num_threads is not None:
         return start.settings.num_threads
     return max(1, start.num_threads - (num_parameters < _SMALL))
+
+
+def _warn_of_slow_bfloat16(engine: Engine) -> None:
+    if engine.dtype == torch.bfloat16 and engine.device.type == "cpu" and is_bfloat16_slow():
+        _log.warning(
+            "the weights are bfloat16, for which this processor has no instructions: float32 "
+            "(dtype: float32) is many times as fast, and takes twice the memory"
+        )
 
 
 def _log_progress(done: int, total: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mars_platform.checkpoint.number_type import stored_dtype
+from mars_platform.checkpoint.number_type import is_bfloat16_slow, stored_dtype
 from mars_platform.errors import UserError
 
 
@@ -40,3 +40,22 @@ def test_damaged_weights_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match="copy it again"):
         stored_dtype(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_slow"),
+    [
+        ("flags\t\t: fpu avx2 avx512f", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", False),
+        ("flags\t\t: fpu amx_tile amx_bf16", False),
+        ("Features\t: fp asimd bf16", False),
+        ("Features\t: fp asimd", True),
+    ],
+)
+def test_a_processor_without_instructions_for_bfloat16_is_slow_at_it(tmp_path, flags, is_slow):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n", encoding="utf-8")
+    assert is_bfloat16_slow(tmp_path / "cpuinfo") == is_slow
+
+
+def test_a_processor_of_which_nothing_is_known_is_not_called_slow(tmp_path):
+    assert not is_bfloat16_slow(tmp_path / "cpuinfo")

@@ -1,5 +1,4 @@
 import json
-import logging
 import posixpath
 import shutil
 from types import SimpleNamespace
@@ -16,9 +15,8 @@ from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.execution import warm_up
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.replica import number_type_advice
+from mars_serve.replica import engine_main
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
-from mars_serve.replica.number_type_advice import advise_number_type
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
 
@@ -65,34 +63,15 @@ def test_the_number_type_that_is_reported_is_the_resolved_one(half_dir):
 
 
 @pytest.mark.parametrize(
-    ("stored", "ratio", "advice"),
-    [
-        ("float32", 2.0, "2.0 times as fast in bfloat16 (dtype: bfloat16)"),
-        ("float32", 1.1, None),
-        ("float32", 0.2, None),
-        ("bfloat16", 0.2, "5.0 times as fast in float32 (dtype: float32)"),
-        ("bfloat16", 0.9, None),
-        ("bfloat16", 2.0, None),
-        ("float16", 2.0, None),
-    ],
+    ("dtype", "is_slow", "is_warned"),
+    [("bfloat16", True, True), ("bfloat16", False, False), ("float32", True, False)],
 )
-def test_the_number_type_is_advised_that_is_clearly_faster(
-    mars_dir, monkeypatch, caplog, stored, ratio, advice
+def test_bfloat16_is_warned_of_where_it_is_slow(
+    mars_dir, monkeypatch, caplog, dtype, is_slow, is_warned
 ):
-    caplog.set_level(logging.INFO)
-
-    def seconds(_rows, _columns, _count, dtype, _device):
-        return ratio if dtype == torch.float32 else 1.0
-
-    monkeypatch.setattr(number_type_advice, "product_seconds", seconds)
-    advise_number_type(load_engine(settings_of(mars_dir, dtype=stored)))
-    assert ("times as fast" in caplog.text) == (advice is not None)
-    assert advice is None or advice in caplog.text
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_takes_some_time(dtype):
-    assert 0 < number_type_advice.product_seconds(64, 32, 4, dtype, torch.device("cpu")) < 1
+    monkeypatch.setattr(engine_main, "is_bfloat16_slow", lambda: is_slow)
+    engine_main._warn_of_slow_bfloat16(load_engine(settings_of(mars_dir, dtype=dtype)))
+    assert ("dtype: float32" in caplog.text) == is_warned
 
 
 def test_what_masks_add_to_a_step_is_measured_of_an_adapter(

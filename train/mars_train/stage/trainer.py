@@ -28,6 +28,7 @@ from mars_platform.checkpoint.directory import (
     save_checkpoint,
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
 from mars_train.method.adapted import AdapterObjective
@@ -42,7 +43,6 @@ from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, History, StepRecord
 from mars_train.stage.job import Notice, Reporter, StageJob
 from mars_train.stage.parallel import Workers, whole_parameters
-from mars_train.stage.precision import warn_of_slow_bfloat16
 from mars_train.stage.progress import Progress
 from mars_train.storage.directories import SaveFailed, Storage
 
@@ -365,3 +365,15 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass; transformers 5.2x renamed the method."""
     switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     switch({"use_reentrant": False})
+
+
+def warn_of_slow_bfloat16(workers: Workers, reporter: Reporter) -> None:
+    """Warn, from the first worker, of a run in mixed precision that bfloat16 makes slower."""
+    if workers.rank != 0 or workers.precision != "bf16" or workers.device.type != "cpu":
+        return
+    if is_bfloat16_slow():
+        reporter.say(
+            "precision: this processor has no instructions for bf16, so that products take many "
+            'times as long as in float32; set precision: "no"',
+            warning=True,
+        )

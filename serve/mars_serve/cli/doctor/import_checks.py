@@ -15,13 +15,9 @@ from pathlib import Path
 
 from mars_serve.cli.doctor.finding import Finding, failed, guarded, ok, warning
 
-_LAYER = 1024
-"""Rows and columns of the timed layer if there is no checkpoint."""
 _HEAD_DIM = 128
 """Size of a head if there is no checkpoint."""
 _CONNECT_S = 1.0
-_FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16", "asimdbf16")
-"""Flags of processors that multiply bfloat16 natively."""
 _INSTALL_TORCH = "install a build of torch that fits this machine: https://pytorch.org/get-started"
 
 
@@ -43,7 +39,7 @@ def torch_findings(model: Path | None, adapter: Path | None = None) -> Iterator[
         if adapter is not None:
             yield from guarded("adapter", lambda: _adapter(model, adapter))
         yield from guarded("frontier", lambda: _frontier(model, adapter))
-    yield from guarded("speed", lambda: _speed(model))
+    yield from guarded("number type", lambda: _number_type(model))
     del torch
 
 
@@ -237,44 +233,19 @@ def _frontier(model: Path, adapter: Path | None) -> Iterator[Finding]:
         )
 
 
-def _speed(model: Path | None) -> Iterator[Finding]:
-    """Time products in float32 and bfloat16, and say if the checkpoint's type is the slow one."""
-    import torch
+def _number_type(model: Path | None) -> Iterator[Finding]:
+    from mars_platform.checkpoint.number_type import is_bfloat16_slow, stored_dtype
 
-    from mars_platform.checkpoint.number_type import stored_dtype
-    from mars_platform.config import read_json
-    from mars_serve.replica.number_type_advice import CLEARLY_FASTER, speed_in_bfloat16
-
-    rows = columns = _LAYER
-    if model is not None:
-        config = read_json(model / "config.json", "copy the checkpoint's file again")
-        columns = int(config.get("hidden_size") or _LAYER)
-        rows = int(config.get("intermediate_size") or columns)
-    device = _device()
-    ratio = speed_in_bfloat16(columns, rows, torch.device(device))
-    found = f"bfloat16 is {ratio:.1f} times as fast as float32 here"
-    if ratio < 1:
-        found = f"float32 is {1 / ratio:.1f} times as fast as bfloat16 here"
-        if device == "cpu" and not _has_fast_types():
-            found += " (the processor has neither AVX-512 BF16 nor AMX)"
-    if device == "cpu" and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
-        yield ok("speed", "not judged: other programs disturb the measurement")
-        return
-    stored = None if model is None else stored_dtype(model)
-    if stored == "bfloat16" and ratio * CLEARLY_FASTER < 1:
-        remedy = "serve in float32 (dtype: float32), which takes twice the memory"
-        yield warning("speed", f"{found}, and the weights are bfloat16", remedy)
-    elif stored == "float32" and ratio >= CLEARLY_FASTER:
-        remedy = "serve in bfloat16 (dtype: bfloat16), with slightly different outputs"
-        yield warning("speed", f"{found}, and the weights are float32", remedy)
+    if _device() != "cpu" or not is_bfloat16_slow():
+        yield ok("number type", "bfloat16 is as fast as float32 here, or faster")
+    elif model is not None and stored_dtype(model) == "bfloat16":
+        yield warning(
+            "number type",
+            "the weights are bfloat16, for which this processor has no instructions",
+            "serve in float32 (dtype: float32), which takes twice the memory",
+        )
     else:
-        yield ok("speed", found)
-
-
-def _has_fast_types() -> bool:
-    info = Path("/proc/cpuinfo")
-    words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
-    return not words.isdisjoint(_FAST_TYPES)
+        yield ok("number type", "float32 is much faster than bfloat16 on this processor")
 
 
 def ray_findings(_model: Path | None, _adapter: Path | None = None) -> Iterator[Finding]:

@@ -99,36 +99,6 @@ def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
     _log.info("packed linear layers: %s", ", ".join(packed) or "none")
 
 
-@torch.inference_mode()
-def product_seconds(
-    out_features: int, in_features: int, rows: int, dtype: torch.dtype, device: torch.device
-) -> float:
-    """Time the product of some rows with a made-up layer, in the faster of its layouts.
-
-    Args:
-        out_features: rows of the layer's weight.
-        in_features: columns of the layer's weight.
-        rows: rows that the layer is applied to.
-        dtype: number type of all of them.
-        device: the device to run on.
-
-    Returns:
-        The least seconds of several runs.
-    """
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta").to(dtype)
-    weight = torch.full((out_features, in_features), 0.5, dtype=dtype, device=device)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    layers = [linear, PackedLinear(linear)] if _can_pack(linear) else [linear]
-    inputs = linear.weight.new_ones(rows, in_features)
-    return min(_alternate(*(partial(_wait, layer, inputs) for layer in layers)))
-
-
-def _wait(layer: nn.Module, inputs: Tensor) -> None:
-    layer(inputs)
-    if inputs.device.type == "cuda":
-        torch.cuda.synchronize(inputs.device)
-
-
 def tile_linears(model: nn.Module, tile: int) -> None:
     """Replace, in place, each linear layer by one that multiplies ``tile`` rows at a time."""
     for parent, name, linear in _linears(model, (nn.Linear, PackedLinear)):
