@@ -1,4 +1,4 @@
-"""95% intervals of rates and ratios measured on a sample of items.
+"""Quantiles, and 95% intervals of rates and ratios measured on a sample of items.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -18,6 +18,16 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the value at a quantile, such as 0.99; None if there are no values.
+
+    It is one of the values: some may be infinite, and those cannot be interpolated.
+    """
+    if not values:
+        return None
+    return sorted(values)[math.ceil(share * (len(values) - 1))]
 
 
 def proportion(num_successes: int, num_trials: int) -> Estimate:

@@ -85,6 +85,11 @@ class BenchModel:
     device: str
     """Device of the weights."""
 
+    @property
+    def dtype_name(self) -> str:
+        """Name of the weights' type, such as ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
     def without_end(self) -> BenchModel:
         """Return the same model without end tokens: an output ends only at its limit."""
         special = replace(self.checkpoint.special, eos=frozenset())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from rich.table import Table
 
 from mars_platform import __version__
 from mars_platform.cli.report import Column, print_json, print_notes, table_of
-from mars_serve.bench.decode.options import DecodeOptions
 from mars_serve.bench.decode.run import BatchResult, ContenderResult, DecodeComparison
+from mars_serve.bench.options import DecodeOptions
 from mars_serve.config.hardware import cpu_name
 
 RATIOS = (
@@ -81,7 +80,7 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
         "config": comparison.model.checkpoint.config.to_diff_dict(),
         "block_size": getattr(comparison.model.checkpoint.metadata, "block_size", None),
         "device": options.device,
-        "dtype": options.dtype,
+        "dtype": comparison.model.dtype_name,
         "threshold": options.threshold,
         "rounds": options.rounds,
         "seed": options.seed,
@@ -108,7 +107,12 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
 def _workload(options: DecodeOptions) -> dict[str, Any]:
     if options.prompts is not None:
         return {"prompts": options.prompts, "max_tokens": options.max_tokens}
-    return {"prompts": None, **asdict(options.shape), "ends_early": False}
+    return {
+        "prompts": None,
+        "prompt": options.prompt_tokens,
+        "output": options.output_tokens,
+        "ends_early": False,
+    }
 
 
 def _batch_figures(batch: BatchResult) -> dict[str, Any]:
@@ -197,10 +201,10 @@ def _notes(comparison: DecodeComparison) -> list[str]:
     options, draws = comparison.options, comparison.draws
     sizes = ", ".join(f"{len(batch.requests)}" for batch in comparison.batches)
     notes = [
-        f"{options.dtype} on {options.device}, {torch.get_num_threads()} CPU threads, "
-        f"{options.rounds} rounds; requests a run: {sizes}. tok/fwd counts the passes of each "
-        "request from its first token to its last, those in which it waited included; pos/fwd is "
-        "what they fed, of a prompt its last token alone."
+        f"{comparison.model.dtype_name} on {options.device}, {torch.get_num_threads()} CPU "
+        f"threads, {options.rounds} rounds; requests a run: {sizes}. tok/fwd counts the passes of "
+        "each request from its first token to its last, those in which it waited included; "
+        "pos/fwd is what they fed, of a prompt its last token alone."
     ]
     if draws is None:
         return notes

@@ -17,6 +17,8 @@ from functools import cache, partial
 import torch
 from rich.console import Console
 
+from mars_platform.checkpoint.metadata import locate_model
+from mars_platform.checkpoint.number_type import NumberType, stored_dtype
 from mars_platform.cli.progress import ProgressDisplay, progress_display
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -27,19 +29,24 @@ from mars_serve.bench.decode.contenders import (
     decode_with_generate,
 )
 from mars_serve.bench.decode.models import BenchModel, trained_model, untrained_model
-from mars_serve.bench.decode.options import NEED_MASKS, DecodeOptions
 from mars_serve.bench.decode.workload import (
     PAPER_ACCEPTANCE,
     BenchRequest,
     Draws,
+    RaggedShape,
     agreeing,
     generated_requests,
     prompted_requests,
     read_acceptance,
     requests_in_run,
 )
+from mars_serve.bench.options import ContenderName, DecodeOptions
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.measure.evaluation.decoding import available_device
 from mars_serve.measure.evaluation.items import read_items
+
+_NEED_MASKS = (ContenderName.THRESHOLD, ContenderName.EXACT)
+"""Contenders that a plain AR checkpoint cannot serve."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ def compare(options: DecodeOptions, console: Console) -> DecodeComparison:
     Raises:
         UserError: the model, the data or an option is unusable.
     """
-    options.check()
+    _check(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     model = _model(options)
     draws = _draws(model, options)
     requests = _requests(model, options)
@@ -148,19 +157,40 @@ def _cheap_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _check(options: DecodeOptions) -> None:
+    """Refuse options that contradict each other, and a device that is missing."""
+    if (options.model is None) == (options.untrained is None):
+        raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
+    if options.adapter is not None and options.model is None:
+        raise UserError("--adapter: untrained weights have none; name a checkpoint")
+    if options.prompts is not None and options.untrained is not None:
+        raise UserError(
+            "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
+        )
+    if options.agreement is not None and ContenderName.EXACT not in options.contenders:
+        raise UserError("--agreement: only contender exact checks drafts; add --contender exact")
+    available_device(options.device)
+
+
 def _model(options: DecodeOptions) -> BenchModel:
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype or _default_dtype(options))
     if options.untrained is not None:
         return untrained_model(options.untrained, dtype, options.device, options.seed)
     assert options.model is not None
     model = trained_model(options.model, dtype, options.device, adapter=options.adapter)
-    needing = [name for name in options.contenders if name in NEED_MASKS]
+    needing = [name for name in options.contenders if name in _NEED_MASKS]
     if needing and model.checkpoint.metadata is None:
         raise UserError(
             f"MODEL: {model.name} is a plain AR checkpoint without mars.json; leave out the "
             f"contender {needing[0]}"
         )
     return model if options.prompts is not None else model.without_end()
+
+
+def _default_dtype(options: DecodeOptions) -> NumberType:
+    if options.model is not None:
+        return stored_dtype(locate_model(options.model))
+    return "bfloat16" if options.device == "cuda" else "float32"
 
 
 def _draws(model: BenchModel, options: DecodeOptions) -> Draws | None:
@@ -179,13 +209,14 @@ def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:
     count = max(requests_in_run(batch, options.num_requests) for batch in options.batches)
     checkpoint = model.checkpoint
     if options.prompts is None:
-        options.shape.check(checkpoint.max_length)
+        shape = RaggedShape(options.prompt_tokens, options.output_tokens)
+        shape.check(checkpoint.max_length)
         metadata = checkpoint.metadata
         hidden = checkpoint.special.never_emitted | (
             {metadata.mask_token_id} if metadata else set()
         )
         vocabulary = [i for i in range(checkpoint.config.vocab_size) if i not in hidden]
-        return generated_requests(count, options.shape, vocabulary, options.seed)
+        return generated_requests(count, shape, vocabulary, options.seed)
     items = read_items(
         [options.prompts], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=count
     )
@@ -206,18 +237,18 @@ def _contenders(
     options: DecodeOptions,
 ) -> dict[str, Contender]:
     """Return the contenders that the options name; their models are made at first use."""
-    exact = "exact" in options.contenders
+    exact = ContenderName.EXACT in options.contenders
     engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
     decodings = {
-        "ar": DecodingOptions(1, Mode.AR),
-        "threshold": DecodingOptions(1, Mode.THRESHOLD, options.threshold),
-        "exact": DecodingOptions(1, Mode.EXACT),
+        ContenderName.AR: DecodingOptions(1, Mode.AR),
+        ContenderName.THRESHOLD: DecodingOptions(1, Mode.THRESHOLD, options.threshold),
+        ContenderName.EXACT: DecodingOptions(1, Mode.EXACT),
     }
     contenders: dict[str, Contender] = {
         name: partial(decode_with_engine, engine=engine, options=decoding, draws=draws)
         for name, decoding in decodings.items()
     }
-    contenders["hf-generate"] = partial(
+    contenders[ContenderName.HF_GENERATE] = partial(
         decode_with_generate,
         model=cache(model.create),
         special=model.checkpoint.special,

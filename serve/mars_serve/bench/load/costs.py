@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mars_serve.bench.load.send import LiveView, Replayed, SentRequest
+from mars_serve.bench.load.send import Replayed, SentRequest
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,21 @@ def quality_loss(sent: Iterable[SentRequest], losses: Losses) -> QualityLoss:
     return QualityLoss(total / num_tokens, float(np.quantile(known, 0.99)))
 
 
-@dataclass(frozen=True)
-class ReplicaCosts:
-    """Use of replicas as sampled each second; None if the server did not report it."""
+def replica_hours(replayed: Replayed) -> float | None:
+    """Compute the hours of all ready replicas together, until the last request was sent.
 
-    replica_hours: float | None = None
-    """Hours of all ready replicas together, until the last request was sent."""
-    threshold_changes: int | None = None
-    """Number of samples, over all replicas, whose τ for tier default differs from the previous."""
-    replica_changes: int | None = None
-    """Number of samples whose number of ready replicas differs from the previous sample."""
+    The server is asked each second; its first answer also stands for the time before it.
 
-
-def replica_costs(replayed: Replayed) -> ReplicaCosts:
-    """Compute the use of replicas; the first sample also stands for the time before it."""
+    Returns:
+        The hours; None if the server did not report its replicas.
+    """
     views = replayed.live
     if not views or replayed.live_refusal is not None:
-        return ReplicaCosts()
+        return None
     end_s = max((each.sent_s for each in replayed.sent), default=0.0)
     times = [0.0, *(min(view.time_s, end_s) for view in views[1:]), end_s]
-    pairs = list(pairwise(views))
-    return ReplicaCosts(
-        replica_hours=sum(
-            (later - earlier) * view.num_replicas
-            for (earlier, later), view in zip(pairwise(times), views, strict=True)
-        )
-        / 3600,
-        threshold_changes=sum(_threshold_changes(before, after) for before, after in pairs),
-        replica_changes=sum(before.num_replicas != after.num_replicas for before, after in pairs),
+    seconds = sum(
+        (later - earlier) * view.num_replicas
+        for (earlier, later), view in zip(pairwise(times), views, strict=True)
     )
-
-
-def _threshold_changes(before: LiveView, after: LiveView) -> int:
-    both = before.thresholds.keys() & after.thresholds.keys()
-    return sum(before.thresholds[name] != after.thresholds[name] for name in both)
+    return seconds / 3600

@@ -13,9 +13,9 @@ from statistics import fmean
 
 import numpy as np
 
-from mars_platform.statistics import Estimate, proportion
+from mars_platform.statistics import Estimate, proportion, quantile
 from mars_platform.tier import Tier
-from mars_serve.bench.load.costs import NO_LOSSES, Losses, quality_loss, replica_costs
+from mars_serve.bench.load.costs import NO_LOSSES, Losses, quality_loss, replica_hours
 from mars_serve.bench.load.send import REJECTIONS, LiveView, Replayed, SentRequest
 
 _SAMPLE_S = 1.0
@@ -113,11 +113,7 @@ class LoadFigures:
     classes: dict[Tier, ClientFigures]
     """Figures of each tier that the plan has."""
     replica_hours: float | None
-    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
-    threshold_changes: int | None
-    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
-    replica_changes: int | None
-    """See `mars_serve.bench.load.costs.ReplicaCosts`."""
+    """Hours of all ready replicas together, until the last request was sent; None if unknown."""
     samples: list[LoadSample]
     """Seconds of the test, in order."""
 
@@ -138,7 +134,7 @@ def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSE
 
     return LoadFigures(
         duration_s=duration_s,
-        lateness_p99_s=_quantile([each.lateness_s for each in sent], 0.99),
+        lateness_p99_s=quantile([each.lateness_s for each in sent], 0.99),
         num_planned=len(planned),
         num_capped=sum(request.is_capped for request in planned),
         was_interrupted=replayed.was_interrupted,
@@ -148,7 +144,7 @@ def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSE
             for tier in Tier
             if any(request.tier == tier for request in planned)
         },
-        **vars(replica_costs(replayed)),
+        replica_hours=replica_hours(replayed),
         samples=samples_of(sent, replayed.live, duration_s),
     )
 
@@ -181,10 +177,10 @@ def client_figures(
         num_ended=len(ended),
         num_served=len(served),
         slo_attainment=_share(sum(seconds <= objective_s for seconds in ttft), len(ended)),
-        ttft_p50_s=_quantile(ttft, 0.5),
-        ttft_p99_s=_quantile(ttft, 0.99),
-        e2e_p50_s=_quantile(e2e, 0.5),
-        e2e_p99_s=_quantile(e2e, 0.99),
+        ttft_p50_s=quantile(ttft, 0.5),
+        ttft_p99_s=quantile(ttft, 0.99),
+        e2e_p50_s=quantile(e2e, 0.5),
+        e2e_p99_s=quantile(e2e, 0.99),
         threshold_mean=_mean_threshold(served),
         threshold_min=min(lowest, default=None),
         tokens_per_forward=_share(
@@ -237,7 +233,7 @@ def _sample(
         time_s=second * _SAMPLE_S,
         requests_per_s=len(sent) / _SAMPLE_S,
         in_flight=in_flight,
-        ttft_p95_s=_quantile([each.ttft_s for each in ended], 0.95),
+        ttft_p95_s=quantile([each.ttft_s for each in ended], 0.95),
         threshold_mean=_mean_threshold(ended),
         live_threshold=None if view is None else view.threshold,
         num_replicas=None if view is None else view.num_replicas,
@@ -251,8 +247,3 @@ def _mean_threshold(sent: Sequence[SentRequest]) -> float | None:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _quantile(values: Sequence[float], q: float) -> float | None:
-    """Return one of the values, as the simulator does: infinite ones cannot be interpolated."""
-    return float(np.quantile(values, q, method="higher")) if values else None

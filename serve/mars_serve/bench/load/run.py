@@ -9,15 +9,13 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
-from pydantic import Field
 
-from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
+from mars_autoscale.traces.files import TraceRequest, read_trace
 from mars_autoscale.traces.synthetic import TraceChange, changed
 from mars_platform.cli.report import check_output_files
-from mars_platform.config import Settings, build_settings
+from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_serve.bench.load.costs import Losses
 from mars_serve.bench.load.figures import LoadFigures, figures_of
@@ -38,49 +36,7 @@ from mars_serve.bench.load.target import (
     prompt_length_of,
     vocabulary_of,
 )
-
-
-class LoadOptions(Settings):
-    """Options of ``marsray bench load``."""
-
-    trace: Path
-    """File of the requests to replay."""
-    trace_format: TraceFormat | None = None
-    """Format of the trace; None guesses it from the file."""
-    speedup: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor by which the trace is played faster."""
-    url: str = "http://127.0.0.1:8000"
-    """Address of the server."""
-    allow_remote: bool = False
-    """Whether the server may be another machine."""
-    model: str
-    """Name of the served model."""
-    data: Path | None = None
-    """File of conversations to send; None makes prompts up."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Limit of the output tokens of a conversation; None takes the trace's."""
-    classes: str | None = None
-    """Share of each tier, as ``priority=.1,default=.9``; None keeps the trace's tiers."""
-    objective_ttft_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Seconds in which the first token should come."""
-    duration_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Seconds after which no more requests are sent; None sends the whole trace."""
-    max_requests: int = Field(default=100_000, ge=1)
-    """Number of the trace's first requests that are sent at most."""
-    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds after which a request counts as failed."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the drawn tiers and made-up prompts."""
-    key_env: str | None = None
-    """Environment variable that holds the server's key."""
-    json_file: Path | None = None
-    """File for the figures."""
-    csv_file: Path | None = None
-    """File for one row for each request."""
-    plot_file: Path | None = None
-    """Picture to draw; its suffix names the format."""
-    page_file: Path | None = None
-    """HTML page to write."""
+from mars_serve.bench.options import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -109,14 +65,7 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
             the server cannot be used.
     """
     url = checked_url(options.url, allow_remote=options.allow_remote)
-    check_output_files(
-        {
-            "--json": options.json_file,
-            "--csv": options.csv_file,
-            "--plot": options.plot_file,
-            "--html": options.page_file,
-        }
-    )
+    check_output_files({"--json": options.json_file})
     trace = _trace(options)
     if options.data is None and options.max_tokens is not None:
         raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")

@@ -1,0 +1,114 @@
+"""Defines the options of ``marsray bench decode`` and ``marsray bench load``.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from pydantic import Field
+
+from mars_autoscale.traces.files import TraceFormat
+from mars_platform.checkpoint.number_type import NumberType
+from mars_platform.config import Settings
+from mars_serve.measure.options import Adapter
+
+
+class ContenderName(StrEnum):
+    """A way to decode: a mode of marsray's engine, or Hugging Face ``generate``."""
+
+    AR = "ar"
+    THRESHOLD = "threshold"
+    EXACT = "exact"
+    HF_GENERATE = "hf-generate"
+
+
+class DecodeOptions(Settings):
+    """Options of ``marsray bench decode``."""
+
+    model: Annotated[str | None, typer.Argument()] = None
+    """Checkpoint directory or hub id; leave it out with --untrained."""
+    adapter: Adapter = None
+    untrained: str | None = None
+    """Use random weights of this size: a config.json, qwen2-100m, qwen2.5-0.5b or qwen2.5-7b."""
+    prompts: Path | None = None
+    """Conversations in JSONL or Parquet; by default random prompts."""
+    contenders: Annotated[tuple[ContenderName, ...], typer.Option("--contender")] = tuple(
+        ContenderName
+    )
+    """Decoder to measure. May be repeated."""
+    batches: Annotated[tuple[int, ...], typer.Option("--batch", min=1)] = (1, 4, 8, 16, 32)
+    """Batch size. May be repeated."""
+    rounds: int = Field(default=5, ge=1)
+    """Number of times that each contender is timed."""
+    num_requests: int = Field(default=48, ge=1)
+    """Requests per run, but at least two batches."""
+    prompt_tokens: tuple[int, int] = (16, 256)
+    """Shortest and longest generated prompt, in tokens."""
+    output_tokens: tuple[int, int] = (16, 256)
+    """Shortest and longest output of a generated prompt."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Largest number of output tokens for a conversation."""
+    threshold: float = Field(default=0.95, gt=0, le=1)
+    """Confidence threshold in (0, 1]."""
+    acceptance: str | None = None
+    """Draw the number of tokens accepted per pass from this JSON file or from paper-gsm8k-0.95, the
+    default for untrained weights."""
+    agreement: float | None = Field(default=None, ge=0, le=1)
+    """In mode exact, accept each draft with this probability if all before it were accepted;
+    replaces --acceptance."""
+    seed: int = 0
+    """Seed of prompts, lengths, draws and weights."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of CPU threads; by default torch's choice."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device to run on."""
+    dtype: NumberType | None = None
+    """Type of the weights; by default the one that the model is stored in, and for untrained
+    weights float32 on the CPU, bfloat16 on CUDA."""
+
+
+class LoadOptions(Settings):
+    """Options of ``marsray bench load``."""
+
+    trace: Path
+    """File of requests to replay; may end in .gz."""
+    model: str
+    """Name of the served model."""
+    url: str = "http://127.0.0.1:8000"
+    """Address of the server."""
+    speedup: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor by which the trace is replayed faster."""
+    trace_format: TraceFormat | None = None
+    """Format of the trace; by default guessed from the file."""
+    data: Path | None = None
+    """Conversations in JSONL; each request sends the next one. By default, random prompts of the
+    trace's lengths are sent."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of output tokens for a conversation; by default as in the trace."""
+    classes: str | None = None
+    """Shares of tiers to draw from, such as priority=.1,default=.6,flex=.3; by default as in the
+    trace."""
+    objective_ttft_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Objective for the time to first token, in seconds."""
+    duration_s: Annotated[float | None, typer.Option("--duration")] = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )
+    """Seconds after which no more requests are sent; by default never."""
+    max_requests: int = Field(default=100_000, ge=1)
+    """Largest number of requests; the first ones are sent."""
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds after which a request is given up."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of drawn tiers and prompts. A server caches the prompts that it has seen, so use another
+    seed for a second test."""
+    key_env: str | None = None
+    """Environment variable that holds the server's key."""
+    allow_remote: Annotated[bool, typer.Option("--allow-remote")] = False
+    """Allow a server on another machine."""
+    json_file: Annotated[Path | None, typer.Option("--json")] = None
+    """File to write the figures to; - prints them instead."""
