@@ -22,17 +22,6 @@ def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
-class DraftSettings(Settings):
-    """A smaller model that drafts tokens which the served model verifies."""
-
-    path: str
-    """Checkpoint directory or hub id, MARS or plain AR, with the served model's tokenizer."""
-    num_tokens: int = Field(default=4, ge=1, le=64)
-    """Number of tokens drafted per request and step."""
-    confidence_threshold: float = Field(default=0.8, gt=0, le=1)
-    """τ of the draft model's own decoding, if it is a MARS checkpoint."""
-
-
 class RehearsalSettings(Settings):
     """Paces a model's steps to the times in its checkpoint's ``frontier.json``.
 
@@ -128,8 +117,6 @@ class ModelSettings(Settings):
     """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
     in."""
     engine: EngineSettings = EngineSettings()
-    draft: DraftSettings | None = None
-    """Draft model for requests in modes exact and threshold."""
     rehearsal: RehearsalSettings | None = None
     """Runs the model at the speed of the hardware that its frontier was measured on."""
 
@@ -146,11 +133,6 @@ class ModelSettings(Settings):
             raise ValueError(
                 "num_replicas: autoscaling chooses it; leave it out, or give "
                 "autoscaling.min_replicas and autoscaling.max_replicas alone"
-            )
-        if self.rehearsal is not None and self.draft is not None:
-            raise ValueError(
-                "rehearsal: frontier.json knows no times of steps with a draft model; leave draft "
-                "or rehearsal out"
             )
         return self
 

@@ -21,7 +21,7 @@ class Limits:
     max_length: int
     """Most tokens of prompt and output together."""
     has_masks: bool
-    """Whether the model knows masks, or a drafting model proposes tokens in their place."""
+    """Whether the model knows masks."""
     checks_drafts: bool
     """Whether a pass may check drafts, of masks or of another source."""
 

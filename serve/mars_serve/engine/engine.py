@@ -22,7 +22,6 @@ from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.drafting.drafter import Drafter
 from mars_serve.engine.drafting.sources import DraftSources
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
@@ -64,7 +63,6 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         draw_accepted: Callable[[Request, int], int] | None = None,
-        drafter: Drafter | None = None,
         pacer: Pacer | None = None,
         live: LiveDecoding = _DEFAULT,
         attention_of: Callable[..., Attention] = choose_attention,
@@ -79,7 +77,6 @@ class Engine:
             device: device of the model and the KV cache.
             draw_accepted: function from a request and the number of its proposals to the number
                 that is accepted, in place of the acceptance rules; for timing untrained weights.
-            drafter: second model that proposes tokens for requests in other modes than ar.
             pacer: holds each step back to another machine's time.
             live: initial value of the attribute of that name.
             attention_of: chooses the attention backend; see `choose_attention`.
@@ -99,7 +96,7 @@ class Engine:
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
         self._vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, self._vocabulary)
-        self._drafting = DraftSources(drafter, settings.num_lookup_drafts, self.window)
+        self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
         self._pacer, max_drafts = pacer, self._drafting.max_drafts
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
@@ -218,7 +215,6 @@ class Engine:
     ) -> StepTimes:
         """Measure the seconds of steps over positions and cached tokens; see `measure_steps`."""
         assert not self.has_work, "steps are timed before the first request"
-        self._drafting.warm_up()
         if self.settings.cuda_graphs and self._runner.model.device.type == "cuda":
             self.capture_graphs(CudaCapture(), on_progress)
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
@@ -252,8 +248,6 @@ class Engine:
         """Queue a request; see `check` for the requests that are refused."""
         self.check(request)
         assert request.id not in self._requests, "request ids are unique"
-        may_draft = self._drafting.has_drafter and not request.is_audit
-        request.has_drafter = may_draft and request.options.may_take_several
         request.follow(self._step_live)
         if request.is_audit:
             request.take_audited_drafts()
@@ -277,7 +271,7 @@ class Engine:
             self.checkpoint,
             self._vocabulary,
             self.max_length,
-            has_masks=self.window > 0 or self._drafting.has_drafter,
+            has_masks=self.window > 0,
             checks_drafts=self._drafting.max_drafts > 0,
         ).check(request)
         if request.options.grammar is not None and request.matcher is None:
@@ -309,7 +303,6 @@ class Engine:
             self._pacer.begin(follows=self._finished_at is not None)
         self._take_live()
         self._end_overdue()
-        self._drafting.propose(self._scheduler.running)
         if self._num_audits:
             self._scheduler.audit_positions = self._audit_room.positions(
                 self._requests.values(), self._scheduler.running, self.window

@@ -75,12 +75,10 @@ class Request:
     drafts: list[Draft] = field(default_factory=list)
     """Drafts behind the committed tokens, to be checked."""
     num_own_drafts: int = 0
-    """Leading drafts that the model's own masks gave; the others come from a second model or from
-    the request's own text."""
+    """Leading drafts that the model's own masks gave; the others come from the request's own text,
+    or from the output that it audits."""
     num_lookup_drafts: int = 0
     """Drafts at the end that come from the request's own text."""
-    has_drafter: bool = False
-    """Whether a second model drafts for the request, set by the engine."""
     history: TokenHistory | None = None
     """Counts of the committed tokens, made when a choice first needs them."""
     rules: TokenRules | None = None
@@ -213,12 +211,12 @@ class Request:
     @property
     def checks_drafts(self) -> bool:
         """Whether a step may feed drafts, and masks for each outcome of checking them."""
-        return self.mode is Mode.EXACT or self.has_drafter
+        return self.mode is Mode.EXACT
 
     @property
     def looks_up_drafts(self) -> bool:
         """Whether the request's own text may give it drafts."""
-        return self.mode is Mode.EXACT and self.leaves_masks and not self.has_drafter
+        return self.mode is Mode.EXACT and self.leaves_masks
 
     @property
     def accepts_by_confidence(self) -> bool:
@@ -235,17 +233,11 @@ class Request:
         A pass gives one token without masks, so masks past ``max_tokens`` would be wasted. In mode
         exact the next pass, which checks what the masks propose, gives a token of its own, too.
         """
-        if not self.needs_masks or (self.has_drafter and self._must_check_all):
+        if not self.needs_masks:
             return 0
         pinned = window if self.options.window is None else self.options.window
         given = outcome + (2 if self.mode is Mode.EXACT else 1)
         return max(0, min(pinned, window, self.num_left - given))
-
-    @property
-    def _must_check_all(self) -> bool:
-        """Whether the choice depends on earlier tokens, which masks behind drafts do not see."""
-        depends = self.options.sampling.follows_output or self.options.grammar is not None
-        return self.accepts_by_confidence and (depends or self.options.num_logprobs is not None)
 
     def masks(self, window: int) -> tuple[int, ...]:
         """Return the masks of each outcome, from none of the drafts right to all of them, for a

@@ -1,4 +1,4 @@
-"""Loads a served model's engine with its drafting model, and the checker of its audits."""
+"""Loads a served model's engine, and the checker of its audits."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ import torch
 
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
 from mars_platform.checkpoint.adapter.adapted import read_model
-from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.adaptive.pacing import Pacer
-from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check
-
-_DRAFT_MEMORY = 0.1
-"""Memory fraction of the drafting model's pages, as a share of the served model's; a drafting
-model is far smaller."""
 
 _log = logging.getLogger(__name__)
 
 
 def load_engine(settings: ModelSettings) -> Engine:
-    """Load a model, and the model that drafts for it.
+    """Load a model into an engine of its own.
 
     A replica with a part of a GPU allocates no more than that part of its memory.
 
     Raises:
-        UserError: a checkpoint cannot be read or served, the two do not fit together, the device's
-            memory does not hold them, or a rehearsal has no frontier.
+        UserError: the checkpoint cannot be read or served, the device's memory does not hold it, or
+            a rehearsal has no frontier.
     """
     if settings.num_gpus:
         torch.cuda.set_per_process_memory_fraction(settings.num_gpus)
@@ -69,26 +64,11 @@ def _describe_memory(settings: ModelSettings) -> str:
 
 def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
-    checkpoint, drafter = read_model(settings.path, settings.adapter), None
+    checkpoint = read_model(settings.path, settings.adapter)
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
-    if settings.draft is not None:
-        sizes = settings.engine.model_copy(
-            update={
-                "enable_prefix_caching": False,
-                "memory_fraction": settings.engine.memory_fraction * _DRAFT_MEMORY,
-            }
-        )
-        draft = drafting_checkpoint(read_checkpoint(settings.draft.path), checkpoint)
-        drafter = Drafter(
-            Engine(draft, sizes, dtype=dtype, device=device),
-            settings.draft.num_tokens,
-            settings.draft.confidence_threshold,
-        )
     pacer = _pacer(checkpoint) if settings.rehearsal else None
-    return Engine(
-        checkpoint, settings.engine, dtype=dtype, device=device, drafter=drafter, pacer=pacer
-    )
+    return Engine(checkpoint, settings.engine, dtype=dtype, device=device, pacer=pacer)
 
 
 def _pacer(checkpoint: Checkpoint) -> Pacer:

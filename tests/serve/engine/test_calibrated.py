@@ -14,7 +14,6 @@ from mars_platform.checkpoint.directory import Checkpoint, load_model, read_chec
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
-from mars_serve.engine.drafting.drafter import Drafter, drafting_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -104,13 +103,10 @@ def test_exact_stays_exact(
     plain: Checkpoint, checkpoint: Checkpoint, prompts: list[list[int]]
 ) -> None:
     expected, _ = run(Engine(plain, SIZES), prompts, [replace(EXACT, mode=Mode.AR)])
-    draft = Engine(drafting_checkpoint(plain, plain), SIZES)
-    for drafter in (None, Drafter(draft, num_drafts=7)):
-        engine = Engine(checkpoint, SIZES, drafter=drafter)
-        layouts = [replace(EXACT, outcomes=outcomes) for outcomes in Outcomes]
-        layouts += [replace(EXACT, window=0), replace(EXACT, calibrated=True)]
-        requests, _ = run(engine, prompts, layouts)
-        assert outputs_of(requests) == outputs_of(expected)
+    layouts = [replace(EXACT, outcomes=outcomes) for outcomes in Outcomes]
+    layouts += [replace(EXACT, window=0), replace(EXACT, calibrated=True)]
+    requests, _ = run(Engine(checkpoint, SIZES), prompts, layouts)
+    assert outputs_of(requests) == outputs_of(expected)
 
 
 def test_calibration_makes_drafts_less_sure(

@@ -6,14 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decoding.adapters import write_adapter
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.execution import warm_up
-from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import engine_main
 from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
@@ -45,16 +42,6 @@ def test_an_adapter_gets_the_number_type_of_its_model(plain_dir, adapter_dir):
     engine = load_engine(settings_of(plain_dir, adapter=str(adapter_dir), dtype="bfloat16"))
     assert {weight.dtype for weight in engine._runner.model.parameters()} == {torch.bfloat16}
     assert engine.window == 4
-
-
-def test_a_draft_model_need_not_know_the_mask_of_an_adapter(full_dir, tmp_path):
-    adapter = write_adapter(full_dir, tmp_path / "adapter")
-    engine = load_engine(settings_of(full_dir, adapter=str(adapter), draft={"path": str(full_dir)}))
-    request = Request("one", [5, 6, 7], DecodingOptions(8, threshold=0.05))
-    engine.add(request)
-    while engine.has_work:
-        engine.step()
-    assert request.num_output == 8
 
 
 def test_the_number_type_that_is_reported_is_the_resolved_one(half_dir):

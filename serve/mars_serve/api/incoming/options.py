@@ -154,7 +154,7 @@ def stop_rules(
 
 def modes_of(settings: ModelSettings, checkpoint: Checkpoint) -> list[Mode]:
     """Return the modes of a model; the text alone may draft for one that knows no masks."""
-    if checkpoint.metadata is not None or settings.draft is not None:
+    if checkpoint.metadata is not None:
         return list(Mode)
     return [Mode.EXACT, Mode.AR] if settings.engine.num_lookup_drafts else [Mode.AR]
 
@@ -163,7 +163,7 @@ def _mode(
     body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
 ) -> Mode:
     """Return the request's mode: its own, else its tier's, else the model's setting."""
-    plain = checkpoint.metadata is None and settings.draft is None
+    plain = checkpoint.metadata is None
     lossless = modes_of(settings, checkpoint)
     is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
     if plain and is_chosen and body.mode not in lossless:

@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def num_given_drafts(request: Request) -> int:
-    """Count the drafts of masks and of a second model, which count as fed whatever is chosen.
+    """Count the drafts of the request's masks, which count as fed whatever is chosen.
 
     Drafts of the request's own text are candidates beside the masks, see `position_gains`.
     """
@@ -102,9 +102,7 @@ def _reach(request: Request, chances: DraftChances) -> list[float]:
     """Return the probability that at least 0, 1, 2, ... leading drafts are right."""
     drafts = request.drafts[: request.num_left - 1]
     options = request.options
-    if (
-        options.sampling.temperature > 0 or options.grammar is not None
-    ) and not request.has_drafter:
+    if options.sampling.temperature > 0 or options.grammar is not None:
         # The mask's probability for a draft does not say how often sampling or a grammar picks it.
         num_given = num_given_drafts(request)
         given = [1.0, *chances.all_up_to[: min(num_given, len(drafts))]]

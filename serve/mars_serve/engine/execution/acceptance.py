@@ -5,9 +5,7 @@ length of the leading run of depths d = 1, 2, ... for which the rule of the row'
 (arXiv 2604.07023, section 3.3):
 
 - threshold: the confidence of x_d is at least τ;
-- exact: the draft fed at depth d equals x_(d-1), the token that verifies it;
-- threshold with a drafter: the rule of mode exact for the drafts; then the tokens proposed by the
-  masks behind the right drafts follow, as long as their confidence is at least τ.
+- exact: the draft fed at depth d equals x_(d-1), the token that verifies it.
 
 Depth 0 is the AR prediction and always accepted. If its confidence is NaN, because the logits hold
 a NaN, nothing else of the row is.
@@ -138,15 +136,6 @@ def _accepted_by_mode(
         )
     begin = sum(row.masks[:num_right])
     behind = groups[begin : begin + row.masks[num_right]] if groups else []
-    if request.accepts_by_confidence:
-        run = behind[: num_sure([draft.confidence for draft in behind], request.threshold)]
-        return Accepted(
-            tokens=[*tokens, *(draft.token for draft in run)],
-            confidences=[*confidences, *(draft.confidence for draft in run)],
-            num_right=num_right,
-            num_masks_tried=len(behind),
-            num_masks_accepted=len(run),
-        )
     num_own = min(row.num_drafts, request.num_own_drafts)
     return Accepted(
         tokens,
@@ -159,10 +148,7 @@ def _accepted_by_mode(
 
 
 def _within_span(request: Request, result: Accepted) -> Accepted:
-    """Drop what was accepted behind a marker by the τ of the span before it.
-
-    A marker that was a right draft does not count as one: the next pass feeds it, to go on there.
-    """
+    """Drop what was accepted behind a marker by the τ of the span before it."""
     spans = request.options.spans
     if spans is None or not request.accepts_by_confidence:
         return result
@@ -170,9 +156,4 @@ def _within_span(request: Request, result: Accepted) -> Accepted:
     length = len(list(takewhile(lambda span: span is request.span, span_of_each)))
     if length == len(result.tokens):
         return result
-    return replace(
-        result,
-        tokens=result.tokens[:length],
-        confidences=result.confidences[:length],
-        num_right=min(result.num_right, length - 1),
-    )
+    return replace(result, tokens=result.tokens[:length], confidences=result.confidences[:length])

@@ -156,11 +156,10 @@ def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> AP
 
 def _abilities(model: ServedModel) -> dict[str, Any]:
     checkpoint, settings = model.checkpoint, model.settings
-    is_plain = checkpoint.metadata is None and settings.draft is None
     return {
         "model": settings.name,
         "modes": modes_of(settings, checkpoint),
-        "mode": Mode.AR if is_plain else settings.mode,
+        "mode": settings.mode if checkpoint.metadata else Mode.AR,
         "adapter": settings.adapter,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,
         "max_model_len": model.max_length,

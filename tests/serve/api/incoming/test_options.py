@@ -26,7 +26,7 @@ from mars_serve.api.protocol import (
     GenerationRequest,
 )
 from mars_serve.api.text import StopRules
-from mars_serve.config.settings import DraftSettings, LimitSettings, ModelSettings
+from mars_serve.config.settings import LimitSettings, ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans
 from mars_serve.engine.settings import EngineSettings
 
@@ -398,17 +398,10 @@ def test_values_that_this_model_cannot_serve_are_refused(mars, fields, message):
         options_of(mars, body_of(**fields))
 
 
-def test_a_plain_model_with_a_draft_supports_every_mode(plain):
-    draft = DraftSettings(path="small")
-    for mode in Mode:
-        assert options_of(plain, body_of(mode=mode), draft=draft).mode is mode
-    assert options_of(plain, body_of(), draft=draft).mode is Mode.THRESHOLD
-    with pytest.raises(ApiError, match="plain AR checkpoint"):
-        options_of(plain, body_of(mode=Mode.THRESHOLD))
-
-
 def test_a_plain_model_may_be_drafted_for_by_its_text_alone(plain):
     engine = EngineSettings(num_lookup_drafts=16)
+    with pytest.raises(ApiError, match=r"plain AR checkpoint without mars\.json .*use mode 'ar'$"):
+        options_of(plain, body_of(mode=Mode.EXACT))
     assert options_of(plain, body_of(), engine=engine).mode is Mode.AR
     assert options_of(plain, body_of(mode=Mode.EXACT), engine=engine).mode is Mode.EXACT
     with pytest.raises(ApiError, match="use mode 'exact' or 'ar'"):

@@ -23,7 +23,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.config.settings import DraftSettings, ModelSettings, RehearsalSettings
+from mars_serve.config.settings import ModelSettings, RehearsalSettings
 from mars_serve.engine.adaptive.pacing import Pacer, StepLoad, step_times
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Draft
@@ -322,13 +322,6 @@ def test_pacing_needs_a_frontier_of_the_same_weights(model_dir: Path) -> None:
     write_frontier(model_dir, paced_by(0.02, weights="0" * 64))
     with pytest.raises(UserError, match=r"^rehearsal: .*: weights: it was measured on another"):
         load_engine(settings_of(model_dir))
-
-
-def test_pacing_excludes_a_draft_model() -> None:
-    with pytest.raises(ValueError, match=r"rehearsal: .*leave draft or rehearsal out"):
-        ModelSettings(
-            name="mars", path="m", draft=DraftSettings(path="d"), rehearsal=RehearsalSettings()
-        )
 
 
 def test_a_loaded_engine_is_paced_and_logs_a_warning(

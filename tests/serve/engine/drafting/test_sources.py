@@ -27,27 +27,27 @@ def taken(sources: DraftSources, request: Request, own: list[Draft] | None = Non
 
 
 def test_the_text_drafts_as_much_as_the_setting_allows() -> None:
-    assert taken(DraftSources(None, 3, 8), request_of()) == TEXT[1:4]
-    assert DraftSources(None, 3, 8).max_drafts == 8
-    assert DraftSources(None, 12, 8).max_drafts == 12
+    assert taken(DraftSources(3, 8), request_of()) == TEXT[1:4]
+    assert DraftSources(3, 8).max_drafts == 8
+    assert DraftSources(12, 8).max_drafts == 12
 
 
 @pytest.mark.parametrize(
     "options", [{"window": 2}, {"outcomes": Outcomes.ALL}, {"mode": Mode.AR}], ids=str
 )
 def test_requests_that_pin_their_masks_or_check_nothing_get_none(options: dict[str, Any]) -> None:
-    assert taken(DraftSources(None, 8, 4), request_of(**options)) == []
+    assert taken(DraftSources(8, 4), request_of(**options)) == []
 
 
 def test_without_lookup_the_masks_drafts_are_all() -> None:
-    sources, own = DraftSources(None, 0, 4), [Draft(5, 0.9), Draft(6, 0.8)]
+    sources, own = DraftSources(0, 4), [Draft(5, 0.9), Draft(6, 0.8)]
     request = request_of()
     assert taken(sources, request, own) == [5, 6]
     assert (request.num_own_drafts, request.num_lookup_drafts) == (2, 0)
 
 
 def test_drafts_behind_a_wrong_one_are_those_of_the_tokens_to_come() -> None:
-    sources, request = DraftSources(None, 8, 4), make_request("r", [1], 50, mode=Mode.EXACT)
+    sources, request = DraftSources(8, 4), make_request("r", [1], 50, mode=Mode.EXACT)
     request.set_drafts([Draft(token, 0.9) for token in (21, 22, 23)])
     request.tokens.append(30)
     sources.take(request, 1, [], 0.0)
@@ -55,7 +55,7 @@ def test_drafts_behind_a_wrong_one_are_those_of_the_tokens_to_come() -> None:
 
 
 def test_a_request_that_has_ended_leaves_nothing_behind() -> None:
-    sources = DraftSources(None, 4, 4)
+    sources = DraftSources(4, 4)
     taken(sources, request_of())
     sources.forget("r")
     sources.forget("never seen")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
-from mars_serve.engine.drafting.drafter import Drafter
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.token_rules import TokenRules
@@ -124,26 +123,6 @@ def test_sampled_outputs_of_mode_exact_are_those_of_mode_ar(
         assert [output_of(request) for request in exact] == [output_of(plain)] * len(exact)
         for index, token in enumerate(output_of(plain)):
             assert token not in may_not_follow(output_of(plain)[:index])
-
-
-@pytest.mark.parametrize("sampling", LIMITED.values(), ids=LIMITED)
-def test_behind_the_drafts_of_a_second_model_nothing_forbidden_is_accepted(
-    make_engine: Engines, model: PreTrainedModel, sampling: Sampling
-) -> None:
-    endless = replace(SPECIAL, eos=frozenset())
-    drafter = Drafter(make_engine(model, endless, enable_prefix_caching=False), 2, 0.5)
-    engine = make_engine(model, SPECIAL, engine_class=partial(Engine, drafter=drafter))
-    kinds = [replace(each, max_tokens=16, sampling=sampling) for each in (AR, EXACT[0], THRESHOLD)]
-    requests = requests_of(kinds, 6)
-    passes = run(engine, requests)
-    may_not_follow = forbidden_by(sampling)
-    for request in requests:
-        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        for index, token in enumerate(output_of(request)):
-            assert token not in may_not_follow(output_of(request)[:index])
-    for plain, exact in zip(requests[::3], requests[1::3], strict=True):
-        assert output_of(exact) == output_of(plain)
-    assert max(len(output.tokens) for outputs in passes.values() for output in outputs) > 2
 
 
 def test_ignored_end_tokens_are_emitted_and_stop_tokens_still_end(engine: Engine) -> None:

@@ -166,7 +166,7 @@ def _about_model(model: ServedModel) -> dict[str, Any]:
     settings = model.settings
     scaling = settings.autoscaling
     return {
-        "has_threshold": model.checkpoint.metadata is not None or settings.draft is not None,
+        "has_threshold": model.checkpoint.metadata is not None,
         "is_scaled": scaling is not None,
         "is_governed": settings.is_governed,
         "is_paced": settings.rehearsal is not None,
