@@ -120,7 +120,6 @@ class Engine:
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
             batch_invariant=settings.batch_invariant,
-            compiled=settings.compile,
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,
         )

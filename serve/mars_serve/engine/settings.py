@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from mars_platform.config import Settings
 
@@ -56,20 +56,6 @@ class EngineSettings(Settings):
     step_timeout_s: float = Field(default=30.0, gt=0)
     """Least seconds after which a step is taken to hang, and the engine is ended and replaced. A
     step that is expected to take long gets ten times its expected time."""
-    compile: bool = False
-    """Whether the decoder is compiled with ``torch.compile`` when the model is loaded. The first
-    time, that takes one to four seconds for each layer, and it needs a C++ compiler (on a GPU,
-    Triton). On a CPU, steps of tiny models then take a third less time, and steps of models of 100
-    million weights 5 to 10% less."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> EngineSettings:
-        if self.compile and self.batch_invariant:
-            raise ValueError(
-                "compile: compiled numbers depend on the size of a step, against batch_invariant; "
-                "leave one of the two out"
-            )
-        return self
 
     def page_size_on(self, device: str) -> int:
         """Return the tokens in a page on a type of device."""

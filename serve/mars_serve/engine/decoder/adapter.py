@@ -1,8 +1,8 @@
 """An adapter's layers as an engine runs them, in place of those that training runs.
 
-Where the shapes of a step are fixed (captured as graphs, compiled, or of merged layers), the
-positions of masks cannot be picked out, since their number differs from step to step. A gate is
-then set for all positions, and a step that is known to feed no masks does not compute the product
+Where the shapes of a step are fixed (captured as graphs, or of merged layers), the positions of
+masks cannot be picked out, since their number differs from step to step. A gate is then set for all
+positions, and a step that is known to feed no masks does not compute the product
 at all. On a CPU that runs a step eagerly, the product is computed of the masks alone, with as few
 operators as possible: at small batches their number decides. Whatever a step feeds, the other
 positions get what the model's own layers return, bit for bit.

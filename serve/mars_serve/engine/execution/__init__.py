@@ -1,1 +1,1 @@
-"""Runs the model on one step, eagerly, compiled or as CUDA graphs, and accepts its tokens."""
+"""Runs the model on one step, eagerly or as CUDA graphs, and accepts its tokens."""

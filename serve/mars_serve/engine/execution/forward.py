@@ -111,7 +111,6 @@ class ModelRunner:
         mask_token_id: int | None,
         *,
         batch_invariant: bool = False,
-        compiled: bool = False,
         draw_accepted: Callable[[Request, int], int] | None = None,
         temperatures: Sequence[float] | None = None,
     ) -> None:
@@ -123,33 +122,18 @@ class ModelRunner:
             special: tokens that end a sequence, and tokens that are never emitted.
             mask_token_id: id of the mask; None for a plain AR model.
             batch_invariant: see `EngineSettings`.
-            compiled: see `EngineSettings.compile`.
             draw_accepted: see `Engine`.
             temperatures: divisors of the logits by calibration, from depth 0.
         """
-        model.set_attn_implementation(ATTENTION_NAME)
-        settle_rotation(model)
-        if compiled or isinstance(attention, PagedAttention):
-            fix_shapes(model)
-        elif model.device.type == "cpu" and not batch_invariant:
-            pick_rows(model)
-        if isinstance(attention, PagedAttention) and not compiled:
-            reason = why_unmerged(model)
-            if reason is None:
-                merge_layers(model, attention)
-            else:
-                _log.info("the model keeps its own layers: %s", reason)
-        pack_linears(model, timed=not batch_invariant)
-        if batch_invariant:
-            tile_linears(model, _TILE)
+        _replace_layers(model, attention, batch_invariant=batch_invariant)
         self.model = model
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
         self._forward: Forward = (
-            GraphedForward(model, attention, self._banned, compiled=compiled)
+            GraphedForward(model, attention, self._banned)
             if isinstance(attention, PagedAttention)
-            else EagerForward(model, attention, compiled=compiled)
+            else EagerForward(model, attention)
         )
         self.mask_token_id = mask_token_id
         self._multiple_of = _TILE if batch_invariant else 1
@@ -216,3 +200,21 @@ class ModelRunner:
         if self._draw_accepted is None:
             return None
         return [self._draw_accepted(row.request, row.num_proposed) for row in rows]
+
+
+def _replace_layers(model: PreTrainedModel, attention: Attention, *, batch_invariant: bool) -> None:
+    """Replace a model's layers, in place, by those that steps run."""
+    model.set_attn_implementation(ATTENTION_NAME)
+    settle_rotation(model)
+    if isinstance(attention, PagedAttention):
+        fix_shapes(model)
+        reason = why_unmerged(model)
+        if reason is None:
+            merge_layers(model, attention)
+        else:
+            _log.info("the model keeps its own layers: %s", reason)
+    elif model.device.type == "cpu" and not batch_invariant:
+        pick_rows(model)
+    pack_linears(model, timed=not batch_invariant)
+    if batch_invariant:
+        tile_linears(model, _TILE)

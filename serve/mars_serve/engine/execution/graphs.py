@@ -83,12 +83,10 @@ class Forward(Protocol):
 class EagerForward:
     """Runs the model eagerly, with any attention backend."""
 
-    def __init__(
-        self, model: PreTrainedModel, attention: Attention, *, compiled: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         """See `StepFunction`."""
         self._device, self._attention = model.device, attention
-        self._function = StepFunction(model, attention, compiled=compiled)
+        self._function = StepFunction(model, attention)
 
     def __call__(
         self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
@@ -219,24 +217,16 @@ class CapturedGraphs:
 class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: PagedAttention,
-        banned: Tensor,
-        *,
-        compiled: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention, banned: Tensor) -> None:
         """Take a model; see `StepFunction`.
 
         Args:
             model: see there.
             attention: see there.
             banned: int64 [banned], tokens that are never emitted.
-            compiled: see there.
         """
         self._device, self._attention = model.device, attention
-        self._function = StepFunction(model, attention, compiled=compiled)
+        self._function = StepFunction(model, attention)
         self._sizes: GraphSizes | None = None
         self._captured: dict[ForwardShape, _CapturedStep] = {}
         self._foreseen: _Foreseen | None = None
@@ -258,7 +248,7 @@ class GraphedForward:
 
         Args:
             sizes: limits of steps.
-            capture: `CudaCapture`, or `call_again`.
+            capture: captures one shape.
             on_progress: called with the number of captured shapes and the number of all.
         """
         begin, free = time.perf_counter(), _free_bytes(self._device)
@@ -417,11 +407,6 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             function()
         return graph.replay
-
-
-def call_again(function: Callable[[], None]) -> Callable[[], None]:
-    """Stand in for a `Capture` on devices without graphs: the function is called again."""
-    return function
 
 
 def _on_device(reads: Reads | None, step: StepInput[Tensor]) -> Reads | None:

@@ -1,9 +1,8 @@
 """Linear layers in the weight layout that this machine multiplies fastest.
 
 On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
-slowly on some machines. oneDNN can keep a weight in a packed layout of its own, the one into which
-``torch.compile`` freezes weights. For each shape of a layer, both layouts are timed at load and the
-faster is kept. On other devices nothing is changed.
+slowly on some machines. oneDNN can keep a weight in a packed layout of its own. For each shape of a
+layer, both layouts are timed at load and the faster is kept. On other devices nothing is changed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        output: Tensor = torch.ops.marsray.packed_linear.default(inputs, self._packed, self.bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            inputs, self._packed, self.bias, "none", [], ""
+        )
         return output
 
 
@@ -61,23 +62,6 @@ class TiledLinear(nn.Module):
         padded = F.pad(rows, (0, 0, 0, -len(rows) % self.tile))
         outputs = torch.cat([self.linear(part) for part in torch.split(padded, self.tile)])
         return outputs[: len(rows)].view(*inputs.shape[:-1], self.out_features)
-
-
-def _multiply_packed(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
-    return output
-
-
-def _packed_shape(inputs: Tensor, packed: Tensor, _bias: Tensor | None) -> Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], packed.shape[0])
-
-
-# Torch compiles its own operator only for constant weights, so it is wrapped in another.
-torch.library.define(
-    "marsray::packed_linear", "(Tensor inputs, Tensor packed, Tensor? bias) -> Tensor"
-)
-torch.library.impl("marsray::packed_linear", "CompositeExplicitAutograd", _multiply_packed)
-torch.library.register_fake("marsray::packed_linear", _packed_shape)
 
 
 def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
