@@ -5,7 +5,8 @@ configuration opens a statistics page and a metrics port on all interfaces, answ
 no replica is available, and misses some disconnected clients and all lost hosts. It lets a client
 keep a connection for an hour without finishing a request, and one client keep them all. During an
 update of an application it drops replicas that still serve, and can lose a request. This program,
-started instead of HAProxy, amends the file and then becomes HAProxy.
+started instead of HAProxy, amends the file and then becomes HAProxy. If an amendment does not fit
+the file, which another version of Ray may write otherwise, it ends with an error that names it.
 
 The variables whose names end `ConnectionLimits` set the limits on clients' connections.
 
@@ -22,45 +23,23 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
+_RAY_VERSION = "2.60"
+"""Version of Ray whose configuration was read when the amendments were written."""
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
-_OWN_LISTENERS = ("frontend prometheus\n", "listen stats\n")
-_NOT_FOUND = re.compile(r"^ +http-request return status 404 .*$", re.MULTILINE)
-_SPLICE = re.compile(r"^ +option splice-request\n", re.MULTILINE)
-"""Option under which HAProxy 2.8 does not notice a client that sent its body in a separate packet
-and then disconnects, so that the engine would work for nobody."""
-_KEEPALIVE = """\
-    option srvtcpka
-    srvtcpka-idle 4s
-    srvtcpka-intvl 3s
-    srvtcpka-cnt 3
-"""
-"""Options that close connections on which a host that lost power is waited for."""
-_SERVER = re.compile(r"^( +server \S+ \S+ check)\b(?! tcp-ut)", re.MULTILINE)
-_SEND_TIMEOUT = " tcp-ut 10s"
-"""Server option that closes connections on which data was sent to such a host. HAProxy does not
-inherit it from the section of defaults."""
-_RETRY = re.compile(r"^ +retry-on conn-failure$", re.MULTILINE)
-"""Ray Serve's retry rule. Alone it covers neither an idle connection that a stopping replica closes
-while a request is sent on it, nor a request that a lost host does not answer."""
-_MORE_RETRIES = r"\g<0> empty-response\n    option http-buffer-request"
-"""Retry rule with these cases. HAProxy retries only requests that it has received in full."""
-_MAX_CONNECTIONS = re.compile(r"^ +maxconn \d+$", re.MULTILINE)
-_CLIENT_TIMEOUT = re.compile(r"^ +timeout client .*$", re.MULTILINE)
+_LINES = r"\n(?:(?!\S).*(?:\n|\Z))*"
+"""The rest of a section, behind its name."""
+_BACKEND = re.compile(r"backend (\S+)")
+_REPLICA = re.compile(r"^ +server (?!.* backup$).*\n", re.MULTILINE)
+_INGRESS = r"set-var-fmt\(txn\.serve_deployment\) .* if is_"
 _CLIENT_S = 60
 """Seconds after which a client counts as gone that neither sends the body that is waited for nor
 takes what is sent. It may wait for an answer as long as it likes."""
-_BIND = re.compile(r"^(frontend http_frontend\n +bind .*\n)", re.MULTILINE)
-_ROUTES = re.compile(r"^ +http-request return .* if routes\n", re.MULTILINE)
-"""Rule that tells anybody the names of all applications."""
-_BACKEND = re.compile(r"backend (\S+)")
-_REPLICA = re.compile(r"^ +server (?!.* backup$).*\n", re.MULTILINE)
-_ERROR_FILE = re.compile(r"^( +errorfile 50[234] ).*$", re.MULTILINE)
 
 
 def _error_body(kind: str, code: str, message: str) -> str:
@@ -128,6 +107,130 @@ _RESERVED_FILES = 1024
 """Open files left for listeners, health checks, pipes and pollers."""
 
 
+class CannotAmend(Exception):
+    """Ray Serve's configuration lacks what an amendment changes; the message says which."""
+
+    def __init__(self, purpose: str, pattern: str) -> None:
+        """Name an amendment by its purpose and the pattern that does not match."""
+        super().__init__(
+            f"cannot {purpose}: Ray Serve's configuration of HAProxy has nothing like {pattern!r}. "
+            f"marsray's amendments are for Ray {_RAY_VERSION}: install that version, or set "
+            "proxy.kind: python"
+        )
+
+
+class Amendment(NamedTuple):
+    """One change of Ray Serve's configuration, which has to be possible."""
+
+    purpose: str
+    """What the change does, as the end of "cannot ..."."""
+    pattern: str
+    """Regular expression of the text to change; ``^`` and ``$`` match at each line."""
+    replacement: Callable[[re.Match[str]], str]
+    """Returns the text to put in its place."""
+    each: str = ""
+    """Regular expression of lines, if there are any, that have to be changed each; if it is empty,
+    the pattern has to match once at least."""
+
+    def applied_to(self, config: str) -> str:
+        """Return the changed configuration.
+
+        Raises:
+            CannotAmend: the pattern does not match where it has to.
+        """
+        changed, count = re.subn(self.pattern, self.replacement, config, flags=re.MULTILINE)
+        needed = len(re.findall(self.each, config, re.MULTILINE)) if self.each else 1
+        if count < needed:
+            raise CannotAmend(self.purpose, self.pattern)
+        return changed
+
+
+def amendments(directory: Path, limits: ConnectionLimits) -> tuple[Amendment, ...]:
+    """Return all changes, in the order in which they are made.
+
+    Args:
+        directory: directory with the files that `write_errors` writes.
+        limits: limits on connections of clients.
+    """
+
+    def text(replacement: str) -> Callable[[re.Match[str]], str]:
+        return lambda _: replacement
+
+    return (
+        Amendment(
+            "close the metrics port, which listens on all interfaces",
+            rf"^frontend prometheus{_LINES}",
+            text(""),
+        ),
+        Amendment(
+            "close the statistics page, which listens on all interfaces",
+            rf"^listen stats{_LINES}",
+            text(""),
+        ),
+        Amendment(
+            "notice lost hosts and requests that do not arrive",
+            rf"^defaults{_LINES}",
+            lambda found: found[0] + _defaults(directory, limits),
+        ),
+        Amendment(
+            # HAProxy does not inherit this option from the section of defaults
+            "close connections on which data was sent to a lost host",
+            r"^ +server .*?\bcheck\b(?! tcp-ut)",
+            lambda found: f"{found[0]} tcp-ut 10s",
+            each=r"^ +server (?!.* (?:track|tcp-ut) )",
+        ),
+        Amendment(
+            # Under this option HAProxy 2.8 does not notice a client that sent its body in a
+            # separate packet and then disconnects, so that the engine would work for nobody.
+            "notice clients that disconnect behind their body",
+            r"^ +option splice-request\n",
+            text(""),
+        ),
+        Amendment(
+            # Alone, Ray Serve's rule covers neither an idle connection that a stopping replica
+            # closes while a request is sent on it, nor a request that a lost host does not
+            # answer. HAProxy retries only requests that it has received in full.
+            "retry requests that a stopping replica did not answer",
+            r"^ +retry-on .*$",
+            lambda found: f"{found[0]} empty-response\n    option http-buffer-request",
+        ),
+        Amendment(
+            "report errors of HAProxy as JSON",
+            r"^( +errorfile 50[234] ).*$",
+            lambda found: f"{found[1]}{directory}/503.http",
+        ),
+        Amendment(
+            # pipes serve answers of many KB only, and each takes two open files
+            "limit the number of connections",
+            r"^ +maxconn \d+$",
+            text(f"    maxconn {limits.connections}\n    maxpipes 64"),
+        ),
+        Amendment(
+            "give up clients that neither send nor take anything",
+            r"^ +timeout client .*$",
+            text(f"    timeout client {_CLIENT_S}s"),
+        ),
+        Amendment(
+            "limit the connections of a client",
+            r"^frontend http_frontend\n +bind .*\n",
+            lambda found: found[0] + _per_address(limits),
+        ),
+        Amendment(
+            "keep the names of all applications from clients",
+            r"^ +http-request return .* if routes\n",
+            text(""),
+        ),
+        Amendment(
+            "report as JSON that no application is ready",
+            r"^ +http-request return status 404 .*$",
+            text(
+                "    http-request return status 503 content-type application/json "
+                f"hdr Retry-After %[rand(3),add(1)] string '{_NOT_READY}'"
+            ),
+        ),
+    )
+
+
 def amended(config: str, directory: Path, limits: ConnectionLimits, before: str = "") -> str:
     """Return Ray Serve's configuration with marsray's amendments.
 
@@ -140,36 +243,27 @@ def amended(config: str, directory: Path, limits: ConnectionLimits, before: str 
         directory: Directory with the files that `write_errors` writes.
         limits: Limits on connections of clients.
         before: The previous return value of this function.
+
+    Raises:
+        CannotAmend: the configuration lacks what an amendment changes.
     """
-    sections = _SECTION.split(config)
     replicas = _replicas_of(before)
-    kept = "".join(
-        f"{each}{_defaults(directory, limits)}"
-        if each.startswith("defaults\n")
-        else _with_replicas(each, config, replicas)
-        for each in sections
-        if not each.startswith(_OWN_LISTENERS)
-    )
-    kept = _SERVER.sub(rf"\1{_SEND_TIMEOUT}", kept)
-    kept = _SPLICE.sub("", kept)
-    kept = _RETRY.sub(_MORE_RETRIES, kept)
-    kept = _ERROR_FILE.sub(lambda found: f"{found[1]}{directory}/503.http", kept)
-    # pipes serve answers of many KB only, and each takes two open files
-    kept = _MAX_CONNECTIONS.sub(f"    maxconn {limits.connections}\n    maxpipes 64", kept)
-    kept = _CLIENT_TIMEOUT.sub(f"    timeout client {_CLIENT_S}s", kept)
-    kept = _BIND.sub(lambda found: found[1] + _per_address(limits), kept)
-    kept = _ROUTES.sub("", kept)
-    answer = (
-        f"    http-request return status 503 content-type application/json "
-        f"hdr Retry-After %[rand(3),add(1)] string '{_NOT_READY}'"
-    )
-    return _NOT_FOUND.sub(lambda _: answer, kept)
+    kept = "".join(_with_replicas(each, config, replicas) for each in _SECTION.split(config))
+    for amendment in amendments(directory, limits):
+        kept = amendment.applied_to(kept)
+    return kept
 
 
 def _defaults(directory: Path, limits: ConnectionLimits) -> str:
-    """Return the lines that the section of defaults ends in."""
+    """Return the lines that the section of defaults ends in.
+
+    The first options close connections on which a host that lost power is waited for.
+    """
     return f"""\
-{_KEEPALIVE}\
+    option srvtcpka
+    srvtcpka-idle 4s
+    srvtcpka-intvl 3s
+    srvtcpka-cnt 3
     timeout http-request {round(limits.request_wait_s * 1000)}ms
     # a connection that is opened ahead of its first request is closed without an answer
     option http-ignore-probes
@@ -218,12 +312,19 @@ def _with_replicas(section: str, config: str, replicas: Mapping[str, str]) -> st
 
     While Ray Serve rebuilds an application, or if that fails, it does not know which deployment is
     the ingress and sends everything through one proxy on the head node.
+
+    Raises:
+        CannotAmend: replicas serve, but the configuration names no ingress deployment at all.
     """
     name = _BACKEND.match(section)
-    if name is None or _REPLICA.search(section):
+    if name is None:
         return section
-    ingress = rf"set-var-fmt\(txn\.serve_deployment\) .* if is_{re.escape(name[1])} "
-    return section if re.search(ingress, config) else section + replicas.get(name[1], "")
+    if _REPLICA.search(section):
+        if not re.search(_INGRESS, config):
+            raise CannotAmend("keep the replicas of an application that is rebuilt", _INGRESS)
+        return section
+    is_known = re.search(rf"{_INGRESS}{re.escape(name[1])} ", config)
+    return section if is_known else section + replicas.get(name[1], "")
 
 
 def main(binary: str, arguments: list[str]) -> None:
@@ -237,7 +338,10 @@ def main(binary: str, arguments: list[str]) -> None:
     before = known.read_text() if known.exists() else ""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its limit to it
     limits = ConnectionLimits.of_environment().within(most_files)
-    config = amended(file.read_text(), file.parent, limits, before)
+    try:
+        config = amended(file.read_text(), file.parent, limits, before)
+    except CannotAmend as error:
+        sys.exit(f"marsray {error}")
     file.write_text(config)
     known.write_text(config)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,7 +12,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy import proxies
-from mars_serve.deploy.haproxy import ConnectionLimits, amended
+from mars_serve.deploy.haproxy import CannotAmend, ConnectionLimits, amended, amendments
 from mars_serve.deploy.proxies import proxy_environment
 
 DIRECTORY, LIMITS = Path("/x"), ConnectionLimits()
@@ -175,6 +175,51 @@ def test_haproxy_accepts_the_amended_file(config, tmp_path):
         check = subprocess.run([launcher, "-c", "-f", str(file)], capture_output=True, text=True)
         assert check.returncode == 0, check.stderr
     assert file.read_text() == amended(config, tmp_path, limits)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "renamed"),
+    [
+        ("close the metrics port", ("frontend prometheus", "frontend metrics")),
+        ("close the statistics page", ("listen stats", "listen statistics")),
+        ("notice lost hosts", ("defaults\n", "defaults common\n")),
+        ("close connections on which data was sent", (" check", " probe")),
+        ("notice clients that disconnect", ("splice-request", "splice-requests")),
+        ("retry requests", ("retry-on", "retry-upon")),
+        ("report errors of HAProxy as JSON", ("errorfile", "errorfiles")),
+        ("limit the number of connections", ("maxconn", "max-connections")),
+        ("give up clients", ("timeout client", "timeout clients")),
+        ("limit the connections of a client", ("    bind", "    listen-on")),
+        ("keep the names of all applications", ("if routes", "if is_routes")),
+        ("report as JSON that no application is ready", ("status 404", "status 410")),
+        ("keep the replicas of an application", ("txn.serve_deployment", "txn.deployment")),
+    ],
+)
+def test_an_amendment_that_does_not_fit_is_an_error_with_its_purpose(tmp_path, purpose, renamed):
+    config = written(tmp_path, backend_of("one", [1, 2]))
+    amended(config, DIRECTORY, LIMITS)
+    with pytest.raises(CannotAmend, match=rf"^cannot {purpose}.* for Ray 2\.60: "):
+        amended(config.replace(*renamed), DIRECTORY, LIMITS)
+
+
+def test_each_amendment_has_a_case_above():
+    (mark,) = test_an_amendment_that_does_not_fit_is_an_error_with_its_purpose.pytestmark
+    cases = [purpose for purpose, _ in mark.args[1]]
+    purposes = [each.purpose for each in amendments(DIRECTORY, LIMITS)]
+    assert len(purposes) + 1 == len(cases)  # and the rule that names the ingress
+    assert all(found.startswith(case) for found, case in zip(purposes, cases, strict=False))
+
+
+def test_the_launcher_ends_with_the_error(tmp_path):
+    config = written(tmp_path).replace("retry-on", "retry-upon")
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(config)
+    with proxy_environment(settings_of("haproxy")) as environment:
+        launcher = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        check = subprocess.run([launcher, "-c", "-f", str(file)], capture_output=True, text=True)
+    assert (check.returncode, file.read_text()) == (1, config)
+    assert check.stderr.startswith("marsray cannot retry requests")
+    assert "Traceback" not in check.stderr
 
 
 def test_haproxys_files_are_private_and_removed_at_the_end():
