@@ -4,7 +4,7 @@
     python k8s/generate.py --check    writes nothing; exits 1 if a file is out of date
 
 Sources are each overlay's serve.yaml, a config file of `marsray serve` from which the overlay's Ray
-Serve config is made, dashboard.py for Grafana's JSON, and sizing.py for the table in README.md.
+Serve config is made, and dashboard.py for Grafana's JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import Any
 
 import yaml
 from dashboard import dashboard
-from sizing import table
 
 from mars_platform.config import build_settings, read_yaml
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 
 ROOT = Path(__file__).parent
-_BEGIN, _END = "<!-- sizing: generated -->\n", "<!-- sizing: end -->\n"
 _HEAD = "# Generated from serve.yaml by k8s/generate.py; change that file instead.\n"
 
 
@@ -68,10 +66,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     for source in sorted(ROOT.glob("overlays/*/serve.yaml")):
         yield source.with_name("serve-config.yaml"), _patch(serve_config(source))
     yield ROOT / "components" / "monitoring" / "dashboard.json", dashboard()
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    yield readme, f"{before}{_BEGIN}{table()}{_END}{after}"
 
 
 def _patch(config: dict[str, Any]) -> str:

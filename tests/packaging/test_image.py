@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = ROOT / "k8s" / "image"
+IMAGE, WORKFLOWS = ROOT / "k8s" / "image", ROOT / ".github" / "workflows"
 DOCKERFILE = (IMAGE / "Dockerfile").read_text().replace("\\\n", "")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "extra": ""}
@@ -97,3 +99,48 @@ def test_the_build_context_holds_only_the_copied_files():
     assert ignore[1] == "*"
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
     assert all(list(ROOT.glob(source)) for source in copied)
+
+
+def test_every_base_image_has_a_digest_or_a_release_is_refused():
+    bases = re.findall(r"^FROM ([^$\s]+:\S+)", DOCKERFILE, re.MULTILINE)
+    unpinned = {base for base in bases if not re.search("@sha256:[0-9a-f]{64}$", base)}
+    assert all(base.startswith("rayproject/ray:") for base in unpinned)
+    jobs = yaml.safe_load((WORKFLOWS / "release.yml").read_text())["jobs"]
+    (check,) = (
+        step["run"] for step in jobs["check"]["steps"] if "Dockerfile" in step.get("run", "")
+    )
+    done = subprocess.run(["/bin/bash", "-c", check], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == bool(unpinned)
+    assert "check" in jobs["image"]["needs"]
+
+
+def test_constraints_are_scanned_weekly_for_each_change_and_before_a_release():
+    workflow = yaml.safe_load((WORKFLOWS / "supply-chain.yml").read_text())
+    triggers = workflow[True]  # YAML's reading of the key `on`
+    assert triggers["schedule"][0]["cron"].endswith(" * * 1")
+    for event in ("push", "pull_request"):
+        assert {"k8s/image/*", "pyproject.toml"} <= set(triggers[event]["paths"])
+    command = workflow["jobs"]["scan"]["steps"][-1]["run"]
+    scanned = set(re.findall(r"--lockfile requirements.txt:(\S+)", command))
+    assert scanned == {str(file.relative_to(ROOT)) for file in IMAGE.glob("constraints-*.txt")}
+    jobs = yaml.safe_load((WORKFLOWS / "release.yml").read_text())["jobs"]
+    assert jobs["scan"]["uses"] == "./.github/workflows/supply-chain.yml"
+    assert "scan" in jobs["image"]["needs"]
+
+
+@pytest.mark.parametrize(
+    ("package", "last_bad"),
+    [
+        ("aiohttp", "3.14.0"),  # CVE-2026-54273
+        ("filelock", "3.20.2"),  # CVE-2026-22701
+        ("jinja2", "3.1.5"),  # CVE-2025-27516
+        ("pyarrow", "23.0.0"),  # CVE-2026-25087
+        ("ray", "2.51.0"),  # CVE-2025-62593
+        ("starlette", "1.0.0"),  # CVE-2026-48710
+        ("torch", "2.5.1"),  # CVE-2025-32434
+    ],
+)
+def test_no_version_with_a_known_fault_may_be_installed(package, last_bad):
+    wanted = PROJECT["project"]["dependencies"]
+    (requirement,) = (each for each in map(Requirement, wanted) if each.name == package)
+    assert not requirement.specifier.contains(last_bad)
