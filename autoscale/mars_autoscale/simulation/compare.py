@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from statistics import fmean
 
-from mars_autoscale.simulation.bound import Bound, clairvoyant
-from mars_autoscale.simulation.config import Family, SimulationConfig, families, fixed_families
+from mars_autoscale.simulation.config import SimulationConfig, families
 from mars_autoscale.simulation.figures import PolicyFigures, figures_of, mean_figures
 from mars_autoscale.simulation.policies import Policy, StaticReplicas
 from mars_autoscale.simulation.run import ClusterSample, Simulation, SimulationResult
@@ -44,12 +41,10 @@ class ComparedPolicy:
 
 @dataclass(frozen=True)
 class PolicyComparison:
-    """All policies, and the best that was possible."""
+    """All policies, and what to tell of them."""
 
     policies: list[ComparedPolicy]
     """Every policy, the joint one first."""
-    bounds: list[Bound]
-    """Least loss for as many replica-hours as the joint policy took, for each seed."""
     has_prefixes: bool
     """Whether the trace tells which prompts begin alike."""
 
@@ -80,28 +75,27 @@ def compare(
     """
     versions = [changed(trace, config.trace, seed) for seed in config.seeds]
     _check_counted(versions, config.measured_from_s)
-    has_prefixes = any(request.prefix for request in trace)
-    joint, *rivals = families(config, has_prefixes=has_prefixes)
-    num_variants = sum(
-        len(variants) for _, variants in (joint, *rivals, *fixed_families(config, 1))
-    )
-    num_runs, num_done = num_variants * len(versions), 0
-
-    def tell(name: str) -> None:
-        nonlocal num_done
-        num_done += len(versions)
-        on_progress(num_done, num_runs, name)
-
-    is_long = num_variants * sum(map(len, versions)) > _FEW_REQUESTS
+    groups = families(config)
+    tasks: list[_Task] = [
+        (config, version, make_policy, seed)
+        for _, variants in groups
+        for _, make_policy in variants
+        for seed, version in zip(config.seeds, versions, strict=True)
+    ]
+    compared, num_done = list[ComparedPolicy](), 0
+    is_long = sum(len(version) for _, version, _, _ in tasks) > _FEW_REQUESTS
     with processes(is_long) as run_all:
-        run_families = partial(_run_families, run_all, config, versions, tell)
-        [[best]] = run_families([joint])
-        hours = best.figures.replica_hours
-        # how many replicas are fixed follows from the joint policy's hours, so that comes first
-        rivals += fixed_families(config, _num_fixed(config, versions, hours))
-        compared = [best, *(_best(variants, hours) for variants in run_families(rivals))]
-    bounds = [_bound(config, version, hours) for version in versions]
-    return PolicyComparison(compared, bounds, has_prefixes)
+        outcomes = iter(run_all(tasks))
+        for name, variants in groups:
+            ran = list[ComparedPolicy]()
+            for variant, _ in variants:
+                figures, samples = zip(*islice(outcomes, len(versions)), strict=True)
+                ran.append(ComparedPolicy(name, variant, mean_figures(figures), samples[0]))
+                num_done += len(versions)
+                on_progress(num_done, len(tasks), name)
+            joint = compared[0] if compared else ran[0]
+            compared.append(_best(ran, joint.figures.replica_hours))
+    return PolicyComparison(compared, any(request.prefix for request in trace))
 
 
 @contextmanager
@@ -115,30 +109,6 @@ def processes(is_long: bool) -> Iterator[_RunAll]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num, mp_context=context) as executor:
         yield partial(executor.map, _outcome)
-
-
-def _run_families(
-    run_all: _RunAll,
-    config: SimulationConfig,
-    versions: Sequence[Sequence[TraceRequest]],
-    tell: Callable[[str], None],
-    groups: Sequence[Family],
-) -> Iterator[list[ComparedPolicy]]:
-    """Run all variants of some policies, and yield those of each policy."""
-    tasks: list[_Task] = [
-        (config, version, make_policy, seed)
-        for _, variants in groups
-        for _, make_policy in variants
-        for seed, version in zip(config.seeds, versions, strict=True)
-    ]
-    outcomes = iter(run_all(tasks))
-    for name, variants in groups:
-        compared = list[ComparedPolicy]()
-        for variant, _ in variants:
-            figures, samples = zip(*islice(outcomes, len(versions)), strict=True)
-            compared.append(ComparedPolicy(name, variant, mean_figures(figures), samples[0]))
-            tell(name)
-        yield compared
 
 
 def _run(
@@ -168,15 +138,6 @@ def _outcome(task: _Task) -> _Outcome:
     return figures, result.samples
 
 
-def _num_fixed(
-    config: SimulationConfig, versions: Sequence[Sequence[TraceRequest]], hours: float
-) -> int:
-    """Return the highest number of replicas that takes no more hours, within the limits."""
-    length_s = fmean(version[-1].arrival_s for version in versions)
-    number = math.floor(hours * _HOURS_SLACK * 3600 / max(length_s, 1.0))
-    return min(max(number, config.replicas.min), config.replicas.max)
-
-
 def _check_counted(versions: Sequence[Sequence[TraceRequest]], measured_from_s: float) -> None:
     last_s = min(version[-1].arrival_s for version in versions)
     if last_s < measured_from_s:
@@ -184,16 +145,6 @@ def _check_counted(versions: Sequence[Sequence[TraceRequest]], measured_from_s: 
             f"measured_from_s: {measured_from_s:g} is later than the trace's last request, which "
             f"comes at {last_s:g} s; lower it, or take more of the trace"
         )
-
-
-def _bound(config: SimulationConfig, trace: Sequence[TraceRequest], hours: float) -> Bound:
-    return clairvoyant(
-        trace,
-        config.capacity,
-        config.replicas,
-        objective_s=config.objective_ttft_s,
-        max_replica_hours=hours,
-    )
 
 
 def _best(variants: Sequence[ComparedPolicy], max_hours: float) -> ComparedPolicy:

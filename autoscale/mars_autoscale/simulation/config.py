@@ -11,16 +11,7 @@ from pydantic import Field, model_validator
 
 from mars_autoscale.model.capacity import AR, Capacity, Rung, Window, linear_step_time
 from mars_autoscale.model.frontier import read_frontier
-from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoop
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
-from mars_autoscale.simulation.dispatch import (
-    Activator,
-    Dispatch,
-    PrefixAware,
-    ServerQueue,
-    TwoChoices,
-)
 from mars_autoscale.simulation.policies import (
     FixedThreshold,
     InnerLoopPolicy,
@@ -29,24 +20,13 @@ from mars_autoscale.simulation.policies import (
     StaticReplicas,
 )
 from mars_autoscale.simulation.replicas import ReplicaSettings
-from mars_autoscale.simulation.rivals import (
-    DeadlineThreshold,
-    Keda,
-    Knative,
-    ModelReplicas,
-    ProportionalIntegral,
-    RayDefault,
-    lossless_loop,
-)
+from mars_autoscale.simulation.rivals import Keda, RayDefault
 from mars_autoscale.traces.synthetic import SyntheticTrace, TraceChange
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
 
 _MADE_UP = ("step_time", "prefill_tokens_per_s", "frontier")
 """Keys that must be given if ``frontier_file`` is not."""
-
-_MIN_GAIN = 1.0
-"""Lowest gain over the base of the rungs of rivals that change τ: any that is faster."""
 
 
 class LinearStepTime(Settings):
@@ -83,19 +63,13 @@ class RivalSettings(Settings):
 
     ray_targets: tuple[float, ...] = (8.0, 10.0, 12.0)
     """``target_ongoing_requests`` of Ray Serve's autoscaling."""
-    knative_targets: tuple[float, ...] = (8.0, 9.6, 11.2)
-    """Concurrent requests per replica, with Knative's target utilisation already applied."""
     static_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of the variant of Knative's autoscaling that decodes with a fixed threshold."""
-    ray_imbalanced_thresholds: tuple[float, ...] = (5.0, float("inf"))
-    """``imbalanced_threshold`` of Ray Serve LLM's prefix-aware router; infinite is its default."""
+    """τ of the rival that has Ray Serve's autoscaling and decodes with a fixed threshold."""
     keda_waiting_target: float = Field(default=4.0, gt=0)
     """Waiting requests per replica that KEDA's queue trigger allows."""
     keda_token_shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.65, 0.8, 0.95)
     """Output tokens per second and replica that KEDA's rate trigger allows, as shares of what a
     full batch decodes."""
-    deadline_periods_s: tuple[Annotated[float, Field(gt=0)], ...] = (2.0, 5.0)
-    """Seconds between two choices of τ by the DiLaServe-like control."""
 
 
 class SimulationConfig(Settings):
@@ -217,81 +191,25 @@ _Decoding = tuple[str, Callable[[], InnerLoopPolicy], Rung]
 """Name of a fixed way to decode, a function that makes its inner loop, and its rung."""
 
 
-def families(config: SimulationConfig, *, has_prefixes: bool = False) -> list[Family]:
+def families(config: SimulationConfig) -> list[Family]:
     """Return the joint policy and its rivals, in this order, each with its variants.
 
-    Rivals without an inner loop of their own decode in one fixed way. Where the ladder has mode
-    exact, they have variants that always use it.
-
-    Args:
-        config: the comparison.
-        has_prefixes: whether the trace tells which prompts begin alike.
+    Rivals decode in one fixed way. Where the ladder has mode exact, they have variants that always
+    use it.
     """
-    capacity, rivals, most = config.capacity, config.rivals, config.replicas.max
-    outer, tau = _outer(config), config.rivals.static_threshold
+    capacity, most = config.capacity, config.replicas.max
+    tau = config.rivals.static_threshold
     lossless = _lossless_decodings(capacity)
-    low: _Decoding = (
-        "",
-        partial(FixedThreshold, tau),
-        capacity.rung(Mode.THRESHOLD, tau),
-    )
-    integral = partial(ProportionalIntegral, capacity.ladder(_MIN_GAIN), capacity.max_num_seqs)
-    found: list[Family] = [
-        ("joint", [("", partial(Joint, capacity, outer, config.inner))]),
-        ("replicas by token rate", [("", partial(ModelReplicas, capacity, outer, config.inner))]),
+    low: _Decoding = ("", partial(FixedThreshold, tau), capacity.rung(Mode.THRESHOLD, tau))
+    return [
+        ("joint", [("", partial(Joint, capacity, _outer(config), config.inner))]),
         (
             f"static, {most} replicas",
             [(name, partial(StaticReplicas, most, loop)) for name, loop, _ in lossless],
         ),
-        ("ray", _ray(config, lossless, [("", TwoChoices)])),
-        ("knative", _knative(config, lossless)),
-        (f"knative, τ={tau:g}", _knative(config, [low])),
-        # only the server changes τ, so requests wait in its queue, though Knative sets the replicas
-        ("knative, PI on τ", _knative(config, [("", integral, AR)], ServerQueue)),
+        ("ray", _ray(config, lossless)),
+        (f"ray, τ={tau:g}", _ray(config, [low])),
         ("keda", _keda(config, lossless)),
-    ]
-    if has_prefixes:
-        routings: list[tuple[str, Callable[[int], Dispatch]]] = [
-            (f"imbalance {threshold:g}", partial(PrefixAware, imbalanced_threshold=threshold))
-            for threshold in rivals.ray_imbalanced_thresholds
-        ]
-        found.insert(4, ("ray, prefix-aware", _ray(config, lossless, routings)))
-    return found
-
-
-def fixed_families(config: SimulationConfig, num_replicas: int) -> list[Family]:
-    """Return the policies with a fixed number of replicas, each with its variants.
-
-    Args:
-        config: the comparison.
-        num_replicas: the number, such as the highest that takes no more hours than another policy:
-            with any fixed way to decode, more replicas never serve later.
-    """
-    capacity, outer = config.capacity, _outer(config)
-    floors = ThresholdRange(outer.floor_threshold, outer.flex_floor_threshold)
-    fixed = partial(StaticReplicas, num_replicas)
-    by_load = partial(lossless_loop, capacity, config.inner)
-    variants: list[Variant] = [
-        (name, partial(fixed, loop)) for name, loop, _ in _lossless_decodings(capacity)
-    ]
-    if len(variants) > 1:
-        variants.append(("ar or exact by load", partial(fixed, by_load)))
-    deadline = partial(
-        DeadlineThreshold, num_replicas, capacity, outer.floor_threshold, config.objective_ttft_s
-    )
-    return [
-        (f"best fixed number, {num_replicas}", variants),
-        (
-            f"{num_replicas} replicas, τ by load",
-            [("", partial(fixed, partial(InnerLoop, capacity, config.inner), floors))],
-        ),
-        (
-            f"{num_replicas} replicas, DiLaServe-like",
-            [
-                (f"every {period_s:g} s", partial(deadline, period_s))
-                for period_s in config.rivals.deadline_periods_s
-            ],
-        ),
     ]
 
 
@@ -313,29 +231,11 @@ def _lossless_decodings(capacity: Capacity) -> list[_Decoding]:
     ]
 
 
-def _ray(
-    config: SimulationConfig,
-    decodings: Iterable[_Decoding],
-    routings: Iterable[tuple[str, Callable[[int], Dispatch]]],
-) -> list[Variant]:
+def _ray(config: SimulationConfig, decodings: Iterable[_Decoding]) -> list[Variant]:
     return [
-        (_joined(f"target {target:g}", routing, name), partial(RayDefault, target, loop, route))
+        (_joined(f"target {target:g}", name), partial(RayDefault, target, loop))
         for name, loop, _ in decodings
-        for routing, route in routings
         for target in config.rivals.ray_targets
-    ]
-
-
-def _knative(
-    config: SimulationConfig,
-    decodings: Iterable[_Decoding],
-    queue: Callable[[], Dispatch] = Activator,
-) -> list[Variant]:
-    make = partial(Knative, queue=queue, max_replicas=config.replicas.max)
-    return [
-        (_joined(f"target {target:g}", name), partial(make, target, loop))
-        for name, loop, _ in decodings
-        for target in config.rivals.knative_targets
     ]
 
 

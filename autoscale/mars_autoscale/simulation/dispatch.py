@@ -1,6 +1,6 @@
 """Queues before the simulated replicas, which bind each request to a replica.
 
-A policy brings the queue of the system that it runs on: marsray's, Ray Serve's or Knative's.
+A policy brings the queue of the system that it runs on: marsray's or Ray Serve's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from mars_platform.tier import Tier
 
 _MAX_BLOCKS = 64
 """Leading blocks of a prompt that the router compares: its 128 pages of 256 tokens on a GPU."""
-_MATCH_RATE = 0.1
-"""Share of a prompt that a replica must have got for `PrefixAware` to prefer it: Ray's default."""
 
 
 class Dispatch(Protocol):
@@ -115,13 +113,23 @@ def _load(replica: Replica) -> float:
     return load_of(replica.load, replica.backlog_tokens)
 
 
-class _ArrivalOrder:
-    """Requests of all tiers in order of arrival."""
+class TwoChoices:
+    """Ray Serve's routing with the limits of Ray Serve LLM.
+
+    Ray Serve's ``PowerOfTwoChoicesRequestRouter`` looks at two random replicas and binds a request
+    to the one with fewer requests. It would hold requests back once replicas have
+    ``max_ongoing_requests``, but Ray Serve LLM sets this to a billion, so requests wait inside the
+    engines. Both are as in Ray 2.60: ``ray.serve._private.request_router.pow_2_router`` and
+    ``ray.llm._internal.serve.constants``. Requests of all tiers are served in order of arrival.
+    """
 
     is_by_tier = False
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        """Start empty; ``seed`` determines which replicas are looked at."""
         self._waiting = deque[Served]()
+        """Requests that came while no replica was ready."""
+        self._random = Random(seed)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -134,114 +142,12 @@ class _ArrivalOrder:
         """Let a request wait behind all others, whatever its deadline."""
         self._waiting.append(served)
 
-
-class TwoChoices(_ArrivalOrder):
-    """Ray Serve's routing with the limits of Ray Serve LLM.
-
-    Ray Serve's ``PowerOfTwoChoicesRequestRouter`` looks at two random replicas and binds a request
-    to the one with fewer requests. It would hold requests back once replicas have
-    ``max_ongoing_requests``, but Ray Serve LLM sets this to a billion, so requests wait inside the
-    engines. Both are as in Ray 2.60: ``ray.serve._private.request_router.pow_2_router`` and
-    ``ray.llm._internal.serve.constants``.
-    """
-
-    def __init__(self, seed: int) -> None:
-        """Start empty; ``seed`` determines which replicas are looked at."""
-        super().__init__()
-        self._random = Random(seed)
-
     def send(self, ready: Sequence[Replica], _: float, /) -> list[Replica]:
         """Bind all requests at once."""
         sent = list[Replica]()
         while ready and self._waiting:
-            chosen = self._choose(self._waiting[0], ready)
+            candidates = self._random.sample(ready, min(2, len(ready)))
+            chosen = min(candidates, key=lambda each: each.load)
             chosen.enqueue(self._waiting.popleft())
             sent.append(chosen)
         return sent
-
-    def _choose(self, _: Served, ready: Sequence[Replica]) -> Replica:
-        return self._choose_of_two(ready)
-
-    def _choose_of_two(self, ready: Sequence[Replica]) -> Replica:
-        candidates = self._random.sample(ready, min(2, len(ready)))
-        return min(candidates, key=lambda each: each.load)
-
-
-class PrefixAware(TwoChoices):
-    """Ray Serve LLM's router that knows what prompts each replica got.
-
-    It follows ``PrefixCacheAffinityRouter`` of Ray 2.60 and Ray's guide on it: a request goes to
-    the replicas that got the longest beginning of its prompt, and if that is less than a tenth of
-    it, to those that got the fewest different tokens; of several, to the one with the fewest
-    requests. While the largest and the smallest number of requests differ by more than
-    ``imbalanced_threshold``, two random replicas are compared. Ray's default for that threshold is
-    infinite; a replica that has just started then gets all prompts that are new.
-    """
-
-    def __init__(self, seed: int, imbalanced_threshold: float) -> None:
-        """Start without memory; see the class for ``imbalanced_threshold``."""
-        super().__init__(seed)
-        self._imbalanced_threshold = imbalanced_threshold
-        self._received = dict[str, set[int]]()
-        """Blocks of prompts that each ready replica got."""
-
-    def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
-        """Bind all requests at once."""
-        self._received = {each.name: self._received.get(each.name, set()) for each in ready}
-        return super().send(ready, now_s)
-
-    def _choose(self, served: Served, ready: Sequence[Replica]) -> Replica:
-        chosen = self._choose_by_prefix(served.request.prefix, ready)
-        self._received[chosen.name].update(served.request.prefix)
-        return chosen
-
-    def _choose_by_prefix(self, prefix: Sequence[int], ready: Sequence[Replica]) -> Replica:
-        loads = [each.load for each in ready]
-        if not prefix or max(loads) - min(loads) > self._imbalanced_threshold:
-            return self._choose_of_two(ready)
-        matched, holders = 0, list(ready)
-        for block in prefix:
-            others = [each for each in holders if block in self._received[each.name]]
-            if not others:
-                break
-            matched, holders = matched + 1, others
-        if matched < _MATCH_RATE * len(prefix):
-            sizes = {each.name: len(self._received[each.name]) for each in ready}
-            holders = [each for each in ready if sizes[each.name] == min(sizes.values())]
-        return min(holders, key=lambda each: each.load)
-
-
-class Activator(_ArrivalOrder):
-    """Knative's activator, which holds back what replicas cannot run at once.
-
-    Knative's documentation ("Load balancing", "Configuring concurrency") and
-    ``pkg/activator/net/lb_policy.go`` of knative/serving say: with a ``containerConcurrency``, a
-    replica never has more requests than that, the others wait in the activator, and above a
-    ``containerConcurrency`` of 3 replicas with room take turns. Here it is the number of requests
-    that a replica runs, which is what the targets of `Knative` are a share of. Knative takes the
-    activator out of the way while room for a burst is left; here it always stays, as with a
-    ``target-burst-capacity`` of -1.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0
-        """Index of the replica whose turn is next."""
-
-    def send(self, ready: Sequence[Replica], _: float, /) -> list[Replica]:
-        """Send requests in order of arrival while replicas have room."""
-        sent = list[Replica]()
-        while self._waiting and (chosen := self._take_turn(ready)) is not None:
-            chosen.enqueue(self._waiting.popleft())
-            sent.append(chosen)
-        return sent
-
-    def _take_turn(self, ready: Sequence[Replica]) -> Replica | None:
-        """Return the next replica with room, if any has room, and end its turn."""
-        start = self._next if self._next < len(ready) else 0
-        for offset in range(len(ready)):
-            index = (start + offset) % len(ready)
-            if ready[index].load < ready[index].capacity.max_num_seqs:
-                self._next = index + 1
-                return ready[index]
-        return None

@@ -106,13 +106,11 @@ class StaticReplicas:
     num_replicas: int
     make_inner_loop: Callable[[], InnerLoopPolicy] = decode_plainly
     """Makes the inner loop of a new replica."""
-    range: ThresholdRange = AT_TARGET
-    """Limits of τ."""
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:
         """Return the same number at every decision."""
-        return Target(self.num_replicas, self.range)
+        return Target(self.num_replicas)
 
     def inner_loop(self) -> InnerLoopPolicy:
         """Make the inner loop of a new replica."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -16,25 +15,22 @@ from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
 from mars_autoscale.simulation.figures import policy_columns, tier_columns
 from mars_platform.cli.report import Column, table_of, write_json
 
-_TIMELINES = ("joint", "ray", "knative")
+_TIMELINES = ("joint", "ray", "keda")
 """Policies that are drawn over time: more lines cannot be told apart."""
 _SHOWN_THRESHOLD = 0.9
 """τ down to which the diagram of τ reaches at least, so that a τ of 1 is at its top."""
-_MARKERS = "os"
-"""Markers of the policies in turn, since there are ten colours and more policies."""
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small"}
 """Options of a legend that stands to the right of a diagram."""
 
 
 def comparison_table(comparison: PolicyComparison, objective_ttft_s: float) -> RenderableType:
-    """Return a table with a row for each policy, and a last row for the clairvoyant bound.
+    """Return a table with a row for each policy.
 
     If the trace has several tiers, a second table has a row for each tier of each policy.
     """
     rows = [{"policy": _name_of(each), **vars(each.figures)} for each in comparison.policies]
-    bound = {"policy": "clairvoyant", **_bound_of(comparison)}
     columns = policy_columns(objective_ttft_s, has_prefixes=comparison.has_prefixes)
-    table = table_of(columns, rows, [bound])
+    table = table_of(columns, rows)
     if len(comparison.policies[0].figures.by_class) < 2:
         return table
     policy, *others = tier_columns(objective_ttft_s)
@@ -51,16 +47,6 @@ def _name_of(compared: ComparedPolicy) -> str:
     return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
 
 
-def _bound_of(comparison: PolicyComparison) -> dict[str, float]:
-    """Means over the seeds of what a clairvoyant scaler would reach."""
-    bounds = comparison.bounds
-    return {
-        "slo_attainment": fmean(bound.served for bound in bounds),
-        "quality_loss_mean": fmean(bound.quality_loss_mean for bound in bounds),
-        "replica_hours": fmean(bound.replica_hours for bound in bounds),
-    }
-
-
 def write_files(comparison: PolicyComparison, json_file: Path | None) -> None:
     """Write the figures if their file is given.
 
@@ -74,7 +60,7 @@ def write_files(comparison: PolicyComparison, json_file: Path | None) -> None:
             {"name": each.name, "variant": each.variant, **vars(each.figures)}
             for each in comparison.policies
         ]
-        write_json(json_file, {"policies": policies, "clairvoyant": _bound_of(comparison)})
+        write_json(json_file, {"policies": policies})
 
 
 def picture_of(comparison: PolicyComparison) -> Figure:
@@ -90,7 +76,7 @@ def picture_of(comparison: PolicyComparison) -> Figure:
 
 
 def _draw_timelines(comparison: PolicyComparison, axes: Sequence[Axes]) -> None:
-    compared, bound = comparison.policies, comparison.bounds[0]
+    compared = comparison.policies
     load, replicas, threshold, queue = axes
     samples = compared[0].samples
     times = [sample.time_s for sample in samples]
@@ -106,10 +92,6 @@ def _draw_timelines(comparison: PolicyComparison, axes: Sequence[Axes]) -> None:
         thresholds = [sample.threshold for sample in each.samples]
         threshold.step(times, thresholds, where="post", **line)
         queue.plot(times, [sample.num_waiting for sample in each.samples], **line)
-    times = [bound.span_s * index for index in range(len(bound.num_replicas))]
-    replicas.step(
-        times, bound.num_replicas, where="post", label="clairvoyant", color="gray", linestyle=":"
-    )
     replicas.set_ylabel("replicas ready")
     replicas.legend(**_BESIDE)
     threshold.set_ylabel("τ, mean of replicas")
@@ -123,15 +105,10 @@ def _draw_timelines(comparison: PolicyComparison, axes: Sequence[Axes]) -> None:
 
 
 def _draw_trade(comparison: PolicyComparison, axes: Axes) -> None:
-    for i, each in enumerate(comparison.policies):
+    for each in comparison.policies:
         figures = each.figures
         label = f"{each.name}: {figures.slo_attainment:.1%} in time"
-        place = (figures.replica_hours, figures.quality_loss_mean)
-        axes.scatter(*place, color=f"C{i % 10}", marker=_MARKERS[i // 10 % 2], label=label)
-    means = _bound_of(comparison)
-    label = f"clairvoyant: {means['slo_attainment']:.1%} in time"
-    place = (means["replica_hours"], means["quality_loss_mean"])
-    axes.scatter(*place, color="gray", marker="x", label=label)
+        axes.scatter(figures.replica_hours, figures.quality_loss_mean, label=label)
     axes.set_xscale("log")  # as many static replicas as allowed take several times the hours
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))

@@ -21,6 +21,7 @@ from matplotlib.patches import Rectangle
 
 from mars_autoscale.simulation.config import SimulationConfig, families
 from mars_autoscale.simulation.run import ClusterSample, Simulation
+from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import generate
 from mars_platform.config import load_settings
 from mars_platform.method.rules import visibility
@@ -165,11 +166,9 @@ def _knobs() -> Figure:
     config = load_settings(path, SimulationConfig)
     assert config.synthetic is not None
     trace = generate(config.synthetic, 0)
-    (_, joint), (_, alone) = families(config)[:2]
-    courses = [
-        Simulation(trace, config.capacity, config.replicas, variants[0][1]()).run().samples
-        for variants in (joint, alone)
-    ]
+    no_loss = {"floor_threshold": 1.0, "flex_floor_threshold": 1.0}
+    alone = config.model_copy(update={"outer": config.outer.model_copy(update=no_loss)})
+    courses = [_joint_course(each, trace) for each in (config, alone)]
     figure = Figure(figsize=(7.4, 5))
     load, tau, replicas, waiting = figure.subplots(4, 1, sharex=True)
     _course(load, courses[:1], "requests_per_s", "requests/s")
@@ -181,6 +180,11 @@ def _knobs() -> Figure:
     waiting.set(xlabel="seconds", xlim=(60, 600))
     figure.align_ylabels()
     return figure
+
+
+def _joint_course(config: SimulationConfig, trace: list[TraceRequest]) -> list[ClusterSample]:
+    (_, [(_, joint)]), *_ = families(config)
+    return Simulation(trace, config.capacity, config.replicas, joint()).run().samples
 
 
 def _course(axes: Axes, courses: list[list[ClusterSample]], field: str, label: str) -> None:

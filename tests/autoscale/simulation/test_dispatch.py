@@ -1,4 +1,4 @@
-"""Checks of the queues before simulated replicas: the server's, Ray Serve's and Knative's."""
+"""Checks of the queues before simulated replicas: the server's and Ray Serve's."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,9 +8,8 @@ import pytest
 
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import Look
-from mars_autoscale.simulation.cluster import Replica, Served
-from mars_autoscale.simulation.dispatch import Activator, ServerQueue, TwoChoices
+from mars_autoscale.simulation.cluster import Replica
+from mars_autoscale.simulation.dispatch import ServerQueue, TwoChoices
 from mars_autoscale.simulation.policies import FixedThreshold, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
@@ -20,11 +19,7 @@ from mars_platform.tier import Tier
 CAPACITY = Capacity(linear_step_time(0.05, 40), (AR,), 4, 1000.0)
 LONGEST_STEP_S = CAPACITY.step_time.at(CAPACITY.max_num_seqs)
 COLD_START_S = 5.0
-KINDS = {
-    "server": lambda _: ServerQueue(),
-    "ray": TwoChoices,
-    "knative": lambda _: Activator(),
-}
+KINDS = {"server": lambda _: ServerQueue(), "ray": TwoChoices}
 
 
 @dataclass
@@ -100,11 +95,10 @@ def test_every_request_runs_exactly_once(kind, seed, monkeypatch):
     assert all(0 < each.ttft_s < np.inf for each in result.served)
 
 
-@pytest.mark.parametrize("kind", ["server", "knative"])
-def test_a_new_replica_takes_over_what_waits(kind):
+def test_a_new_replica_takes_over_what_waits():
     """The first replica's batch would not have room for them: see what Ray Serve does."""
     ready_s = 2.0 + COLD_START_S
-    result, _ = simulate(backlog(20), kind, {0.0: 1, 2.0: 2})
+    result, _ = simulate(backlog(20), "server", {0.0: 1, 2.0: 2})
     begun = first_tokens(result, ready_s)[: CAPACITY.max_num_seqs]
     assert begun == pytest.approx([ready_s + LONGEST_STEP_S] * CAPACITY.max_num_seqs)
 
@@ -122,14 +116,12 @@ def test_ray_serve_lets_a_new_replica_idle_beside_a_backlog():
 def test_a_slot_is_free_for_one_step_at_most_while_requests_wait(seed):
     """A request that is sent when a row ends comes once the next step has begun."""
     trace, numbers = random_trace(seed), {0.0: 2, 8.0: 4, 20.0: 2}
-    for kind in ("server", "knative"):
-        policy = simulate(trace, kind, numbers)[1]
-        for loads in policy.told.values():
-            waiting = [num for _, num in loads]
-            most_sent = CAPACITY.max_num_seqs  # those that come during the step
-            assert max(waiting) - min(waiting) <= 1 + most_sent, "even parts of the queue"
-            if min(waiting) > 0:
-                assert all(running + waiting >= 4 for running, waiting in loads)
+    for loads in simulate(trace, "server", numbers)[1].told.values():
+        waiting = [num for _, num in loads]
+        most_sent = CAPACITY.max_num_seqs  # those that come during the step
+        assert max(waiting) - min(waiting) <= 1 + most_sent, "even parts of the queue"
+        if min(waiting) > 0:
+            assert all(running + waiting >= 4 for running, waiting in loads)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -137,8 +129,7 @@ def test_tiers_are_strict_across_replicas(seed):
     """One of a higher tier may only be passed over on its way to another replica's next step."""
     result, _ = simulate(random_trace(seed), "server", {0.0: 3})
     assert most_passed_over(result.served) <= 3
-    for kind in ("ray", "knative"):
-        assert most_passed_over(simulate(random_trace(seed), kind, {0.0: 3})[0].served) > 10
+    assert most_passed_over(simulate(random_trace(seed), "ray", {0.0: 3})[0].served) > 10
 
 
 def most_passed_over(served):
@@ -173,7 +164,7 @@ def test_what_comes_behind_a_backlog_is_in_time_though_the_backlog_is_not():
     served = simulate(trace, "server", {0.0: 1})[0].served
     assert max(each.ttft_s for each in served[60:]) < 1
     assert 7 < max(each.ttft_s for each in served[:60]) < 11, "late ones are not forgotten"
-    in_order = simulate(trace, "knative", {0.0: 1})[0].served
+    in_order = simulate(trace, "ray", {0.0: 1})[0].served
     assert min(each.ttft_s for each in in_order[60:]) > 2
 
 
@@ -187,11 +178,10 @@ def test_prompts_wait_in_the_queue_and_not_in_a_batch():
     assert at_once[1:] == pytest.approx([at_once[3]] * 3), "each waits for all prompts"
 
 
-def test_rivals_serve_in_order_of_arrival():
+def test_ray_serve_serves_in_order_of_arrival():
     trace = [TraceRequest(0.001 * i, 0, 2, tier) for i, tier in enumerate([*Tier] * 5)]
-    for kind in ("ray", "knative"):
-        times = [each.first_token_s for each in simulate(trace, kind, {0.0: 1})[0].served]
-        assert times == sorted(times)
+    times = [each.first_token_s for each in simulate(trace, "ray", {0.0: 1})[0].served]
+    assert times == sorted(times)
 
 
 def test_the_seed_determines_ray_serves_choices():
@@ -200,16 +190,3 @@ def test_the_seed_determines_ray_serves_choices():
     same, again, other = ([each.ttft_s for each in served] for served in runs)
     assert same == again
     assert same != other
-
-
-def test_knatives_replicas_take_turns():
-    decision = FixedThreshold(1.0).update(Look(0.0, 0.0))
-    replicas = [
-        Replica(CAPACITY, decision, is_by_tier=False, started_s=0.0, ready_s=0.0) for _ in range(3)
-    ]
-    dispatch, turns = Activator(), list[int]()
-    for request in backlog(12):
-        dispatch.add(Served(request), 1.0)
-        turns += [replicas.index(each) for each in dispatch.send(replicas, request.arrival_s)]
-    assert turns == [0, 1, 2] * CAPACITY.max_num_seqs
-    assert len(dispatch) == 1, "no replica has room"

@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
-from mars_autoscale.simulation.bound import clairvoyant
 from mars_autoscale.simulation.cluster import PrefixCache, Replica, Served
-from mars_autoscale.simulation.dispatch import PrefixAware, ServerQueue
 from mars_autoscale.simulation.figures import figures_of
-from mars_autoscale.simulation.policies import StaticReplicas, Target, decode_plainly
+from mars_autoscale.simulation.policies import StaticReplicas, decode_plainly
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS as BLOCK
@@ -130,70 +128,6 @@ def test_figures_tell_the_share_that_was_cached():
     assert late.prefix_hit_rate == pytest.approx(2 * BLOCK / (2 * BLOCK + 1))
 
 
-def test_the_bound_computes_each_beginning_once():
-    trace = [request(0.1 * i, *range(1, 12)) for i in range(100)]  # 10 s of prompts a second
-    served = []
-    for cache in (0, 10**6):
-        limits = ReplicaSettings(max=1, initial=1, prefix_cache_tokens=cache)
-        found = clairvoyant(trace, CAPACITY, limits, objective_s=1.0, max_replica_hours=1.0)
-        served.append(found.served)
-    assert served[0] < 0.2
-    assert served[1] == 1.0
-
-
-# Ray Serve LLM's router
-
-
-def replicas(num):
-    decision = decode_plainly().update(None)
-    return [
-        Replica(CAPACITY, decision, is_by_tier=False, started_s=0.0, ready_s=0.0, name=str(number))
-        for number in range(num)
-    ]
-
-
-def routed(router, ready, *blocks):
-    router.add(Served(request(0.0, *blocks)), 1.0)
-    (chosen,) = router.send(ready, 0.0)
-    return chosen.name
-
-
-def test_rays_prefix_aware_router_follows_the_longest_beginning_else_the_fewest_tokens():
-    router, ready = PrefixAware(0, float("inf")), replicas(3)
-    first = routed(router, ready, 1, 2, 3)
-    second = routed(router, ready, 10)
-    third = routed(router, ready, 20, 21, 22)
-    assert len({first, second, third}) == 3
-    assert [routed(router, ready, 1, 2, n) for n in (4, 5, 6)] == [first] * 3
-    assert routed(router, ready, 30) == second, "it has the fewest tokens"
-    assert routed(router, ready, 20, *range(100, 110)) == second, "less than a tenth"
-    ended = [each for each in ready if each.name != first]
-    assert routed(router, ended, 1, 2, 7) in {second, third}
-
-
-def test_rays_prefix_aware_router_balances_what_is_out_of_balance():
-    router, ready = PrefixAware(0, 2.0), replicas(2)
-    for number in range(12):
-        routed(router, ready, 1, 2, 3 + number)
-    loads = sorted(each.load for each in ready)
-    assert loads[1] - loads[0] <= 3
-
-
 def test_a_trace_without_prefixes_has_nothing_cached():
     trace = [TraceRequest(5.0 * i, 3 * BLOCK, 1) for i in range(3)]
-    for policy in (None, Scaled(PrefixAware(0, 5.0)), Scaled(ServerQueue())):
-        assert {each.cached_tokens for each in simulate(trace, policy=policy).served} == {0}
-
-
-class Scaled(StaticReplicas):
-    """One replica behind a queue of its own."""
-
-    def __init__(self, queue):
-        super().__init__(1)
-        self.queue = queue
-
-    def decide(self, snapshot, /):
-        return Target(1)
-
-    def dispatch(self, seed, /):
-        return self.queue
+    assert {each.cached_tokens for each in simulate(trace).served} == {0}

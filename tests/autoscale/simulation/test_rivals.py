@@ -1,21 +1,15 @@
-"""Checks of the arithmetic of rivals: KEDA's, and the control of τ by deadlines."""
+"""Checks of KEDA's arithmetic."""
 
 import pytest
 
-from ladders import CAPACITY, exact_rung
-from mars_autoscale.model.capacity import Capacity
-from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import Look
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.simulation.policies import decode_plainly
-from mars_autoscale.simulation.rivals import DeadlineThreshold, Keda
-from mars_platform.method.live import LiveDecoding
+from mars_autoscale.simulation.rivals import Keda
 
 
-def snapshot(now_s, num_replicas, *, waiting=0.0, requests_per_s=0.0, output=100.0, prompt=0.0):
+def snapshot(now_s, num_replicas, *, waiting=0.0, requests_per_s=0.0):
     loads = [ReplicaLoad(now_s, 1, waiting / num_replicas) for _ in range(num_replicas)]
-    arrivals = Arrivals(requests_per_s, requests_per_s * prompt, output)
-    return Snapshot(now_s, loads, 0, arrivals, now_s)
+    return Snapshot(now_s, loads, 0, Arrivals(requests_per_s, 0.0, 100.0), now_s)
 
 
 def keda(**options):
@@ -64,39 +58,3 @@ def test_keda_keeps_the_replicas_of_the_start_for_five_minutes():
     policy = keda()
     numbers = [policy.decide(snapshot(15.0 * i, 8)).num_replicas for i in range(22)]
     assert numbers == [8] * 21 + [1]
-
-
-def deadline(capacity: Capacity = CAPACITY, num: int = 4) -> DeadlineThreshold:
-    return DeadlineThreshold(num, capacity, 0.8, objective_ttft_s=1.0, period_s=2.0)
-
-
-def threshold_of(policy, **load):
-    return policy.decide(snapshot(0.0, 4, **load)).range.floor_threshold
-
-
-def test_the_deadline_control_lowers_the_threshold_with_the_load_and_not_below_the_floor():
-    base = CAPACITY.tokens_per_s(CAPACITY.base())
-    rates = [0.0, *(share * 4 * base / 100 for share in (0.9, 1.7, 1.8, 3.0))]
-    found = [threshold_of(deadline(), requests_per_s=rate) for rate in rates]
-    assert found[:2] == [1.0, 1.0]
-    assert found == sorted(found, reverse=True)
-    assert found[-1] == 0.8
-    assert threshold_of(deadline(), requests_per_s=1.0, waiting=1000) == 0.8
-    assert threshold_of(deadline(), requests_per_s=1.0, waiting=4) == 1.0
-
-
-def test_the_deadline_control_keeps_its_fleet_and_all_replicas_follow():
-    policy = deadline()
-    target = policy.decide(snapshot(0.0, 4, requests_per_s=99.0))
-    assert target.num_replicas == 4
-    loop = policy.inner_loop()
-    assert loop.update(Look(0.0, 0.0)).live == LiveDecoding(1.0), "nothing is decided yet"
-    assert loop.update(Look(0.0, 0.0, target.range)).live == LiveDecoding(0.8)
-
-
-def test_the_deadline_control_begins_at_mode_exact_where_that_is_the_base():
-    capacity = Capacity(
-        CAPACITY.step_time, (CAPACITY.rungs[0], exact_rung(2.2, 5), *CAPACITY.rungs[1:]), 16, 2e4
-    )
-    loop = deadline(capacity).inner_loop()
-    assert loop.update(Look(0.0, 0.0, ThresholdRange())).live.is_exact
