@@ -9,7 +9,6 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Annotated, Self
 
 import numpy as np
@@ -63,17 +62,6 @@ class TraceChange(Settings):
         return self
 
 
-class Ramp(Settings):
-    """A lasting change of the rate, linear from the level after the ramp before."""
-
-    at_s: float = Field(ge=0, allow_inf_nan=False)
-    """Begin of the ramp, in seconds since the trace began."""
-    for_s: float = Field(gt=0, allow_inf_nan=False)
-    """Length of the ramp in seconds."""
-    times: float = Field(ge=0, allow_inf_nan=False)
-    """Factor of the mean rate from the ramp's end until the next ramp."""
-
-
 class Lengths(Settings):
     """A lognormal distribution of numbers of tokens, with a share of far larger ones."""
 
@@ -102,27 +90,16 @@ class SyntheticTrace(Settings):
     duration_s: float = Field(gt=0, allow_inf_nan=False)
     """Length of the trace in seconds."""
     mean_rate_per_s: float = Field(gt=0, allow_inf_nan=False)
-    """Mean requests per second over whole periods, without spikes and ramps."""
-    diurnal_amplitude: float = Field(default=0.0, ge=0, le=1)
-    """Share of the mean by which the rate rises and falls, as a sine that starts at the mean."""
-    diurnal_period_s: float = Field(default=86400.0, gt=0, allow_inf_nan=False)
-    """Period of that sine in seconds."""
+    """Mean requests per second outside of spikes."""
     spikes: tuple[Spike, ...] = ()
     """Spans in which the rate is multiplied."""
-    ramps: tuple[Ramp, ...] = ()
-    """Lasting changes of the rate; each begins after the one before has ended."""
     prompt: Lengths
     """Lengths of the prompts."""
     output: Lengths
     """Lengths of the outputs, drawn independently of the prompts'."""
 
     @model_validator(mode="after")
-    def _check_ramps_and_size(self) -> Self:
-        for i, (one, other) in enumerate(pairwise(self.ramps)):
-            if other.at_s < one.at_s + one.for_s:
-                raise ValueError(
-                    f"ramps.{i + 1}.at_s: it begins before ramps.{i} has ended; let it begin later"
-                )
+    def _check_size(self) -> Self:
         if self.duration_s * self.peak_rate_per_s > MAX_REQUESTS:
             raise ValueError(
                 f"duration_s: at the peak of {self.peak_rate_per_s:g} requests a second it makes "
@@ -134,9 +111,7 @@ class SyntheticTrace(Settings):
     def peak_rate_per_s(self) -> float:
         """Requests per second that are never exceeded."""
         edges = [edge for s in self.spikes for edge in (s.at_s, s.at_s + s.for_s)]
-        spike = spike_factor(self.spikes, np.array([0.0, *edges])).max()
-        ramp = max([1.0, *(ramp.times for ramp in self.ramps)])
-        return float(self.mean_rate_per_s * (1 + self.diurnal_amplitude) * ramp * spike)
+        return float(self.rate_at(np.array([0.0, *edges])).max())
 
     def rate_at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the requests per second at each time.
@@ -147,16 +122,7 @@ class SyntheticTrace(Settings):
         Returns:
             [times].
         """
-        wave = np.sin(2 * np.pi * times_s / self.diurnal_period_s)
-        rate = self.mean_rate_per_s * (1 + self.diurnal_amplitude * wave)
-        return rate * self._ramp_factor(times_s) * spike_factor(self.spikes, times_s)
-
-    def _ramp_factor(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        moments, factors = [0.0], [1.0]
-        for ramp in self.ramps:
-            moments += [ramp.at_s, ramp.at_s + ramp.for_s]
-            factors += [factors[-1], ramp.times]
-        return np.interp(times_s, moments, factors)
+        return self.mean_rate_per_s * spike_factor(self.spikes, times_s)
 
 
 def generate(settings: SyntheticTrace, seed: int) -> list[TraceRequest]:

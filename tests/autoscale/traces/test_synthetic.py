@@ -10,7 +10,6 @@ from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import (
     MAX_REQUESTS,
     Lengths,
-    Ramp,
     Spike,
     SyntheticTrace,
     TraceChange,
@@ -157,49 +156,26 @@ def test_a_steady_synthetic_trace_is_a_poisson_process():
     assert trace[-1].arrival_s < 10_000
 
 
-def test_the_rates_follow_the_diurnal_wave():
-    made = synthetic(
-        duration_s=8000, mean_rate_per_s=10, diurnal_amplitude=0.8, diurnal_period_s=4000
-    )
-    trace = generate(made, seed=1)
-    rise = 2000 * 10 * 0.8 * 2 / math.pi  # the sine's integral over half a period
-    for begin_s, expected in [(0, 20_000 + rise), (2000, 20_000 - rise), (4000, 20_000 + rise)]:
-        near(count(trace, begin_s, begin_s + 2000), expected, math.sqrt(expected))
-
-
-def test_the_rates_follow_ramps_and_spikes():
-    made = synthetic(
-        duration_s=4000,
-        mean_rate_per_s=10,
-        ramps=[Ramp(at_s=1000, for_s=500, times=3), Ramp(at_s=2500, for_s=500, times=0.5)],
-        spikes=[Spike(at_s=2000, for_s=100, times=4)],
-    )
-    trace = generate(made, seed=2)
-    pieces = [(0, 1000, 1), (1000, 1250, 1.5), (1250, 1500, 2.5), (1500, 2000, 3)]
-    pieces += [(2000, 2100, 12), (2100, 2500, 3), (2500, 3000, 1.75), (3000, 4000, 0.5)]
+def test_the_rates_follow_spikes():
+    spikes = [Spike(at_s=1000, for_s=500, times=3), Spike(at_s=1250, for_s=500, times=0.5)]
+    trace = generate(synthetic(duration_s=2000, mean_rate_per_s=20, spikes=spikes), seed=2)
+    pieces = [(0, 1000, 1), (1000, 1250, 3), (1250, 1500, 1.5), (1500, 1750, 0.5), (1750, 2000, 1)]
     for begin_s, end_s, times in pieces:
-        expected = 10 * times * (end_s - begin_s)
+        expected = 20 * times * (end_s - begin_s)
         near(count(trace, begin_s, end_s), expected, math.sqrt(expected))
 
 
 @settings(derandomize=True)
-@given(
-    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50), st.floats(0, 9)), max_size=4),
-    st.lists(st.floats(0, 5), max_size=3),
-    st.floats(0, 1),
-)
-def test_the_rate_never_exceeds_the_peak(spikes, ramps, amplitude):
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50), st.floats(0, 9)), max_size=4))
+def test_the_rate_never_exceeds_the_peak(spikes):
     made = synthetic(
         duration_s=100,
         mean_rate_per_s=2,
-        diurnal_amplitude=amplitude,
-        diurnal_period_s=40,
         spikes=[Spike(at_s=a, for_s=b, times=c) for a, b, c in spikes],
-        ramps=[Ramp(at_s=20 * i, for_s=15, times=times) for i, times in enumerate(ramps)],
     )
     rates = made.rate_at(np.linspace(0, 100, 1001))
     assert rates.min() >= 0
-    assert rates.max() <= made.peak_rate_per_s * (1 + 1e-12)
+    assert rates.max() <= made.peak_rate_per_s
 
 
 def test_synthetic_traces_depend_only_on_the_seed():
@@ -235,11 +211,7 @@ def test_a_share_of_lengths_has_a_heavy_tail_up_to_the_maximum():
     [
         ({"mean_rate_per_s": 1e9}, "duration_s: .*lower"),
         ({"output": {"mean": 50, "max": 10}}, "output: max: 10 is below the mean of 50"),
-        ({"diurnal_amplitude": 1.5}, "diurnal_amplitude"),
-        (
-            {"ramps": [{"at_s": 0, "for_s": 9, "times": 2}, {"at_s": 8, "for_s": 9, "times": 1}]},
-            r"ramps\.1\.at_s: .*later",
-        ),
+        ({"ramps": []}, "ramps: unknown key; known keys: duration_s, mean_rate_per_s, spikes"),
     ],
 )
 def test_invalid_synthetic_settings_name_their_field(content, message):
