@@ -69,10 +69,8 @@ def commands(name: str, command: Any) -> Iterator[tuple[str, set[str]]]:
 
 def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
     html = (site / "reference" / "commands.html").read_text(encoding="utf-8")
-    sections = {
-        unescape(part.partition("<a ")[0].partition(">")[2]): unescape(part)
-        for part in html.split("<h2 ")[1:]
-    }
+    parts = re.split(r"<h[2-4] [^>]*><code>([^<]*)</code>", html)
+    sections = {name: unescape(part) for name, part in zip(parts[1::2], parts[2::2], strict=True)}
     found = dict(commands("marsray", typer.main.get_command(build_cli())))
     assert found.keys() == sections.keys()
     assert len(found) > 15

@@ -7,6 +7,7 @@ from typing import Any
 
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.http.app import create_app
+from marsray_docs.schemas import meaning, type_of
 from marsray_docs.tables import code, table, text
 
 _HEAD = """# REST endpoints
@@ -71,49 +72,25 @@ def _is_error(answer: dict[str, Any]) -> bool:
 def _schema_body(schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = [
-        (code(name) + (" (required)" if name in required else ""), _type(each), _meaning(each))
+        (
+            code(name) + (" (required)" if name in required else ""),
+            type_of(each, _link),
+            meaning(each),
+        )
         for name, each in schema.get("properties", {}).items()
     ]
     if rows:
         return table(["field", "type", "meaning"], rows) + "\n"
-    return f"{_type({key: value for key, value in schema.items() if key != 'title'})}\n\n"
-
-
-def _meaning(schema: dict[str, Any]) -> str:
-    return text(schema.get("description"))
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """Return the type of a value, with links to the schemas it names."""
-    if "$ref" in schema:
-        return _link(schema["$ref"])
-    for key in ("anyOf", "oneOf", "allOf"):
-        if key in schema:
-            return " or ".join(dict.fromkeys(_type(each) for each in schema[key]))
-    if "const" in schema:
-        return code(repr(schema["const"]))
-    if "enum" in schema:
-        return ", ".join(code(value) for value in schema["enum"])
-    kind = schema.get("type", "any")
-    if kind == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return str(kind) + _bounds(schema)
-
-
-def _bounds(schema: dict[str, Any]) -> str:
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:,}" for key, sign in signs.items() if key in schema]
-    return f" {', '.join(bounds)}" if bounds else ""
+    return f"{type_of(schema, _link)}\n\n"
 
 
 def _content(content: dict[str, Any]) -> str:
     return "; ".join(
-        f"{code(kind)}: {_type(each.get('schema', {}))}" for kind, each in content.items()
+        f"{code(kind)}: {type_of(each.get('schema', {}), _link)}" for kind, each in content.items()
     )
 
 
-def _link(reference: str) -> str:
-    name = reference.rsplit("/", 1)[-1]
+def _link(name: str) -> str:
     return f"[{name}](#{name.lower()})"
 
 

@@ -59,10 +59,7 @@ class TierSettings(Settings):
 
 
 class AutoscalingSettings(OuterSettings):
-    """Scaling of replicas and live τ with the load; `OuterSettings` has most of the fields.
-
-    The floors in ``tiers`` apply as well.
-    """
+    """Scaling of replicas and live τ with the load; the floors in ``tiers`` apply as well."""
 
     max_replicas: int = Field(ge=1)
     """Largest number of replicas."""
