@@ -19,5 +19,5 @@ interrupt and 143 after SIGTERM; an error is one line on stderr.
 def page() -> str:
     """Return the page as Markdown."""
     root = typer.main.get_command(build_cli())
-    context = root.make_context("marsray", [], resilient_parsing=True)
+    context = typer.Context(root, info_name="marsray", resilient_parsing=True)
     return _HEAD + get_docs_for_click(obj=root, ctx=context, indent=1, name="marsray")
