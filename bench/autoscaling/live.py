@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import httpx
 import yaml
+from bench.autoscaling import paced_engine
 from bench.autoscaling.watch import Watched, read_watched, watching
 from bench.servers import SERVE, own_ray_cluster, running
 
@@ -107,7 +108,6 @@ class Bench:
             "mode": contender.mode,
             "confidence_threshold": contender.threshold,
             "engine": {"max_num_seqs": cluster.max_num_seqs, "num_pages": 512},
-            "rehearsal": {"cold_start_s": cluster.cold_start_s},
             "autoscaling": autoscaling,
         }
 
@@ -144,6 +144,8 @@ class Run:
     """Requests in the order of sending."""
     began_s: float
     """Unix time at which the load began, accurate to some tenths of a second."""
+    is_too_slow: bool
+    """Whether this machine was too slow for the pace, so that the run does not count."""
     watched: Watched
 
 
@@ -207,12 +209,17 @@ def run(
     write_trace(file, trace)
     with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as directory:
         environment = own_ray_cluster(directory)
+        environment |= paced_engine.environment(bench.cluster.cold_start_s)
         command = [*SERVE, str(config)]
         with running(command, f"{url}/ready", bench.log, environment) as server:
             _warm_up(url, bench)
             with watching(server.pid, environment, url, NAME, watch):
                 load, requests, began_s = _load(bench, url, file, work)
-    return Run(contender.name, number, load, requests, began_s, read_watched(watch))
+        is_too_slow = any(
+            paced_engine.NOT_VALID in log.read_text(encoding="utf-8", errors="replace")
+            for log in Path(directory).rglob("worker-*.err")
+        )
+    return Run(contender.name, number, load, requests, began_s, is_too_slow, read_watched(watch))
 
 
 def _conversations(data: Path, most: int) -> list[Conversation]:

@@ -21,19 +21,15 @@ from typing import Any
 import httpx
 import psutil
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from mars_platform.cluster.ray_private import clusters_on_loopback
 
 _PERIOD_S = 1.0
-_METRICS_EVERY = 5
-"""Number of looks between two reads of the metrics, which cost the server far more."""
 _DECISIONS_EVERY = 60
 """Number of looks between two reads of the decisions; the server keeps the latest hundred."""
 _STOP_S = 60.0
 _BEGUN = "begun"
-_COMPUTE_SHARE = "marsray_rehearsal_compute_ratio"
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,6 @@ class Watched:
     """Everything that was seen of a server."""
 
     seen: list[Seen]
-    compute_shares: list[tuple[float, float]]
-    """Unix time, and the largest share of its latest minute that a replica really computed."""
     decisions: list[dict[str, Any]]
     """Records of ``/admin/autoscaler``, oldest first; empty unless the policy is the joint one."""
 
@@ -117,8 +111,7 @@ def read_watched(file: Path) -> Watched:
     """Read the file of a finished watch."""
     content = json.loads(file.read_text(encoding="utf-8"))
     seen = [Seen(**each) for each in content["seen"]]
-    shares = [(time_s, share) for time_s, share in content["compute_shares"]]
-    return Watched(seen, shares, content["decisions"])
+    return Watched(seen, content["decisions"])
 
 
 def _watch(address: str, url: str, model: str, file: Path) -> None:
@@ -128,7 +121,7 @@ def _watch(address: str, url: str, model: str, file: Path) -> None:
     ):  # where the server's cluster listens; Ray would replace the address
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # replaces Ray's handler
-    seen, shares = [_look()], list[tuple[float, float]]()
+    seen = [_look()]
     decisions = dict[float, dict[str, Any]]()
     print(_BEGUN, flush=True)
     number, due = 0, time.monotonic()
@@ -136,13 +129,11 @@ def _watch(address: str, url: str, model: str, file: Path) -> None:
         while not stop.wait(max(0.0, due - time.monotonic())):
             seen.append(_look())
             with suppress(httpx.HTTPError):  # a server under load may answer too late
-                if number % _METRICS_EVERY == 0:
-                    shares += _compute_share(client)
                 if number % _DECISIONS_EVERY == 0:
                     decisions |= _decisions(client, model)
             number, due = number + 1, max(due + _PERIOD_S, time.monotonic())
         decisions |= _decisions(client, model)
-    watched = Watched(seen, shares, list(decisions.values()))
+    watched = Watched(seen, list(decisions.values()))
     file.write_text(json.dumps(asdict(watched)), encoding="utf-8")
     ray.shutdown()
 
@@ -158,18 +149,6 @@ def _look() -> Seen:
     ready = sum(count for state, count in states if state == "RUNNING")
     stopping = sum(count for state, count in states if state == "STOPPING")
     return Seen(time.time(), ready, sum(count for _, count in states) - ready - stopping, stopping)
-
-
-def _compute_share(client: httpx.Client) -> list[tuple[float, float]]:
-    """Return the share of the replica that computes most; an empty list before the first step."""
-    text = client.get("/metrics").raise_for_status().text
-    shares = [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == _COMPUTE_SHARE
-    ]
-    return [(time.time(), max(shares))] if shares else []
 
 
 def _decisions(client: httpx.Client, model: str) -> dict[float, dict[str, Any]]:

@@ -73,21 +73,6 @@ class Picture:
     """The JSON object that dashboards get; see `mars_serve.control.board`."""
 
 
-@dataclass(frozen=True)
-class Burst:
-    """A bounded load that is sent to a rehearsal."""
-
-    requests_per_s: float
-    seconds: float
-    began_s: float
-    """Time of the first request in seconds since 1970."""
-
-    @property
-    def ends_s(self) -> float:
-        """Time of the last request in seconds since 1970."""
-        return self.began_s + self.seconds
-
-
 class Backend(Protocol):
     """The replicas of one model."""
 
@@ -121,9 +106,6 @@ class Backend(Protocol):
 
     async def picture(self, since_s: int | None) -> Picture:
         """Return what was added to the dashboard's picture since a time; all of it if None."""
-
-    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
-        """Note that a burst begins; if one still runs, return its model and itself instead."""
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,6 @@ def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
-class RehearsalSettings(Settings):
-    """Paces a model's steps to the times in its checkpoint's ``frontier.json``.
-
-    Scaling can then be rehearsed on a machine that is too small for it. Outputs stay the same.
-    """
-
-    cold_start_s: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Shortest start of a replica, in seconds."""
-
-
 class AuditSettings(Settings):
     """The audit of what was served with several tokens a pass.
 
@@ -114,8 +104,6 @@ class ModelSettings(Settings):
     """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
     in."""
     engine: EngineSettings = EngineSettings()
-    rehearsal: RehearsalSettings | None = None
-    """Runs the model at the speed of the hardware that its frontier was measured on."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:

@@ -16,7 +16,7 @@ from statistics import fmean
 
 from mars_autoscale.policy.outer_loop import OuterLoop
 from mars_platform.tier import Tier
-from mars_serve.config.served import Burst, Picture, PublishedThreshold
+from mars_serve.config.served import Picture, PublishedThreshold
 from mars_serve.control.history import COLUMNS, History
 from mars_serve.control.members import Members, Sums
 from mars_serve.control.quantiles import Window
@@ -52,8 +52,6 @@ class Board:
 
     def __init__(self) -> None:
         self.members = Members()
-        self.burst: Burst | None = None
-        """The latest burst."""
         self._history = History()
         self._events = deque[Event](maxlen=NUM_EVENTS)
         self._chart = Window(_CHART_S, FIRST_TOKEN_BOUNDS_S), Window(_CHART_S, TOKEN_GAP_BOUNDS_S)
@@ -102,7 +100,7 @@ class Board:
         """Return the rows and events after a time, or all, and the state at the latest row."""
         last_s = self._history.last_s or 0
         if self._state[0] != last_s:
-            state = state_of(self.members, loop, published, self.burst, last_s + 1.0)
+            state = state_of(self.members, loop, published, last_s + 1.0)
             state["minute"] = self._minute()
             state["ended"], state["rejected"] = map(dict, self._totals)
             self._state = last_s, json.dumps(state, separators=(",", ":"))

@@ -27,7 +27,7 @@ from mars_autoscale.policy.outer_loop import (
     SavedState,
 )
 from mars_autoscale.policy.reports import LoadReport
-from mars_serve.config.served import Burst, Explanation, Picture, PublishedThreshold
+from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.control.board import Board
 from mars_serve.observability.figures import IngressFigures, ReplicaFigures
 
@@ -167,17 +167,6 @@ class Governor:
         board = self._board(model)
         self._advance(model, board)
         return board.picture(since_s, self._loops.get(model), self._published.get(model))
-
-    async def begin_burst(
-        self, model: str, requests_per_s: float, seconds: float
-    ) -> tuple[str, Burst] | None:
-        """Note that a burst begins now; if one still runs, return its model and leave it so."""
-        now_s = time.time()
-        for name, board in self._boards.items():
-            if board.burst is not None and board.burst.began_s <= now_s < board.burst.ends_s:
-                return name, board.burst
-        self._board(model).burst = Burst(requests_per_s, seconds, now_s)
-        return None
 
     async def metrics(self, model: str) -> str:
         """Return the metrics of a model's autoscaling in Prometheus' text format."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 from mars_autoscale.policy import budget
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_platform.tier import Tier
-from mars_serve.config.served import Burst, PublishedThreshold
+from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.members import SILENT_S, Heard, Members
 from mars_serve.control.words import BY_HAND, CAUSES, decision_words, mode_words
 from mars_serve.observability.figures import ReplicaFigures, ReplicaState
@@ -23,7 +22,6 @@ def state_of(
     members: Members,
     loop: OuterLoop | None,
     published: PublishedThreshold | None,
-    burst: Burst | None,
     now_s: float,
 ) -> dict[str, Any]:
     """Return everything that a dashboard shows beside rows and events, as JSON values."""
@@ -39,7 +37,6 @@ def state_of(
         "budget": _budget(loop),
         "audit": _audit(loop),
         "frontier": _frontier(basis, members.serving()),
-        "burst": None if burst is None else {**asdict(burst), "ends_s": burst.ends_s},
     }
 
 
@@ -73,7 +70,6 @@ def _replica(each: Heard, now_s: float, is_pinned: bool) -> dict[str, Any]:
         "mode": mode_words(live),
         "cause": BY_HAND if is_pinned else CAUSES[figures.cause],
         "kv_share": 1 - figures.num_free_pages / num_pages if num_pages else None,
-        "compute_share": figures.compute_share,
     }
 
 

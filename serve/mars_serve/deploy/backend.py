@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 from mars_platform.cluster.ray_private import answers_of_replicas
 from mars_platform.tier import Tier
 from mars_serve.config.served import (
-    Burst,
     Explanation,
     Picture,
     PublishedThreshold,
@@ -146,13 +145,6 @@ class ReplicaBackend:
     async def picture(self, since_s: int | None) -> Picture:
         """Return what the governor has added to the dashboard's picture since a time."""
         found: Picture = await self._govern("picture", self._model, since_s)
-        return found
-
-    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
-        """Note that a burst begins; if one still runs, return its model and itself instead."""
-        found: tuple[str, Burst] | None = await self._govern(
-            "begin_burst", self._model, requests_per_s, seconds
-        )
         return found
 
     def waiting_by_tier(self) -> Counter[Tier]:

@@ -13,7 +13,6 @@ from mars_platform.checkpoint.adapter.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
-from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
@@ -63,7 +62,6 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         draw_accepted: Callable[[Request, int], int] | None = None,
-        pacer: Pacer | None = None,
         live: LiveDecoding = _DEFAULT,
         attention_of: Callable[..., Attention] = choose_attention,
     ) -> None:
@@ -77,7 +75,6 @@ class Engine:
             device: device of the model and the KV cache.
             draw_accepted: function from a request and the number of its proposals to the number
                 that is accepted, in place of the acceptance rules; for timing untrained weights.
-            pacer: holds each step back to another machine's time.
             live: initial value of the attribute of that name.
             attention_of: chooses the attention backend; see `choose_attention`.
 
@@ -97,7 +94,7 @@ class Engine:
         self._vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, self._vocabulary)
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
-        self._pacer, max_drafts = pacer, self._drafting.max_drafts
+        max_drafts = self._drafting.max_drafts
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -143,8 +140,7 @@ class Engine:
         self._isolation = FaultIsolation(self._runner, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
-        # a pacer sleeps, which is no time of the thread
-        self._clock = time.perf_counter if pacer else clock_of(weights.device.type)
+        self._clock = clock_of(weights.device.type)
         self._finished_at: float | None = None  # time of the last step's end; None while idle
 
     @property
@@ -176,25 +172,19 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_out_of_memory=self._isolation.budget.num_out_of_memory,
             **vars(self._counts),
-            compute_share=self._pacer.compute_share if self._pacer else None,
         )
 
     # Warming up
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
-        """Run steps of the sizes to come, and adapt windows to their times or to the pacer's.
+        """Run steps of the sizes to come, and adapt windows to their times, which are returned.
 
         Args:
             on_progress: called with the number of steps that have run and the number of all.
-
-        Returns:
-            The times that hold here, to which windows adapt unless there is a pacer.
         """
         times = self.measure_step_times(
             masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress
         )
-        if self._pacer is not None:
-            times = self._pacer.times
         self.adapt_windows(times)
         return times
 
@@ -298,8 +288,6 @@ class Engine:
         On a GPU this returns while the step runs. Until `finish_step`, requests may be added but
         not cancelled.
         """
-        if self._pacer is not None:
-            self._pacer.begin(follows=self._finished_at is not None)
         self._take_live()
         self._end_overdue()
         if self._num_audits:
@@ -330,8 +318,6 @@ class Engine:
             return outputs
         self._runner.foresee(step.rows)  # a GPU still runs the step
         results = self._isolation.wait(step)
-        if self._pacer is not None:
-            self._pacer.finish(step.rows)
         self._note_time(step.rows)
         outputs += self._commit(step.rows, results)
         self._counts.num_forward_passes += any(not row.request.is_audit for row in step.rows)
@@ -386,10 +372,8 @@ class Engine:
 
     def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
         now = self._clock()
-        # A pacer adds prompts to a step's time at another rate than that of the table.
-        is_usable = self._pacer is None or not self._pacer.load(rows).prompt_tokens
         self._audit_room.observe(rows)
-        if self._chooser is not None and self._finished_at is not None and is_usable:
+        if self._chooser is not None and self._finished_at is not None:
             positions = sum(row.num_positions for row in rows)
             cached_tokens = sum(row.request.num_cached for row in rows)
             has_masks = any(row.num_masks for row in rows)

@@ -96,6 +96,3 @@ class EngineStatus:
     """Number of steps that ran out of the device's memory and were run again in parts."""
     num_row_passes: int = 0
     """Number of rows, over all steps, that gave their request a token."""
-    compute_share: float | None = None
-    """Real over paced seconds of the last minute's steps; None before the first step or without
-    pacing."""

@@ -14,7 +14,6 @@ from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
-from mars_serve.http.endpoints.dashboard.burst import burst_router
 from mars_serve.http.endpoints.dashboard.events import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
@@ -63,7 +62,6 @@ def create_app(
     app.include_router(information_router(models))
     app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
-    app.include_router(burst_router(models))
     app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
     threads = TextThreads()

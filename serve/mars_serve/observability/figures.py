@@ -65,8 +65,6 @@ class ReplicaFigures:
     num_pages: int = 0
     num_free_pages: int = 0
     counts: ReplicaCounts = ReplicaCounts()
-    compute_share: float | None = None
-    """Share of paced step times that steps really take; None without pacing."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,6 @@ _THRESHOLD = MetricDefinition(
     "marsray_confidence_threshold",
     "Threshold of requests of tier default that name none, before their floors.",
 )
-_COMPUTE_RATIO = MetricDefinition(
-    "marsray_rehearsal_compute_ratio",
-    "Share of a rehearsal's stretched step times that the steps really take, over the last minute "
-    "of steps; above 0.5 the rehearsal is not valid on this machine.",
-)
 _OVERDUE = MetricDefinition(
     "marsray_engine_overdue",
     "1 while the engine shows no sign of life, so that it gets no further requests, else 0.",
@@ -131,7 +126,6 @@ class ReplicaTelemetry(Collector):
             num_pages=status.num_pages,
             num_free_pages=status.num_free_pages,
             counts=self._counts(status),
-            compute_share=status.compute_share,
         )
 
     def _counts(self, status: EngineStatus) -> ReplicaCounts:
@@ -148,9 +142,7 @@ class ReplicaTelemetry(Collector):
         )
 
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
-        share = status.compute_share
         return [
-            *([] if share is None else [(_COMPUTE_RATIO, share)]),
             (_RUNNING, status.num_running),
             (_WAITING, status.num_waiting),
             (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),

@@ -27,7 +27,7 @@ def autoscaling_basis(
 
     A frontier that is refused is logged as an error; only τ = 1 remains, with the step times that
     the engine has measured. A frontier of other hardware or another number type is used and logged
-    as a warning, except in a rehearsal, which is meant to use one.
+    as a warning.
 
     Args:
         settings: the model's settings.
@@ -74,7 +74,7 @@ def _mismatch(frontier: Frontier, settings: ModelSettings, engine: Engine) -> st
         hardware_name("cuda" if settings.num_gpus else "cpu"),
         str(engine.dtype).removeprefix("torch."),
     )
-    if settings.rehearsal is not None or measured == here:
+    if measured == here:
         return None
     mismatch = f"measured on {' in '.join(measured)}; the replica runs on {' in '.join(here)}"
     _log.warning(

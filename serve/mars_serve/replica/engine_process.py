@@ -7,8 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,9 +58,8 @@ class _Process:
 def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK) -> EngineLoop:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
-    From then on a thread watches the engine, and ends it if a step hangs. In a rehearsal, wait
-    until the configured cold start is over, too. The process ends when this one does, however that
-    happens.
+    From then on a thread watches the engine, and ends it if a step hangs. The process ends when
+    this one does, however that happens.
 
     Args:
         settings: the model's settings.
@@ -73,7 +70,6 @@ def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPB
         UserError: the model cannot be loaded.
         EngineDied: the process ended before it was ready.
     """
-    started_s = time.monotonic()
     ours, theirs = socket.socketpair()
     memory = Pulse.create()
     pulse = Pulse(memory)
@@ -99,34 +95,4 @@ def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPB
     assert loop.step_times is not None
     reader = PulseReader(pulse, loop.step_times.at, settings.engine.step_timeout_s)
     watch(reader, loop, worker.kill)
-    if settings.rehearsal is not None:
-        wait_out(settings.rehearsal.cold_start_s, started_s)
     return loop
-
-
-def wait_out(
-    cold_start_s: float,
-    started_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Wait until a cold start has lasted its configured time; return at once if it has already.
-
-    Args:
-        cold_start_s: seconds that the cold start lasts.
-        started_s: time at which it began, by ``clock``.
-        clock: returns the time in seconds.
-        sleep: waits for a number of seconds.
-    """
-    left_s = started_s + cold_start_s - clock()
-    if left_s <= 0:
-        return
-    _log.warning(
-        "rehearsal: ready, but held back for %.1f s, until %g s have gone into a cold start",
-        left_s,
-        cold_start_s,
-    )
-    while left_s > 0:
-        sleep(left_s)
-        left_s = started_s + cold_start_s - clock()

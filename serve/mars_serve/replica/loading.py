@@ -9,13 +9,11 @@ from importlib import import_module
 
 import torch
 
-from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier
 from mars_platform.checkpoint.adapter.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.adaptive.pacing import Pacer
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check
 
@@ -28,8 +26,7 @@ def load_engine(settings: ModelSettings) -> Engine:
     A replica with a part of a GPU allocates no more than that part of its memory.
 
     Raises:
-        UserError: the checkpoint cannot be read or served, the device's memory does not hold it, or
-            a rehearsal has no frontier.
+        UserError: the checkpoint cannot be read or served, or the device's memory does not hold it.
     """
     if settings.num_gpus:
         torch.cuda.set_per_process_memory_fraction(settings.num_gpus)
@@ -67,23 +64,7 @@ def _load(settings: ModelSettings) -> Engine:
     checkpoint = read_model(settings.path, settings.adapter)
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
-    pacer = _pacer(checkpoint) if settings.rehearsal else None
-    return Engine(checkpoint, settings.engine, dtype=dtype, device=device, pacer=pacer)
-
-
-def _pacer(checkpoint: Checkpoint) -> Pacer:
-    """Make the pacer that stretches steps to the times in the model's frontier."""
-    try:
-        frontier = read_frontier(checkpoint.own_path)
-    except UserError as error:
-        raise UserError(f"rehearsal: {error}") from error
-    _log.warning(
-        "rehearsal: every step is slowed down to the times in %s, measured on %s; this server's "
-        "speed is not this machine's",
-        checkpoint.own_path / FRONTIER_FILE,
-        frontier.hardware,
-    )
-    return Pacer(frontier, checkpoint.metadata.block_size if checkpoint.metadata else 0)
+    return Engine(checkpoint, settings.engine, dtype=dtype, device=device)
 
 
 def load_checker(name: str | None) -> Callable[[str, str], bool | None] | None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import ray
+from bench.autoscaling import paced_engine
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from rich.console import Console
@@ -82,13 +83,15 @@ def server(trained, tmp_path_factory):
             "floor_threshold": FLOOR,
             "objective_ttft_s": 60,
         },
-        "rehearsal": {"cold_start_s": 5},
     }
     content = {"models": [model], "port": free_port(), "drain_s": 5, "proxy": {"kind": "python"}}
     settings = build_settings(content, ServeSettings, source="test")
-    with (work / "log").open("w") as log, serving(settings, Console(file=log)):
-        serve.run(Other.bind(), name="other", route_prefix="/other")
-        yield f"http://127.0.0.1:{settings.port}"
+    with pytest.MonkeyPatch.context() as patch, (work / "log").open("w") as log:
+        for name, value in paced_engine.environment(cold_start_s=5).items():
+            patch.setenv(name, value)
+        with serving(settings, Console(file=log)):
+            serve.run(Other.bind(), name="other", route_prefix="/other")
+            yield f"http://127.0.0.1:{settings.port}"
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import (
     Backend,
-    Burst,
     Explanation,
     Picture,
     PublishedThreshold,
@@ -81,9 +80,6 @@ class LoopBackend:
         await self.governor.observe("model", self._replica.figures("127.0.0.1", decision))
         return await self.governor.picture("model", since_s)
 
-    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
-        return await self.governor.begin_burst("model", requests_per_s, seconds)
-
 
 class BrokenBackend:
     """A backend that gives some tokens, and then fails."""
@@ -119,9 +115,6 @@ class BrokenBackend:
         return []
 
     async def picture(self, since_s: int | None) -> Picture:
-        raise self.error
-
-    async def begin_burst(self, requests_per_s: float, seconds: float) -> tuple[str, Burst] | None:
         raise self.error
 
 

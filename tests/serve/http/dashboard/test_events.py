@@ -15,7 +15,6 @@ from rest.api_keys import bearer, key_entry
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
 EVENTS = "/admin/dashboard/events"
-ORDER = {"model": "mars", "requests_per_s": 50, "seconds": 1, "max_tokens": 2}
 ENTRIES = [key_entry("admin", admin=True), key_entry("user")]
 
 
@@ -46,11 +45,6 @@ def model(mars, backend):
     return served("mars", mars, backend)
 
 
-@pytest.fixture
-def paced(mars, backend):
-    return served("mars", mars, backend, rehearsal={})
-
-
 def content(event: bytes) -> dict[str, Any]:
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
@@ -70,7 +64,6 @@ async def events_of(app, number, path=EVENTS, headers=(), **fields) -> list[dict
 
 async def test_the_first_event_holds_everything_and_the_next_what_is_new(model):
     first, second, third = await events_of(app_of(model), 3)
-    assert first["about"]["models"]["mars"]["is_paced"] is False
     assert first["about"]["models"]["mars"]["has_threshold"] is True
     assert first["models"]["mars"]["columns"][0] == "time_s"
     for event in (second, third):
@@ -143,32 +136,23 @@ async def test_an_invalid_time_is_refused(model, since):
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("user", 403)])
-@pytest.mark.parametrize(("method", "path"), [("GET", EVENTS), ("POST", "/admin/burst")])
-async def test_only_an_administrator_may_watch_or_send(paced, key, status, method, path):
-    async with client_of(app_of(paced, keys={"entries": ENTRIES}), headers=bearer(key)) as client:
-        response = await client.request(method, path, json=ORDER)
-        client.error_of(response, status, None)
+async def test_only_an_administrator_may_watch(model, key, status):
+    async with client_of(app_of(model, keys={"entries": ENTRIES}), headers=bearer(key)) as client:
+        client.error_of(await client.get(EVENTS), status, None)
 
 
-async def test_an_administrators_key_watches(paced):
-    app = app_of(paced, keys={"entries": ENTRIES})
+async def test_an_administrators_key_watches(model):
+    app = app_of(model, keys={"entries": ENTRIES})
     assert len(await events_of(app, 1, headers=bearer("admin"))) == 1
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.7:8000", "@"])
-@pytest.mark.parametrize("path", [EVENTS, "/dashboard", "/admin/burst"])
-async def test_without_keys_only_a_loopback_host_reaches_anything(paced, host, path):
-    method = "POST" if path == "/admin/burst" else "GET"
-    start, *_ = await asgi.call(app_of(paced), method, path, {"Host": host})
+@pytest.mark.parametrize("path", [EVENTS, "/dashboard"])
+async def test_without_keys_only_a_loopback_host_reaches_anything(model, host, path):
+    start, *_ = await asgi.call(app_of(model), "GET", path, {"Host": host})
     assert start["status"] == 403
 
 
-async def test_a_page_of_another_origin_sends_no_burst(paced):
-    headers = {"Host": "localhost", "Origin": "https://evil.example"}
-    start, *_ = await asgi.call(app_of(paced), "POST", "/admin/burst", headers)
-    assert start["status"] == 403
-
-
-async def test_a_keyless_server_for_others_has_no_administrators(paced):
-    async with client_of(app_of(paced, host="0.0.0.0", insecure=True)) as client:  # noqa: S104 - not bound
+async def test_a_keyless_server_for_others_has_no_administrators(model):
+    async with client_of(app_of(model, host="0.0.0.0", insecure=True)) as client:  # noqa: S104 - not bound
         client.error_of(await client.get(EVENTS), 403, None)

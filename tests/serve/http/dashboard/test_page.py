@@ -52,10 +52,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(mars, loops) -> Iterator[Any]:
-    """A server of a paced, autoscaled model and of a plain one that is neither."""
-    scaled = served(
-        "scaled", mars, ScaledBackend(loops["mars"]), rehearsal={}, autoscaling=AUTOSCALING
-    )
+    """A server of an autoscaled model and of a plain one that is not."""
+    scaled = served("scaled", mars, ScaledBackend(loops["mars"]), autoscaling=AUTOSCALING)
     fixed = served("fixed", loops["plain"].engine.checkpoint, LoopBackend(loops["plain"]))
     with live_server(app_of(scaled, fixed)) as server:
         yield server
@@ -102,19 +100,7 @@ def test_what_a_model_lacks_is_explained(page, server):
     page.get_by_label("Model").select_option("fixed")
     page.get_by_text("There is no loss budget, audit or frontier to show.").wait_for()
     page.get_by_text("has no mars.json").first.wait_for()
-    page.get_by_text("only paced models take one").wait_for()
     assert not page.locator("#charts .card", has_text="mean over ready replicas").is_visible()
-    assert not page.get_by_role("button", name="Send a burst").is_visible()
-
-
-def test_a_burst_is_sent_and_a_second_one_waits(page, server):
-    page.goto(f"{server.address}/dashboard")
-    page.get_by_label("Requests per second").fill("3")
-    page.get_by_label("Seconds", exact=True).fill("2")
-    button = page.get_by_role("button", name="Send a burst")
-    button.click()
-    page.get_by_text("3 requests are sent each second").wait_for()
-    assert button.is_disabled()
 
 
 def test_it_says_when_the_server_is_away_and_comes_back_by_itself(page, mars, loops):

@@ -1,1 +1,1 @@
-"""The endpoints behind the live dashboard: its stream of figures, and bursts."""
+"""The endpoints behind the live dashboard: its stream of figures."""

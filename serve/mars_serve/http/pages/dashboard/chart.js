@@ -37,9 +37,9 @@ export class LineChart {
     this.plot.addEventListener("blur", () => this.moveTo(null));
   }
 
-  /** Draws the rows of a model between two times; `bands` are [from, to] to be shaded. */
-  update(model, from, to, bands = []) {
-    this.data = { model, from, to, bands };
+  /** Draws the rows of a model between two times. */
+  update(model, from, to) {
+    this.data = { model, from, to };
     this.draw();
   }
 
@@ -64,7 +64,7 @@ export class LineChart {
   }
 
   draw() {
-    const { model, from, to, bands } = this.data;
+    const { model, from, to } = this.data;
     const width = Math.max(this.plot.clientWidth, 240);
     const rows = model.rows.filter((row) => row[0] >= from && row[0] <= to);
     const lines = this.series.map((each) => points(model, rows, each));
@@ -80,7 +80,6 @@ export class LineChart {
       svg(
         "svg",
         { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, "aria-hidden": "true" },
-        ...bands.map(([begin, end]) => band(x(Math.max(begin, from)), x(Math.min(end, to)))),
         ...this.rungs(low, high, step, y, width),
         ...hours(from, to, x),
         ...lines.map((line, index) => path(line, this.series[index], x, y)).reverse(),
@@ -161,11 +160,6 @@ function path(line, series, x, y) {
     text += `${isNew ? "M" : "L"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`;
   });
   return svg("path", { class: `line s${series.style}`, d: text || "M0 0" });
-}
-
-function band(from, to) {
-  if (to <= from) return null;
-  return svg("rect", { class: "band", x: from, y: TOP, width: to - from, height: HEIGHT - TOP - BOTTOM });
 }
 
 function hours(from, to, x) {

@@ -4,7 +4,6 @@ import { key, onKey } from "../common/api.js";
 import "../common/connection.js";
 import { $, h } from "../common/dom.js";
 import { askForKey, noteKeyTaken } from "../common/keybox.js";
-import { BurstCard } from "./burst.js";
 import { LineChart } from "./chart.js";
 import { Feed } from "./feed.js";
 import { clock, count, percent, plain, rate, seconds } from "./format.js";
@@ -106,7 +105,6 @@ const budget = new LineChart({
   ],
 });
 const frontier = new FrontierChart();
-const burst = new BurstCard();
 const decision = new DecisionCard();
 const ends = new EndsCard();
 const cards = [new EventsCard(), new ReplicasCard()];
@@ -114,7 +112,7 @@ const why = h("p", { class: "card hint" });
 
 const placed = [...charts.slice(0, -1), frontier, charts.at(-1), budget]; // the frontier takes two rows
 $("#charts").append(...placed.map((each) => each.element), why);
-$("#now").append(decision.element, burst.element, ends.element);
+$("#now").append(decision.element, ends.element);
 $("#lists").append(...cards.map((each) => each.element));
 
 const TILES = [
@@ -204,20 +202,17 @@ function show() {
   if (!chosen.state) return;
   TILES.forEach((draw) => draw());
   const to = Math.floor(feed.nowS);
-  const { burst: sent } = chosen.state;
-  const bands = sent && sent.ends_s > to - spanS ? [[sent.began_s, Math.min(sent.ends_s, to)]] : [];
   const reason = whyNotGoverned(chosen);
-  for (const chart of charts) chart.update(chosen, to - spanS, to, bands);
+  for (const chart of charts) chart.update(chosen, to - spanS, to);
   charts[0].element.hidden = !chosen.about.has_threshold; // a plain AR model has no τ
   for (const each of [budget, frontier]) each.element.hidden = Boolean(reason);
   if (!reason) {
-    budget.update(chosen, to - spanS, to, bands);
+    budget.update(chosen, to - spanS, to);
     frontier.update(chosen.state.frontier);
   }
   why.hidden = !reason;
   why.textContent = `There is no loss budget, audit or frontier to show. ${reason}`;
   decision.update(chosen);
-  burst.update(chosen, feed.nowS);
   for (const card of [ends, ...cards]) card.update(chosen);
 }
 
