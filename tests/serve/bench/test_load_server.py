@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,57 +29,16 @@ from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 from mars_serve.bench.load.run import LoadTest, run_load
 from mars_serve.bench.options import LoadOptions
-from mars_serve.config.served import (
-    Backend,
-    Explanation,
-    PublishedThreshold,
-    ReplicaReport,
-    ServedModel,
-)
-from mars_serve.config.settings import ModelSettings, ServeSettings
+from mars_serve.config.served import Backend, Explanation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from mars_serve.engine.settings import EngineSettings
-from mars_serve.http.app import create_app
+from rest.rest_server import ENGINE, LoopBackend, app_of, served
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
-ENGINE = EngineSettings(page_size=8, num_pages=256, max_num_seqs=4, max_num_batched_tokens=65)
 KEY = "a key of this test alone"
-
-
-class LoopBackend:
-    """A backend over an engine in this process; its only replica decodes with τ = 0.5."""
-
-    def __init__(self, loop: LocalLoop) -> None:
-        self.loop = loop
-
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        async with aclosing(self.loop.stream(request)) as outputs:
-            async for output in outputs:
-                yield output
-
-    async def complete(self, request: Request) -> list[StepOutput]:
-        return [output async for output in self.stream(request)]
-
-    async def replicas(self) -> list[ReplicaReport]:
-        return [
-            ReplicaReport("only", self.loop.status(), PublishedThreshold(0, 0.5), is_overdue=False)
-        ]
-
-    async def live_threshold(self) -> PublishedThreshold:
-        return PublishedThreshold(0, 0.5)
-
-    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
-        raise AssertionError("a load test changes nothing")
-
-    async def autoscaler(self) -> Explanation | None:
-        return None
-
-    async def metrics(self) -> list[str]:
-        return []
 
 
 class SayingBackend(LoopBackend):
@@ -161,14 +120,8 @@ def serving(
     mars: Checkpoint, backend: Backend, *, is_governed: bool = False, **settings: Any
 ) -> Iterator[str]:
     """Serve over real HTTP and yield the address."""
-    entry = ModelSettings(
-        name="mars",
-        path=str(mars.path),
-        engine=ENGINE,
-        autoscaling={"max_replicas": 3} if is_governed else None,
-    )
-    models = {"mars": ServedModel(entry, mars, backend, 0)}
-    app = create_app(models, ServeSettings(models=[entry], **settings))
+    autoscaling = {"max_replicas": 3} if is_governed else None
+    app = app_of(served("mars", mars, backend, autoscaling=autoscaling), **settings)
     config = uvicorn.Config(
         app, port=0, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
     )
@@ -224,7 +177,7 @@ def test_a_trace_is_replayed_and_measured(
     assert found["duration_s"] >= 9.5 / 20
     samples = found["samples"]
     assert sum(sample["requests_per_s"] for sample in samples) == 20
-    assert (samples[0]["live_threshold"], samples[0]["num_replicas"]) == (0.5, 1)
+    assert (samples[0]["live_threshold"], samples[0]["num_replicas"]) == (0.95, 1)
     assert samples[-1]["in_flight"] == 0
 
 
