@@ -89,9 +89,9 @@ def test_chances_multiply_to_the_distribution() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"--acceptance: .*acceptance.json cannot be read"),
-        ("{", "--acceptance: .* not valid JSON"),
-        ("[1]", "--acceptance: .* must hold an object"),
+        (None, r"acceptance.json: cannot be read .* --acceptance"),
+        ("{", "cannot be read as JSON .* --acceptance"),
+        ("[1]", "must be an object; name another file with --acceptance"),
         ("{}", "tokens_per_forward: required"),
         ('{"tokens_per_forward": {"0": 1.0}}', "tokens_per_forward: .* at least 1 token"),
         ('{"tokens_per_forward": {"1": 0.5}}', "tokens_per_forward: .* make them add up to 1"),

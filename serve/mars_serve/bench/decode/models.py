@@ -23,8 +23,8 @@ from mars_platform.checkpoint.directory import (
     refuse_unsupported,
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
-from mars_serve.bench.decode.workload import read_json
 
 _UNTRAINED_BLOCK_SIZE = 4
 _QWEN2 = {
@@ -156,7 +156,7 @@ def _config(name: str) -> PreTrainedConfig:
         raise UserError(
             f"--untrained: {name} is neither a config.json nor one of {', '.join(PRESETS)}"
         )
-    content = dict(read_json(Path(name), "--untrained"))
+    content = read_json(Path(name), "name another file with --untrained")
     if "model_type" not in content:
         raise UserError(f"--untrained: {name} has no model_type; add it, 'qwen2' for example")
     try:

@@ -5,19 +5,17 @@ Everything here depends on its seed and arguments alone.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, field_validator
 
-from mars_platform.config import Settings, build_settings
+from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
 from mars_serve.measure.evaluation.items import EvalItem
 
@@ -204,28 +202,7 @@ def read_acceptance(name: str) -> AcceptanceDistribution:
         text = (files("mars_serve.bench.decode") / _PAPER_FILE).read_text(encoding="utf-8")
         return AcceptanceDistribution.model_validate_json(text)
     return build_settings(
-        dict(read_json(Path(name), "--acceptance")), AcceptanceDistribution, source=name
+        read_json(Path(name), "name another file with --acceptance"),
+        AcceptanceDistribution,
+        source=name,
     )
-
-
-def read_json(path: Path, option: str) -> Mapping[str, Any]:
-    """Read a JSON file whose top level is an object.
-
-    Args:
-        path: the file.
-        option: option that named the file, for messages.
-
-    Raises:
-        UserError: the file is missing or malformed, or does not hold an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{option}: {path} cannot be read ({error.strerror}); check the path"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{option}: {path} is not valid JSON ({error}); mend the file") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{option}: {path} must hold an object; see the command's help")
-    return content
