@@ -2,6 +2,7 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,20 @@ from mars_platform.statistics import (
     difference_of_ratios,
     paired_difference,
     proportion,
+    quantile,
     ratio_of_totals,
 )
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
+
+
+@given(
+    st.lists(st.floats(allow_nan=False), min_size=1), st.sampled_from([0.0, 0.5, 0.95, 0.99, 1.0])
+)
+def test_a_quantile_is_the_value_that_numpy_rounds_up_to(values, share):
+    found = quantile(values, share)
+    assert found == np.quantile(values, share, method="higher")
+    assert quantile([], share) is None
 
 
 def test_a_paired_difference_equals_the_value_computed_by_hand():
