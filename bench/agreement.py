@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.report import figure_column, interval, output_console, table_of, write_json
 from mars_platform.errors import UserError

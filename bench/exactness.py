@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode

@@ -16,28 +16,26 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
+from mars_platform.checkpoint.adapter.files import Adapter
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import (
-    MASK_TOKEN,
     METADATA_FILE,
     MarsMetadata,
     check_mask_token,
     read_metadata_of,
 )
+from mars_platform.checkpoint.tokenizer import mask_id, name_mask_token, read_tokenizer
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
-
-    from mars_platform.checkpoint.adapter.files import Adapter
 
 _REMEDY = "copy the checkpoint's file again"
 _UNSUPPORTED_OUTPUT = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -119,25 +117,12 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
         raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
     refuse_unsupported(config, path)
     if metadata is not None:
-        check_mask_token(path, metadata, _token_id(tokenizer, MASK_TOKEN))
+        check_mask_token(path, metadata, mask_id(tokenizer))
     special = _special_tokens(path, tokenizer, metadata, config)
     calibration = None
     if with_calibration and metadata is not None:
         calibration = read_calibration(path, metadata.block_size)
     return Checkpoint(path, config, tokenizer, metadata, special, calibration)
-
-
-def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a checkpoint directory.
-
-    Raises:
-        ValueError: the tokenizer needs code of its own, which is never run.
-    """
-    # left unset, transformers asks on a terminal whether to run the checkpoint's code
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        path, trust_remote_code=False
-    )
-    return tokenizer
 
 
 def load_model(
@@ -214,23 +199,6 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return token_id, grown
 
 
-def name_mask_token(tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:
-    """Add the ``<|mask|>`` token to a tokenizer alone, unless it has it.
-
-    Returns:
-        The token's id, and whether it is new.
-    """
-    present = _token_id(tokenizer, MASK_TOKEN)
-    if present is not None:
-        return present, False
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [MASK_TOKEN]}, replace_extra_special_tokens=False
-    )
-    token_id = _token_id(tokenizer, MASK_TOKEN)
-    assert token_id is not None
-    return token_id, True
-
-
 def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
     """Refuse model families whose forward pass training and decoding do not support.
 
@@ -269,8 +237,3 @@ def _special_tokens(
         banned.add(metadata.mask_token_id)
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
-    found = tokenizer.get_vocab().get(token)
-    return None if found is None else int(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError

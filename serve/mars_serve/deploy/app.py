@@ -44,7 +44,7 @@ class Ingress:
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
         # Torch comes with it, which the process that deploys does without.
-        from mars_platform.checkpoint.adapter.adapted import read_model
+        from mars_platform.checkpoint.adapted import read_model
 
         created, context = int(time.time()), serve.get_replica_context()
         models = [with_dtype(model) for model in settings.models]

@@ -78,7 +78,7 @@ def _look_over_models(settings: ServeSettings, console: Console) -> None:
     for model in settings.models:
         path, metadata = read_metadata_of(model.path)
         if model.adapter is not None:
-            from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+            from mars_platform.checkpoint.adapted import check_fit, read_model
 
             check_fit(read_model(path, model.adapter))  # importing it takes seconds
         elif metadata is None:

@@ -133,7 +133,7 @@ def _refuse_unreadable(settings: ServeSettings) -> None:
     Raises:
         UserError: a model cannot be read, or its reasoning parser does not fit it.
     """
-    from mars_platform.checkpoint.adapter.adapted import read_model  # takes seconds
+    from mars_platform.checkpoint.adapted import read_model  # takes seconds
 
     for model in settings.models:
         find_thinking(model, read_model(model.path, model.adapter))

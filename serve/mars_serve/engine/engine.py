@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.adapter.adapted import load_weights
+from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom

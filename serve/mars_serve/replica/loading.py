@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype

@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+from mars_platform.checkpoint.adapted import check_fit, read_model
 from mars_platform.checkpoint.manifest import describe_all
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe

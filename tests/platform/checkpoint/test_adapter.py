@@ -12,11 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from decoding.adapters import write_adapter
-from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+from mars_platform.checkpoint.adapted import adapt, check_fit, load_weights, read_model
 from mars_platform.checkpoint.adapter.files import (
     WEIGHTS_FILE,
     identify_base,
-    load_adapted,
     read_adapter,
     save_adapter,
 )
@@ -29,13 +28,13 @@ from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSe
 from mars_platform.checkpoint.directory import (
     add_mask_token,
     load_model,
-    name_mask_token,
     read_checkpoint,
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
 from mars_platform.checkpoint.metadata import METADATA_FILE
 from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.tokenizer import name_mask_token
 from mars_platform.errors import UserError
 from mars_platform.method.reference import decode
 from mars_train.recipe import ScratchModel
@@ -79,9 +78,8 @@ def adapter_copy(adapter_path, tmp_path):
 
 
 def adapted(base_path, adapter_path, dtype=torch.float32):
-    base, adapter = read_checkpoint(base_path), read_adapter(adapter_path)
-    checkpoint = adapter.adapt(base)
-    return checkpoint, load_adapted(checkpoint, adapter, dtype=dtype)
+    checkpoint = adapt(read_checkpoint(base_path), read_adapter(adapter_path))
+    return checkpoint, load_weights(checkpoint, dtype=dtype)
 
 
 @torch.inference_mode()
@@ -193,7 +191,10 @@ def test_an_adapter_holds_its_own_weights_only(base_path, adapter_path):
 
 def test_any_rank_and_scale_are_stored(base_path, tmp_path):
     base, model = read_checkpoint(base_path), load_model(base_path)
-    identity, (mask_id, _) = identify_base(base, "base"), name_mask_token(base.tokenizer)
+    identity, (mask_id, _) = (
+        identify_base(base.path, base.tokenizer, "base"),
+        name_mask_token(base.tokenizer),
+    )
     given = AdapterSettings(rank=3, alpha=5, target_modules=["v_proj", "q_proj", "v_proj"])
     attach_adapter(model, given, mask_id)
     metadata = AdapterMetadata(block_size=4, mask_token_id=mask_id, base=identity)

@@ -17,7 +17,7 @@ from conversations import row, write
 from decoding.adapters import write_adapter
 from frontiers import AR, frontier_of
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier, write_frontier
-from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE
 from mars_platform.checkpoint.directory import load_model
 from mars_platform.checkpoint.examples import EXAMPLES_FILE

@@ -13,7 +13,7 @@ import pytest
 
 from decoding.adapters import write_adapter
 from decoding.local_loop import LocalLoop
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from rest.rest_requests import PROMPT
 from rest.rest_server import LoopBackend, app_of, client_of, served
 

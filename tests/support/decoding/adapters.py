@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import adapter_parameters, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
-from mars_platform.checkpoint.directory import load_model, name_mask_token, read_checkpoint
+from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.checkpoint.tokenizer import name_mask_token
 
 
 def with_adapter(
@@ -37,7 +38,7 @@ def with_adapter(
 def write_adapter(base_path: Path, path: Path, *, seed: int = 1) -> Path:
     """Write the directory of an adapter, with a block size of 4, for a checkpoint."""
     base = read_checkpoint(base_path)
-    identity = identify_base(base, str(base_path))
+    identity = identify_base(base.path, base.tokenizer, str(base_path))
     mask, _ = name_mask_token(base.tokenizer)
     path.mkdir()
     metadata = AdapterMetadata(block_size=4, mask_token_id=mask, base=identity)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from mars_platform.checkpoint.adapter.files import load_adapted, read_adapter
+from mars_platform.checkpoint.adapted import adapt, load_weights
+from mars_platform.checkpoint.adapter.files import read_adapter
 from mars_platform.checkpoint.directory import (
     add_mask_token,
     load_model,
@@ -108,8 +109,7 @@ def test_the_mask_loss_falls_and_the_base_stays_bit_for_bit(start, straight, wor
     adapter = trained_adapter(job)
     assert adapter.metadata.base.name == str(start)
     assert adapter.metadata.block_size == job.stage.block_size
-    checkpoint = adapter.adapt(read_checkpoint(start))
-    model = load_adapted(checkpoint, adapter, dtype=torch.float32)
+    model = load_weights(adapt(read_checkpoint(start), adapter), dtype=torch.float32)
     assert torch.equal(logits_of(model), logits_of(load_model(start)))
     for name in trained:
         assert torch.equal(model.get_parameter(name), outcome.weights[name]), name
@@ -182,7 +182,7 @@ def test_the_mask_starts_as_the_row_of_a_model_that_knows_it(job_of, start, tmp_
     job = job_of(start=known, stage={"max_steps": 1, "learning_rate": 1e-6})
     assert run_stage(job).finished
     adapter = trained_adapter(job)
-    adapted = load_adapted(adapter.adapt(read_checkpoint(known)), adapter, dtype=torch.float32)
+    adapted = load_weights(adapt(read_checkpoint(known), adapter), dtype=torch.float32)
     row = adapted.get_input_embeddings().mask_row
     torch.testing.assert_close(row, torch.full_like(row, 0.25), rtol=0, atol=1e-4)
 

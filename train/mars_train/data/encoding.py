@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mars_platform.checkpoint.directory import read_tokenizer
+from mars_platform.checkpoint.tokenizer import read_tokenizer
 from mars_platform.data.conversations import Conversation
 from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
 from mars_platform.data.rendering import render_turns

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.adapter.files import Adapter, identify_base
 from mars_platform.checkpoint.adapter.layers import adapter_settings, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
-from mars_platform.checkpoint.directory import Checkpoint, name_mask_token
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.tokenizer import name_mask_token
 
 
 def add_adapter(
@@ -39,7 +40,7 @@ def add_adapter(
     Raises:
         UserError: the model lacks a target module.
     """
-    identity = identify_base(checkpoint, base)
+    identity = identify_base(checkpoint.path, checkpoint.tokenizer, base)
     mask_token_id, is_new = name_mask_token(checkpoint.tokenizer)
     attach_adapter(model, settings, mask_token_id)
     if not is_new:  # the model was trained with masks, so its own row is the best start

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
@@ -32,11 +31,11 @@ from mars_platform.checkpoint.adapter.settings import (
     AdapterSettings,
     BaseIdentity,
 )
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_tokenizer
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
 from mars_platform.checkpoint.metadata import MASK_TOKEN, METADATA_FILE
 from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.tokenizer import mask_id, read_tokenizer
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line
 
@@ -104,27 +103,8 @@ class Adapter:
     tokenizer: PreTrainedTokenizerBase
     """The model's tokenizer with the mask token."""
 
-    def adapt(self, base: Checkpoint) -> Checkpoint:
-        """Return a model's checkpoint with this adapter's block size, mask token and tokenizer.
-
-        Its path stays that of the model, whose weights lie there. It has no calibration yet.
-
-        Raises:
-            UserError: the adapter belongs to another model.
-        """
-        ours, theirs = self.metadata.base, identify_base(base, self.metadata.base.name)
-        parts = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer"}
-        differing = [parts[key] for key in parts if getattr(ours, key) != getattr(theirs, key)]
-        if differing:
-            raise UserError(
-                f"adapter: {self.path} belongs to another model than {base.path}, which differs in "
-                f"{', '.join(differing)}; give the model that it was trained on, {ours.name}"
-            )
-        adapted = replace(base, tokenizer=self.tokenizer, adapter=self)
-        return adapted.with_metadata(self.metadata)
-
     def attach(self, model: PreTrainedModel) -> None:
-        """Attach this adapter, with its weights, to a model that `adapt` has accepted, in place.
+        """Attach this adapter, with its weights, to the model that it belongs to, in place.
 
         Args:
             model: its weights may be without numbers, on the meta device; the adapter's then are.
@@ -185,17 +165,6 @@ def read_adapter(path: str | Path) -> Adapter:
     return Adapter(path, settings, metadata, tokenizer)
 
 
-def load_adapted(base: Checkpoint, adapter: Adapter, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model's weights with an adapter on the CPU, in evaluation mode, without gradients.
-
-    Raises:
-        UserError: weights are missing or damaged, or do not fit each other.
-    """
-    model = load_model(base.path, dtype=dtype)
-    adapter.attach(model)
-    return model.requires_grad_(False).eval()
-
-
 def save_adapter(
     path: Path,
     model: PreTrainedModel,
@@ -230,23 +199,24 @@ def save_adapter(
     tokenizer.save_pretrained(path)
 
 
-def identify_base(base: Checkpoint, name: str) -> BaseIdentity:
+def identify_base(path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> BaseIdentity:
     """Return what binds an adapter to a model.
 
     Args:
-        base: the model.
+        path: directory of the model.
+        tokenizer: the model's.
         name: directory or hub id to tell users.
 
     Raises:
         UserError: a file of the model is damaged.
     """
-    config = read_json(base.path / "config.json", "copy the model's file again")
+    config = read_json(path / "config.json", "copy the model's file again")
     kept = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     return BaseIdentity(
         name=name,
-        weights=weights_fingerprint(base.path),
+        weights=weights_fingerprint(path),
         config=_sum(kept),
-        tokenizer=_vocabulary_sum(base.tokenizer),
+        tokenizer=_vocabulary_sum(tokenizer),
     )
 
 
@@ -291,8 +261,8 @@ def _read_tokenizer(path: Path, metadata: AdapterMetadata) -> PreTrainedTokenize
         raise UserError(
             f"adapter: the tokenizer in {path} cannot be loaded ({one_line(error)}); {_REMEDY}"
         ) from error
-    mask = tokenizer.get_vocab().get(MASK_TOKEN)
-    if mask != metadata.mask_token_id or _vocabulary_sum(tokenizer) != metadata.base.tokenizer:
+    is_known = mask_id(tokenizer) == metadata.mask_token_id
+    if not is_known or _vocabulary_sum(tokenizer) != metadata.base.tokenizer:
         raise UserError(
             f"adapter: the tokenizer in {path} is not the one that the adapter was trained with; "
             f"{_REMEDY}"

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     SpecialTokens,

@@ -11,7 +11,7 @@ from threading import Event
 
 import torch
 
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.inspection import check_chat_template
 from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.data.prompt_encoding import PromptEncoder

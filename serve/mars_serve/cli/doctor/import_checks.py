@@ -180,7 +180,7 @@ def _model(path: Path) -> Iterator[Finding]:
 
 def _adapter(model: Path, path: Path) -> Iterator[Finding]:
     """Read the adapter, and compare its weights' names and shapes with the checkpoint's layers."""
-    from mars_platform.checkpoint.adapter.adapted import check_fit, read_model
+    from mars_platform.checkpoint.adapted import check_fit, read_model
     from mars_platform.errors import UserError
 
     try:

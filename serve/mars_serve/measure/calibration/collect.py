@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from mars_platform.checkpoint.adapter.adapted import load_weights
+from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.calibration import (
     Bin,
     Calibration,

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mars_autoscale.model.frontier import FORMAT_VERSION, write_frontier
 from mars_platform import __version__
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE, write_calibration
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.examples import write_examples

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from mars_platform.checkpoint.adapter.adapted import read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError

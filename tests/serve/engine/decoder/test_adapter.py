@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from decoding.adapters import with_adapter, write_adapter
 from decoding.engines import Engines, oracle, paged_attention, passes_of, run
 from decoding.tiny_models import build_model
-from mars_platform.checkpoint.adapter.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.adapter.layers import GatedLinear
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode

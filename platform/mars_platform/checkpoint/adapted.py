@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
-from mars_platform.checkpoint.adapter.files import load_adapted, read_adapter
+from mars_platform.checkpoint.adapter.files import Adapter, identify_base, read_adapter
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.errors import UserError
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -37,14 +38,37 @@ def read_model(
     if adapter is None:
         return read_checkpoint(model, with_calibration=with_calibration)
     found = read_adapter(adapter)
-    adapted = found.adapt(read_checkpoint(model, with_calibration=False))
+    adapted = adapt(read_checkpoint(model, with_calibration=False), found)
     if not with_calibration:
         return adapted
     return replace(adapted, calibration=read_calibration(found.path, found.metadata.block_size))
 
 
+def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """Return a model's checkpoint with an adapter's block size, mask token and tokenizer.
+
+    Its path stays that of the model, whose weights lie there. It has no calibration yet.
+
+    Raises:
+        UserError: the adapter belongs to another model.
+    """
+    ours = adapter.metadata.base
+    theirs = identify_base(base.path, base.tokenizer, ours.name)
+    parts = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer"}
+    differing = [parts[key] for key in parts if getattr(ours, key) != getattr(theirs, key)]
+    if differing:
+        raise UserError(
+            f"adapter: {adapter.path} belongs to another model than {base.path}, which differs in "
+            f"{', '.join(differing)}; give the model that it was trained on, {ours.name}"
+        )
+    adapted = replace(base, tokenizer=adapter.tokenizer, adapter=adapter)
+    return adapted.with_metadata(adapter.metadata)
+
+
 def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedModel:
     """Load a checkpoint's weights on the CPU, in evaluation mode, and attach its adapter, if any.
+
+    With an adapter, no weight takes gradients.
 
     Args:
         checkpoint: what `read_model` returned.
@@ -53,9 +77,11 @@ def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedMod
     Raises:
         UserError: weights are missing or damaged, or do not fit each other.
     """
+    model = load_model(checkpoint.path, dtype=dtype)
     if checkpoint.adapter is None:
-        return load_model(checkpoint.path, dtype=dtype)
-    return load_adapted(checkpoint, checkpoint.adapter, dtype=dtype)
+        return model
+    checkpoint.adapter.attach(model)
+    return model.requires_grad_(False).eval()
 
 
 def check_fit(checkpoint: Checkpoint) -> None:

@@ -1,0 +1,48 @@
+"""The tokenizer of a checkpoint or an adapter, and its mask token.
+
+Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mars_platform.checkpoint.metadata import MASK_TOKEN
+
+
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a checkpoint directory.
+
+    Raises:
+        ValueError: the tokenizer needs code of its own, which is never run.
+    """
+    # left unset, transformers asks on a terminal whether to run the checkpoint's code
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=False
+    )
+    return tokenizer
+
+
+def name_mask_token(tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:
+    """Add the ``<|mask|>`` token to a tokenizer alone, unless it has it.
+
+    Returns:
+        The token's id, and whether it is new.
+    """
+    present = mask_id(tokenizer)
+    if present is not None:
+        return present, False
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [MASK_TOKEN]}, replace_extra_special_tokens=False
+    )
+    added = mask_id(tokenizer)
+    assert added is not None
+    return added, True
+
+
+def mask_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the ``<|mask|>`` token; None if the tokenizer has none."""
+    found = tokenizer.get_vocab().get(MASK_TOKEN)
+    return None if found is None else int(found)
