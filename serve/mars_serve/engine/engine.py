@@ -140,8 +140,6 @@ class Engine:
         self._isolation = FaultIsolation(self._runner, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
-        self._clock = clock_of(weights.device.type)
-        self._finished_at: float | None = None  # time of the last step's end; None while idle
 
     @property
     def overlaps(self) -> bool:
@@ -192,7 +190,7 @@ class Engine:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         self._audit_room.times = times
         if self._drafting.max_drafts and self.settings.adaptive_windows:
-            self._chooser = WindowChooser(times, self.window, clock=self._clock)
+            self._chooser = WindowChooser(times, self.window)
 
     def measure_step_times(
         self,
@@ -218,7 +216,7 @@ class Engine:
         )
 
     def _step_timer(self) -> StepTimer:
-        return StepTimer(self._runner.run, self._pool, self._clock)
+        return StepTimer(self._runner.run, self._pool, clock_of(self.device.type))
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
@@ -297,7 +295,6 @@ class Engine:
         self._scheduler.max_num_batched_tokens = self._isolation.budget.positions
         rows = self._scheduler.schedule(self._choose_masks if self._chooser else None)
         if not rows:
-            self._finished_at = None
             return None
         if self.on_launch is not None:
             self.on_launch(rows)
@@ -318,11 +315,9 @@ class Engine:
             return outputs
         self._runner.foresee(step.rows)  # a GPU still runs the step
         results = self._isolation.wait(step)
-        self._note_time(step.rows)
+        self._audit_room.observe(step.rows)
         outputs += self._commit(step.rows, results)
         self._counts.num_forward_passes += any(not row.request.is_audit for row in step.rows)
-        if not self._requests:
-            self._finished_at = None
         return outputs
 
     def check_integrity(self) -> None:
@@ -369,18 +364,6 @@ class Engine:
             requests + others, other_positions=min(prompts, self.settings.max_num_batched_tokens)
         )
         return masks[: len(requests)]
-
-    def _note_time(self, rows: Sequence[ScheduledRow]) -> None:
-        now = self._clock()
-        self._audit_room.observe(rows)
-        if self._chooser is not None and self._finished_at is not None:
-            positions = sum(row.num_positions for row in rows)
-            cached_tokens = sum(row.request.num_cached for row in rows)
-            has_masks = any(row.num_masks for row in rows)
-            self._chooser.observe_step(
-                positions, cached_tokens, now - self._finished_at, has_masks=has_masks
-            )
-        self._finished_at = now
 
     # Committing
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_serve.engine.adaptive.acceptance_statistics import PRIOR, AcceptanceStatistics
-from mars_serve.engine.adaptive.corrected_times import CorrectedTimes
 from mars_serve.engine.adaptive.draft_groups import (
     Candidate,
     DraftChances,
@@ -79,7 +78,7 @@ class WindowChooser:
             max_window: most masks of a row, or of one of its outcomes.
             clock: returns seconds; times the choices.
         """
-        self._times = CorrectedTimes(times)
+        self._times = times
         self._clock, self._choosing_s = clock, _CHOOSING_S
         self._max_window = max_window
         self._acceptance = AcceptanceStatistics(max_window)
@@ -99,12 +98,6 @@ class WindowChooser:
         rejected.
         """
         self._acceptance.observe(request, num_masks, num_accepted)
-
-    def observe_step(
-        self, positions: int, cached_tokens: int, seconds: float, *, has_masks: bool
-    ) -> None:
-        """Record the duration of a whole step, from the end of the step before."""
-        self._times.observe(positions, cached_tokens, seconds, has_masks=has_masks)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""
@@ -168,7 +161,6 @@ class WindowChooser:
     def _renew(self, rows: Sequence[Request], other_positions: int, cached_tokens: int) -> float:
         """Choose anew, and return the seconds that the step is expected to take."""
         self._acceptance.advance(self._num_kept - 1)
-        self._times.learn()
         longest = self._max_window + 1
         num_fed = sum(
             min(request.num_uncached, longest) + num_given_drafts(request) for request in rows
