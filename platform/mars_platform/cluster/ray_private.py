@@ -107,18 +107,6 @@ def poll_serve_often(period_s: float) -> None:
     client.CLIENT_POLLING_INTERVAL_S = period_s
 
 
-def running_cluster_address() -> str | None:
-    """Return the address of the cluster that was last started on this machine; None for none.
-
-    ``ray.init(address="auto")`` finds it in the same file, but connects at once and waits long
-    where the cluster has ended. Relies on ``ray._private.utils.read_ray_address``.
-    """
-    from ray._private.utils import read_ray_address
-
-    found: str | None = read_ray_address()
-    return found
-
-
 def local_cluster_has_failed() -> bool:
     """Return whether this process started a cluster whose central processes have ended since.
 

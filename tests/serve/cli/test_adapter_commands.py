@@ -25,8 +25,7 @@ from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.cli.main import run
 from mars_platform.method import reference
 from mars_serve.api.text import decode, encode
-from mars_serve.cli.doctor import import_checks
-from mars_serve.cli.doctor.checkpoint_checks import check_checkpoint
+from mars_serve.cli.doctor.libraries import torch_findings
 from mars_serve.cli.serve_settings import serve_settings
 from mars_serve.config.settings import ServeSettings
 from rest.rest_requests import PROMPT
@@ -267,10 +266,9 @@ def test_what_is_measured_lies_with_the_adapter_and_belongs_to_it_alone(
 def test_doctor_looks_over_the_adapter(
     plain_dir: Path, other_dir: Path, adapter_dir: Path, capsys: Capture
 ) -> None:
-    files = {each.check for each in check_checkpoint(plain_dir, has_adapter=True)}
-    assert "mars.json" not in files  # that of the adapter counts
-    (right,) = import_checks._adapter(plain_dir, adapter_dir)
-    assert right.found == "rank 4, block size 4"
+    found = {each.check: each for each in torch_findings(plain_dir, adapter_dir)}
+    assert found["adapter"].found == "rank 4, block size 4"
+    assert found["adapter"].state == found["checkpoint"].state == "ok"
     assert run(["doctor", str(other_dir), "--adapter", str(adapter_dir), "--json"]) == 1
     checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
     assert [name for name, each in checks.items() if each["state"] == "failed"] == ["adapter"]

@@ -1,26 +1,15 @@
 """Describes the findings of ``marsray doctor``.
 
-Only the standard library is imported here, so that checks also run where packages are broken.
+Imports no package beyond marsray, so that checks also run where others are broken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
-_MESSAGE_CHARACTERS = 300
-
-
-class State(StrEnum):
-    """How serious a finding is."""
-
-    OK = "ok"
-    """Nothing needs to be done."""
-    WARNING = "warning"
-    """Something works, but slowly or less well than it could."""
-    FAILED = "failed"
-    """Something does not work."""
+from mars_platform.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -29,48 +18,28 @@ class Finding:
 
     check: str
     """Name of what was checked."""
-    state: State
-    """How serious it is."""
+    state: Literal["ok", "warning", "failed"]
+    """Whether it works, works less well than it could, or does not work."""
     found: str
     """Observation in one line."""
     remedy: str = ""
     """Remedy; empty if nothing needs to be done."""
 
 
-Check = Callable[[], Iterable[Finding]]
-
-
-def ok(check: str, found: str) -> Finding:
-    """Return a finding that needs nothing to be done."""
-    return Finding(check, State.OK, found)
-
-
-def warning(check: str, found: str, remedy: str) -> Finding:
-    """Return a finding about what works, but not well."""
-    return Finding(check, State.WARNING, found, remedy)
-
-
-def failed(check: str, found: str, remedy: str) -> Finding:
-    """Return a finding about what does not work."""
-    return Finding(check, State.FAILED, found, remedy)
-
-
-def guarded(name: str, check: Check) -> Iterator[Finding]:
+def guarded(name: str, check: Callable[[], Iterable[Finding]], remedy: str) -> Iterator[Finding]:
     """Yield a check's findings, and one more if the check itself fails.
 
     Any error is caught, and told of: one broken part must not keep the other checks from running.
+
+    Args:
+        name: name of the finding.
+        check: yields findings.
+        remedy: remedy for errors that name none.
     """
     try:
         yield from check()
+    except UserError as error:
+        found, _, own = str(error).rpartition("; ")
+        yield Finding(name, "failed", found or own, own if found else remedy)
     except Exception as error:
-        remedy = "the message says what is wrong; if it does not, report it as a bug"
-        if isinstance(error, ImportError):
-            remedy = "install marsray and its packages again: pip install --upgrade marsray"
-        yield failed(name, f"the check failed: {described(error)}", remedy)
-
-
-def described(error: BaseException) -> str:
-    """Return an error's type and message as one line of limited length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
-    is_short = len(text) <= _MESSAGE_CHARACTERS
-    return text if is_short else f"{text[:_MESSAGE_CHARACTERS]} ..."
+        yield Finding(name, "failed", f"{type(error).__name__}: {one_line(error)}", remedy)
