@@ -28,15 +28,15 @@ from pydantic_core import PydanticCustomError
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.api.bounds import at_most
 from mars_serve.api.errors import invalid_value
-from mars_serve.api.incoming.output_forms import (
+from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
+from mars_serve.api.neutral import Body, Neutral
+from mars_serve.api.output_forms import (
     Alternatives,
     GrammarText,
     JsonSchema,
     ResponseFormat,
     StructuredOutputs,
 )
-from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
-from mars_serve.api.neutral import Body, Neutral
 from mars_serve.engine.decoding_options import Span
 
 _MAX_INT32 = 2**31 - 1

@@ -40,9 +40,9 @@ def calibrate(
 
     from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.report import check_output_files, output_console
-    from mars_serve.measure.calibration.plot import picture_of
-    from mars_serve.measure.calibration.report import print_calibration
-    from mars_serve.measure.calibration.run import calibrate_model
+    from mars_serve.measure.calibrate import calibrate_model
+    from mars_serve.measure.calibration_plot import picture_of
+    from mars_serve.measure.calibration_report import print_calibration
 
     check_output_files({"--plot": plot, "--html": page})
     run = calibrate_model(options, Console(stderr=True))

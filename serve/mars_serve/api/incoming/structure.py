@@ -10,7 +10,7 @@ from typing import Any
 
 from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value
-from mars_serve.api.incoming.output_forms import (
+from mars_serve.api.output_forms import (
     MAX_GRAMMAR_LENGTH,
     SchemaFormat,
     StructuredOutputs,

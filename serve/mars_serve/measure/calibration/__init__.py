@@ -1,1 +1,1 @@
-"""Runs ``marsray calibrate``: fits confidences to how often they are right."""
+"""Fits confidences to how often they are right."""

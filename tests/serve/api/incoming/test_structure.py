@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_serve.api.errors import ApiError
-from mars_serve.api.incoming.output_forms import MAX_GRAMMAR_LENGTH
 from mars_serve.api.incoming.structure import json_schema_grammar, structure_of
+from mars_serve.api.output_forms import MAX_GRAMMAR_LENGTH
 from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest
 from mars_serve.engine.decoding_options import GrammarKind
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.calibration import NUM_BINS
 from mars_platform.cli.report import figure_column, print_json, print_notes, table_of
-from mars_serve.measure.calibration.run import CalibrationRun
+from mars_serve.measure.calibrate import CalibrationRun
 from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, frontier_table
 
 _COLUMNS = (
