@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mars_autoscale.audit.counts import AuditTally, since
+from mars_autoscale.audit.counts import since
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.model.expectations import Expectation
@@ -19,8 +19,9 @@ from mars_autoscale.policy.decide import decide, hold
 from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import Arrivals, Snapshot
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import ReplicaReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
+from mars_platform.tier import Tier
 
 NUM_RECORDS = 100
 """Number of latest decisions that are kept for inspection."""
@@ -77,16 +78,14 @@ class SavedState:
 
 @dataclass
 class _KnownReplica:
-    """A replica's latest report, and its totals within the rate window."""
+    """A replica's latest report, and its arrivals within the rate window."""
 
-    report: LoadReport
+    report: ReplicaReport
     basis: AutoscalingBasis
     heard_s: float
     """Time of the latest report."""
-    totals: deque[tuple[float, Totals]] = field(default_factory=deque)
-    """(time in s, totals) of each report in the window, the oldest first."""
-    audits: AuditTally = field(default_factory=dict)
-    """Latest counts of audits."""
+    arrivals: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(time in s, requests, prompt tokens) of each report in the window, the oldest first."""
 
 
 class OuterLoop:
@@ -110,31 +109,22 @@ class OuterLoop:
         self.counts = Counter[Reason]()
         """Number of decisions since the start, by reason."""
 
-    def hear(self, now_s: float, report: LoadReport, basis: AutoscalingBasis) -> None:
+    def hear(self, now_s: float, report: ReplicaReport, basis: AutoscalingBasis) -> None:
         """Take a replica's report in."""
         if self.basis is None:
             self.basis = basis
-        first = _KnownReplica(report, basis, now_s, audits=report.audits or {})
-        known = self._replicas.setdefault(report.replica, first)
-        if known.totals and _has_jumped(known.totals[-1], now_s, report.totals):
-            known.totals.clear()
-        before = known.totals[-1][1] if known.totals else report.totals
-        self._note_lengths(report.totals.lengths - before.lengths)
-        self._note_audits(now_s, known, report.audits)
-        known.report, known.basis, known.heard_s = report, basis, now_s
-        known.totals.append((now_s, report.totals))
-        while len(known.totals) > 2 and known.totals[1][0] < now_s - RATE_WINDOW_S:
-            known.totals.popleft()
-
-    def overhear(self, now_s: float, replica: str, stats: Mapping[str, float]) -> None:
-        """Take in what a known replica told the cluster, if it has been silent here."""
-        known = self._replicas.get(replica)
-        report = LoadReport.of_stats(replica, stats, now_s)
-        if known is None or self.basis is None or report is None:
-            return
-        is_silent = now_s - known.heard_s > 2 * self.basis.settings.period_s
-        if is_silent and stats["observed_s"] > known.heard_s:
-            self.hear(now_s, report, known.basis)
+        known = self._replicas.setdefault(report.replica, _KnownReplica(report, basis, now_s))
+        before, counts = known.report.requests, report.requests
+        known.report, known.basis = report, basis
+        if now_s < known.heard_s or counts.arrived < before.arrived:
+            known.arrivals.clear()  # the clock was put back, or the replica counts anew
+        else:
+            self._note_lengths(counts.lengths - before.lengths)
+        known.heard_s = now_s
+        self._note_audits(now_s, known, before)
+        known.arrivals.append((now_s, counts.arrived, counts.prompt_tokens))
+        while len(known.arrivals) > 2 and known.arrivals[1][0] < now_s - RATE_WINDOW_S:
+            known.arrivals.popleft()
 
     def see(self, cluster: ClusterView) -> None:
         """Take in what the cluster says."""
@@ -201,6 +191,7 @@ class OuterLoop:
         )
         self.state = replace(self.state, outer=state)
         reports = [each.report for each in self._staying()]
+        lives = [report.decoding.live for report in reports]
         arrivals = snapshot.arrivals
         if arrivals is not None and not arrivals.is_valid:
             arrivals = None
@@ -210,10 +201,10 @@ class OuterLoop:
             decision=decision,
             num_ready=len(snapshot.replicas),
             num_starting=snapshot.num_starting,
-            num_running=sum(_finite(report.num_running for report in reports)),
-            num_waiting=sum(_finite(report.num_waiting for report in reports)),
-            threshold=_mean(_finite(report.threshold for report in reports)),
-            flex_threshold=_mean(_finite(report.flex_threshold for report in reports)),
+            num_running=sum(report.engine.num_running for report in reports),
+            num_waiting=sum(report.engine.num_waiting for report in reports),
+            threshold=_mean([each.threshold for each in lives]),
+            flex_threshold=_mean([each.threshold_of(Tier.FLEX) for each in lives]),
             requests_per_s=arrivals.requests_per_s if arrivals else None,
             prompt_tokens_per_s=arrivals.prompt_tokens_per_s if arrivals else None,
             mean_output_tokens=arrivals.mean_output_tokens if arrivals else None,
@@ -263,36 +254,25 @@ class OuterLoop:
         for each in self._replicas.values():
             if abs(now_s - each.heard_s) > RATE_WINDOW_S:
                 continue
-            (first_s, first), (last_s, last) = each.totals[0], each.totals[-1]
-            requests += last.arrived - first.arrived
-            prompts += last.prompt_tokens - first.prompt_tokens
-            span = max(span, last_s - first_s)
+            first, last = each.arrivals[0], each.arrivals[-1]
+            requests += last[1] - first[1]
+            prompts += last[2] - first[2]
+            span = max(span, last[0] - first[0])
         if span < 1.0:
             return None
         # a request's prefix hits are subtracted after it was counted: the difference may be below 0
         return Arrivals(requests / span, max(prompts, 0) / span, self.state.lengths.mean)
 
-    def _note_audits(self, now_s: float, known: _KnownReplica, audits: AuditTally | None) -> None:
+    def _note_audits(self, now_s: float, known: _KnownReplica, before: RequestCounts) -> None:
         """Take in a replica's audits, unless they are of another model than the latest one."""
-        if audits is None:
-            return
-        new, known.audits = since(audits, known.audits), audits
         drift = self.state.drift
         if known.basis.expectations == drift.expectations:
+            new = since(known.report.requests.audits, before.audits)
             self.state = replace(self.state, drift=drift.heard(new, now_s))
 
     def _note_lengths(self, new: LengthCounts) -> None:
         if new.is_valid:  # others would spoil the mean for long
             self.state = replace(self.state, lengths=self.state.lengths.followed_by(new))
-
-
-def _has_jumped(latest: tuple[float, Totals], now_s: float, totals: Totals) -> bool:
-    """Return whether the clock was put back, or the replica has restarted its counts."""
-    return now_s < latest[0] or totals.arrived < latest[1].arrived
-
-
-def _finite(values: Iterable[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
 
 
 def _mean(values: list[float]) -> float | None:

@@ -1,100 +1,110 @@
-"""The reports of replicas to the outer loop."""
+"""The reports of replicas and ingress replicas, which policy, dashboard and metrics read.
+
+Counts are totals since the sender's start, so that a report that is lost costs nothing. All other
+figures are those of the moment. Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from mars_autoscale.audit.counts import AuditTally
-from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import ReplicaLoad
+from mars_platform.method.live import LiveDecoding
+from mars_platform.tier import Tier
+
+REPORT_VERSION = 1
+"""Version of `ReplicaReport`. A field that is added with a default leaves it as it is."""
+
+
+_AT_ONE = InnerLoopDecision(LiveDecoding(1.0))
+
+
+class Phase(StrEnum):
+    """How far a replica is in its life."""
+
+    STARTING = "starting"
+    """It loads the model and warms up."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It ends once its requests have."""
+    OVERDUE = "overdue"
+    """Its engine shows no sign of life."""
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Counts of a replica since its start."""
+class EngineStatus:
+    """How full an engine is, and what it has done since its start."""
+
+    num_requests: int = 0
+    """Requests that wait or run."""
+    num_running: int = 0
+    num_waiting: int = 0
+    """Requests that wait in the engine, and its share of those that wait before it."""
+    num_pages: int = 0
+    num_free_pages: int = 0
+    """Pages that no request holds, including those that cache a prefix."""
+    num_prefix_hit_tokens: int = 0
+    """Tokens found in the prefix cache instead of being computed, over all admissions."""
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the requests that have begun, prefix hits included."""
+    num_generated_tokens: int = 0
+    num_forward_passes: int = 0
+    """Number of steps."""
+    num_out_of_memory: int = 0
+    """Number of steps that ran out of the device's memory and were run again in parts."""
+    num_row_passes: int = 0
+    """Number of rows, over all steps, that gave their request a token."""
+
+    @property
+    def kv_share(self) -> float | None:
+        """Share of the pages that requests hold, 0 to 1; None if the number of pages is unknown."""
+        return 1 - self.num_free_pages / self.num_pages if self.num_pages else None
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """Counts of a replica's requests since its start."""
 
     arrived: int = 0
-    """Requests that have arrived."""
+    """Requests that have arrived, those that wait before the engine included."""
     prompt_tokens: int = 0
     """Prompt tokens of those requests, prefix hits not counted."""
     lengths: LengthCounts = field(default_factory=LengthCounts)
     """Outputs, those of running requests included."""
-
-    def stats(self) -> dict[str, float]:
-        """Return the totals as numbers alone."""
-        content = asdict(self)
-        lengths = content.pop("lengths")
-        for name in _SPANS:
-            numbers = lengths.pop(name)
-            content |= {f"{name}_{i}": number for i, number in enumerate(numbers)}
-        return {key: float(value) for key, value in (content | lengths).items()}
-
-    @classmethod
-    def of_stats(cls, stats: Mapping[str, float]) -> Totals:
-        """Return the totals from which `stats` made these numbers.
-
-        Raises:
-            KeyError: one is missing.
-        """
-        spans = {name: tuple(stats[f"{name}_{i}"] for i in range(NUM_SPANS)) for name in _SPANS}
-        lengths = LengthCounts(stats["num_begun"], stats["limits"], **spans)
-        return cls(int(stats["arrived"]), int(stats["prompt_tokens"]), lengths)
-
-
-_SPANS = ("tokens", "passed", "ended")
-"""Fields of `LengthCounts` that are numbers for each span."""
-_TOTALS = frozenset(Totals().stats())
-"""Names of the numbers of `Totals.stats`."""
+    first_token: tuple[int, ...] = ()
+    """Times to the first token, by the bucket of the metric's fine histogram."""
+    token_gap: tuple[int, ...] = ()
+    """Times between two tokens, likewise."""
+    audits: AuditTally = field(default_factory=dict)
+    """Audited outputs."""
 
 
 @dataclass(frozen=True)
-class LoadReport:
-    """A replica's report, which it sends twice a second."""
+class ReplicaReport:
+    """A replica's state, load and counts, which it reports twice a second."""
 
     replica: str
     """Name of the replica, unique among all that ever ran."""
-    age_s: float
-    """Seconds for which the engine has shown no progress although it has work."""
-    num_running: float
-    num_waiting: float
-    threshold: float
-    """τ of tier default."""
-    flex_threshold: float
-    """τ of tier flex."""
-    gain: float
-    """Speed as a multiple of the base's at the present number of rows."""
-    loss: float
-    """Points of quality that a token of tier default loses now, beyond those at the target τ."""
-    is_lowest: bool
-    """Whether no lower τ is allowed or of any use."""
-    totals: Totals
-    audits: AuditTally | None = None
-    """Audited outputs since the replica's start; None if the report does not tell."""
-
-    def stats(self, now_s: float) -> dict[str, float]:
-        """Return the report as numbers alone, which is what Ray Serve carries.
-
-        Args:
-            now_s: seconds since 1970, on a clock that the reader shares.
-        """
-        content = self.totals.stats()
-        for name in _NUMBERS:
-            content[name] = float(getattr(self, name))
-        return {**content, "observed_s": now_s - self.age_s}
-
-    @classmethod
-    def of_stats(cls, replica: str, stats: Mapping[str, float], now_s: float) -> LoadReport | None:
-        """Return the report from which `stats` made these numbers; None if one is not finite."""
-        names = (*_TOTALS, *_NUMBERS, "observed_s")
-        if not all(math.isfinite(stats.get(name, math.nan)) for name in names):
-            return None
-        numbers: dict[str, Any] = {name: stats[name] for name in _NUMBERS}
-        numbers["is_lowest"] = bool(numbers["is_lowest"])
-        age_s = max(now_s - stats["observed_s"], 0.0)
-        return cls(replica, age_s, **numbers, totals=Totals.of_stats(stats))
+    node: str = ""
+    """Address of the replica's node."""
+    phase: Phase = Phase.READY
+    engine: EngineStatus = EngineStatus()
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    decoding: InnerLoopDecision = _AT_ONE
+    """The live decoding that the next step uses, and its gain and loss by the inner loop."""
+    live_version: int = 0
+    """Version of the governor's value that the replica has applied."""
+    is_pinned: bool = False
+    """Whether τ was set by hand."""
+    age_s: float = 0.0
+    """Seconds for which the engine has shown no progress although it has work, or has been dead."""
+    version: int = REPORT_VERSION
 
     def load(self, now_s: float) -> ReplicaLoad:
         """Return the part of the report that decisions use.
@@ -102,15 +112,29 @@ class LoadReport:
         Args:
             now_s: time at which the report came.
         """
+        gain, loss = self.decoding.gain, self.decoding.loss
+        if self.is_pinned:  # replicas must not pay for a τ that was set by hand
+            gain, loss = 1.0, 0.0
         return ReplicaLoad(
             observed_s=now_s - self.age_s,
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            gain=self.gain,
-            loss=self.loss,
-            is_lowest=self.is_lowest,
+            num_running=self.engine.num_running,
+            num_waiting=self.engine.num_waiting,
+            gain=gain,
+            loss=loss,
+            is_lowest=self.decoding.is_lowest,
         )
 
 
-_NUMBERS = {each.name for each in fields(LoadReport)} - {"replica", "age_s", "totals", "audits"}
-"""Fields of a `LoadReport` that are numbers and do not depend on the time."""
+@dataclass(frozen=True)
+class IngressReport:
+    """An ingress replica's figures of a model's requests, which it reports once a second."""
+
+    ingress: str
+    """Name of the ingress replica, unique among all that ever ran."""
+    waiting: Mapping[Tier, int] = field(default_factory=dict)
+    """Requests that no engine has begun, by tier."""
+    ended: Mapping[str, int] = field(default_factory=dict)
+    """Requests that have ended since its start, by outcome; see the metric
+    ``marsray_requests_total``."""
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    """Those that were refused, by HTTP status and error code such as "503 queue_full"."""

@@ -56,21 +56,11 @@ class JointPolicy:
             if self._caller is None:
                 self._caller = _GovernorCaller(context.app_name or "", self._model)
             ready = [replica.unique_id for replica in context.running_replicas]
-            decided = self._caller.exchange(_ControllerView(ready, target, _stats(context)))
+            decided = self._caller.exchange(_ControllerView(ready, target))
         except Exception:
             _log.exception("autoscaling of %s holds its replicas", self._model)
             return target, {}
         return (target if decided is None else decided), {}
-
-
-def _stats(context: AutoscalingContext) -> dict[str, dict[str, float]]:
-    """Return the latest numbers that replicas gave Serve, by replica."""
-    found: dict[str, dict[str, float]] = {}
-    for name, by_replica in (context.raw_metrics or {}).items():
-        for replica, series in by_replica.items():
-            if series:
-                found.setdefault(replica.unique_id, {})[name] = series[-1].value
-    return found
 
 
 class _ControllerView(NamedTuple):
@@ -80,8 +70,6 @@ class _ControllerView(NamedTuple):
     """Names of the replicas that serve."""
     num_target: int
     """Replicas that are ordered."""
-    stats: dict[str, dict[str, float]]
-    """Numbers that replicas gave Serve, by replica."""
 
 
 class _GovernorCaller:

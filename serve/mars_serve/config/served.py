@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import CPU_PAGES
 
@@ -36,19 +37,6 @@ class PublishedThreshold:
     """Limits within which each replica sets its own τ; None if all use ``threshold``."""
     is_pinned: bool = False
     """Whether τ was set by hand; the autoscaler then leaves it alone."""
-
-
-@dataclass(frozen=True)
-class ReplicaReport:
-    """The present state of one replica."""
-
-    replica: str
-    """Name of the replica, unique among all that ever ran."""
-    status: EngineStatus
-    live: PublishedThreshold
-    """Latest version that the replica has applied, with the τ that its next step uses."""
-    is_overdue: bool
-    """Whether the engine shows no sign of life, so that it gets no further requests."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mars_autoscale.policy.outer_loop import OuterLoop
+from mars_autoscale.policy.reports import Phase
 from mars_platform.tier import Tier
 from mars_serve.config.served import Picture, PublishedThreshold
 from mars_serve.control.history import COLUMNS, History
@@ -22,7 +23,6 @@ from mars_serve.control.members import Members, Sums
 from mars_serve.control.quantiles import Window
 from mars_serve.control.state import spent_share, state_of
 from mars_serve.control.words import change_words, decision_words
-from mars_serve.observability.figures import IngressFigures, ReplicaFigures, ReplicaState
 from mars_serve.observability.request_telemetry import FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S
 
 NUM_EVENTS = 200
@@ -63,14 +63,6 @@ class Board:
         self._state: tuple[int, str] = -1, ""
         """Time and text of the latest state."""
         self._decided_s = 0.0
-
-    def hear(self, figures: ReplicaFigures, now_s: float) -> None:
-        """Take a replica's report in."""
-        self.members.hear(figures, now_s)
-
-    def hear_ingress(self, figures: IngressFigures, now_s: float) -> None:
-        """Take an ingress replica's report in."""
-        self.members.hear_ingress(figures, now_s)
 
     def advance(
         self, now_s: float, loop: OuterLoop | None, published: PublishedThreshold | None
@@ -156,20 +148,19 @@ class Board:
         self._decided_s = record.time_s
 
     def _load(self) -> dict[str, float | None]:
-        replicas = [each.figures for each in self.members.replicas]
-        states = Counter(each.state for each in replicas)
+        phases = Counter(each.report.phase for each in self.members.replicas)
         serving, lives = self.members.serving(), list(self.members.lives())
         waiting = self.members.waiting_by_tier()
-        num_pages = sum(each.num_pages for each in serving)
-        free = sum(each.num_free_pages for each in serving)
-        rows = sum(each.num_running for each in serving)
-        loss = math.fsum(each.num_running * each.loss for each in serving)
+        num_pages = sum(each.engine.num_pages for each in serving)
+        free = sum(each.engine.num_free_pages for each in serving)
+        rows = sum(each.engine.num_running for each in serving)
+        loss = math.fsum(each.engine.num_running * each.decoding.loss for each in serving)
         return {
-            "num_ready": states[ReplicaState.READY],
-            "num_starting": states[ReplicaState.STARTING],
-            "num_draining": states[ReplicaState.DRAINING],
+            "num_ready": phases[Phase.READY],
+            "num_starting": phases[Phase.STARTING],
+            "num_draining": phases[Phase.DRAINING],
             "num_running": rows,
-            "num_waiting": sum(each.num_waiting for each in serving),
+            "num_waiting": sum(each.engine.num_waiting for each in serving),
             **{f"waiting_{tier.value}": waiting[tier.value] for tier in Tier},
             "threshold": fmean(live.threshold for live in lives) if lives else None,
             "flex_threshold": (
@@ -184,16 +175,17 @@ class Board:
         counts, ended = sums.replicas, sums.ended
         refused = sum(sums.rejected.values())
         failed = sum(ended[outcome] for outcome in _FAILED)
-        passes, prompts = counts["row_passes"], counts["prompt_tokens"]
+        generated, prompts = counts["num_generated_tokens"], counts["num_prompt_tokens"]
+        passes, hits = counts["num_row_passes"], counts["num_prefix_hit_tokens"]
         row: dict[str, float | None] = {
             "arrived_per_s": counts["arrived"],
             "ended_per_s": sum(ended.values()) - refused - failed,
             "failed_per_s": failed,
             "rejected_per_s": refused,
-            "generated_per_s": counts["generated_tokens"],
+            "generated_per_s": generated,
             "prompt_per_s": prompts,
-            "tokens_per_pass": counts["generated_tokens"] / passes if passes else None,
-            "prefix_hit_share": counts["prefix_hit_tokens"] / prompts if prompts else None,
+            "tokens_per_pass": generated / passes if passes else None,
+            "prefix_hit_share": hits / prompts if prompts else None,
         }
         for name, window in zip(("ttft", "gap"), self._chart, strict=True):
             row |= {f"{name}_{key}_s": window.quantile(share) for key, share in _SHARES}

@@ -26,10 +26,9 @@ from mars_autoscale.policy.outer_loop import (
     OuterLoop,
     SavedState,
 )
-from mars_autoscale.policy.reports import LoadReport
+from mars_autoscale.policy.reports import REPORT_VERSION, IngressReport, ReplicaReport
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.control.board import Board
-from mars_serve.observability.figures import IngressFigures, ReplicaFigures
 
 WAIT_S = 10.0
 """Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
@@ -96,20 +95,44 @@ class Governor:
         known = self._published.get(model)
         return self._publish(model, known.threshold if known else 1.0)
 
-    async def report(self, model: str, report: LoadReport, basis: AutoscalingBasis) -> None:
-        """Take a replica's report in; the first one starts the model's decisions."""
+    async def report(
+        self, model: str, report: ReplicaReport, basis: AutoscalingBasis | None
+    ) -> None:
+        """Take a replica's report in.
+
+        Args:
+            model: name of the model.
+            report: the report.
+            basis: basis of the model's autoscaling; the first one starts its decisions. None while
+                the replica starts, and for a model that is not autoscaled.
+
+        Raises:
+            ValueError: the report is of another version of this package.
+        """
+        if report.version != REPORT_VERSION:
+            raise ValueError(f"reports have version {REPORT_VERSION} here, not {report.version}")
+        now_s, board = time.time(), self._board(model)
+        board.members.hear(report, now_s)
+        self._advance(model, board)
+        if basis is None:
+            return
         self._use(model)
         loop = self._loops.setdefault(model, OuterLoop(self._decide))
-        loop.hear(time.time(), report, basis)
+        loop.hear(now_s, report, basis)
         if model not in self._tasks:
             self._tasks[model] = asyncio.create_task(self._decide_forever(model, loop))
+
+    async def report_ingress(self, model: str, report: IngressReport) -> None:
+        """Take an ingress replica's report in."""
+        board = self._board(model)
+        board.members.hear_ingress(report, time.time())
+        self._advance(model, board)
 
     async def tick(
         self,
         model: str,
         ready: list[str],
         num_target: int,
-        stats: dict[str, dict[str, float]],
         known: SavedState | None,
     ) -> tuple[SavedState, int | None, float]:
         """Exchange views with the cluster's controller, which calls this about once a second.
@@ -118,7 +141,6 @@ class Governor:
             model: name of the model.
             ready: names of its replicas that serve.
             num_target: replicas that are ordered.
-            stats: numbers that replicas told the controller, by replica; see `LoadReport.stats`.
             known: state that the last call returned, from which a new governor continues.
 
         Returns:
@@ -130,8 +152,6 @@ class Governor:
         if known is not None:
             loop.restore(known)
         loop.see(ClusterView(frozenset(ready), num_target))
-        for replica, values in stats.items():
-            loop.overhear(time.time(), replica, values)
         if not loop.records:
             return loop.state, None, math.inf
         age_s = abs(time.time() - loop.records[-1].time_s)
@@ -149,18 +169,6 @@ class Governor:
         if model in self._loops:
             self._loops[model].trust_frontier()
             _log.info("autoscaling %s trusts its frontier again, by hand", model)
-
-    async def observe(self, model: str, figures: ReplicaFigures) -> None:
-        """Take a replica's figures for the dashboard in."""
-        board = self._board(model)
-        board.hear(figures, time.time())
-        self._advance(model, board)
-
-    async def observe_ingress(self, model: str, figures: IngressFigures) -> None:
-        """Take an ingress replica's figures for the dashboard in."""
-        board = self._board(model)
-        board.hear_ingress(figures, time.time())
-        self._advance(model, board)
 
     async def picture(self, model: str, since_s: int | None) -> Picture:
         """Return a model's picture for dashboards: what was added since a time, or all of it."""

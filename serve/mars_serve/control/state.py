@@ -8,11 +8,11 @@ from typing import Any
 
 from mars_autoscale.policy import budget
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
+from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.members import SILENT_S, Heard, Members
 from mars_serve.control.words import BY_HAND, CAUSES, decision_words, mode_words
-from mars_serve.observability.figures import ReplicaFigures, ReplicaState
 
 _MAX_REPLICAS = 100
 """Number of replicas that are listed one by one."""
@@ -48,28 +48,28 @@ def spent_share(loop: OuterLoop) -> float | None:
 
 
 def _word(each: Heard, now_s: float) -> str:
-    return "silent" if now_s - each.heard_s > SILENT_S else each.figures.state.value
+    return "silent" if now_s - each.heard_s > SILENT_S else each.report.phase.value
 
 
 def _replica(each: Heard, now_s: float, is_pinned: bool) -> dict[str, Any]:
-    figures = each.figures
+    report, engine = each.report, each.report.engine
     found = {
-        "name": figures.replica,
-        "node": figures.node,
+        "name": report.replica,
+        "node": report.node,
         "state": _word(each, now_s),
         "state_s": max(now_s - each.since_s, 0.0),
     }
-    if figures.state is ReplicaState.STARTING:
+    if report.phase is Phase.STARTING:
         return found
-    live, num_pages = figures.live, figures.num_pages
+    live = report.decoding.live
     return found | {
-        "num_running": figures.num_running,
-        "num_waiting": figures.num_waiting,
+        "num_running": engine.num_running,
+        "num_waiting": engine.num_waiting,
         "threshold": live.threshold,
         "flex_threshold": live.threshold_of(Tier.FLEX),
         "mode": mode_words(live),
-        "cause": BY_HAND if is_pinned else CAUSES[figures.cause],
-        "kv_share": 1 - figures.num_free_pages / num_pages if num_pages else None,
+        "cause": BY_HAND if is_pinned else CAUSES[report.decoding.cause],
+        "kv_share": engine.kv_share,
     }
 
 
@@ -77,7 +77,7 @@ def _nodes(replicas: list[Heard], now_s: float) -> dict[str, dict[str, int]]:
     """Return the number of replicas by node and state."""
     nodes: dict[str, Counter[str]] = {}
     for each in replicas:
-        nodes.setdefault(each.figures.node, Counter())[_word(each, now_s)] += 1
+        nodes.setdefault(each.report.node, Counter())[_word(each, now_s)] += 1
     return {node: dict(states) for node, states in sorted(nodes.items())}
 
 
@@ -114,15 +114,15 @@ def _audit(loop: OuterLoop | None) -> dict[str, Any] | None:
 
 
 def _frontier(
-    basis: AutoscalingBasis | None, serving: list[ReplicaFigures]
+    basis: AutoscalingBasis | None, serving: list[ReplicaReport]
 ) -> dict[str, Any] | None:
     """Return the ways to decode that were measured, and where the replicas are among them."""
     if basis is None:
         return None
     capacity = basis.capacity
     target = capacity.target
-    rows = sum(each.num_running for each in serving)
-    weights = [(each.num_running if rows else 1, each) for each in serving]
+    rows = sum(each.engine.num_running for each in serving)
+    weights = [(each.engine.num_running if rows else 1, each.decoding) for each in serving]
     total = sum(weight for weight, _ in weights)
     return {
         "points": [

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from mars_autoscale.policy.decision import DecisionRecord, Reason
 from mars_autoscale.policy.inner_loop import Cause
+from mars_autoscale.policy.reports import Phase
 from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.control.members import Change
-from mars_serve.observability.figures import ReplicaState
 
 CAUSES = {
     Cause.START: "it is where it was at the start",
@@ -32,11 +32,11 @@ _REASONS = {
     Reason.WAITING: "fewer would be enough, but not for long enough yet",
     Reason.HELD: "the reports are too old or not finite, so nothing changes",
 }
-_STATES = {
-    ReplicaState.STARTING: "starts",
-    ReplicaState.READY: "is ready",
-    ReplicaState.DRAINING: "drains: it takes no more requests",
-    ReplicaState.OVERDUE: "is overdue: its engine shows no sign of life",
+_PHASES = {
+    Phase.STARTING: "starts",
+    Phase.READY: "is ready",
+    Phase.DRAINING: "drains: it takes no more requests",
+    Phase.OVERDUE: "is overdue: its engine shows no sign of life",
 }
 
 
@@ -73,11 +73,12 @@ def change_words(changes: Sequence[Change], *, is_pinned: bool) -> list[str]:
     moves = Counter[tuple[LiveDecoding, LiveDecoding, Cause]]()
     for each in changes:
         if not each.is_of_state and each.before is not None and each.after is not None:
-            moves[each.before.live, each.after.live, each.after.cause] += 1
-    for (before, after, cause), num in moves.items():
+            before, after = each.before.decoding, each.after.decoding
+            moves[before.live, after.live, after.cause] += 1
+    for (old, new, cause), num in moves.items():
         reason = BY_HAND if is_pinned or cause is Cause.START else CAUSES[cause]
         where = "" if num == 1 else f" on {num} replicas"
-        words += [f"{what}{where}: {reason}." for what in _live_words(before, after)]
+        words += [f"{what}{where}: {reason}." for what in _live_words(old, new)]
     return words
 
 
@@ -104,10 +105,10 @@ def _live_words(before: LiveDecoding, after: LiveDecoding) -> list[str]:
 
 
 def _state_words(change: Change) -> str:
-    figures = change.after or change.before
-    assert figures is not None, "a change has one of them"
-    what = "has gone" if change.after is None else _STATES[figures.state]
-    if change.before is None and figures.state is ReplicaState.READY:
+    report = change.after or change.before
+    assert report is not None, "a change has one of them"
+    what = "has gone" if change.after is None else _PHASES[report.phase]
+    if change.before is None and report.phase is Phase.READY:
         what = "ran before this governor started"  # others are starting when they first report
-    name = figures.replica.rsplit("#", 1)[-1]  # Ray Serve puts application and deployment before it
-    return f"Replica {name} on {figures.node} {what}."
+    name = report.replica.rsplit("#", 1)[-1]  # Ray Serve puts application and deployment before it
+    return f"Replica {name} on {report.node} {what}."

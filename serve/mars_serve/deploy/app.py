@@ -18,15 +18,15 @@ from ray.serve import Application, metrics
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
+from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.config import build_settings
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings, ServeSettings
-from mars_serve.control.reporting import Reporter
+from mars_serve.control.reporting import report_in_thread
 from mars_serve.deploy.backend import ReplicaBackend
-from mars_serve.observability.figures import IngressFigures
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.replica.replica import ModelReplica
@@ -79,23 +79,23 @@ class Ingress:
         write_records_to_stderr()
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry, metrics).start()
-        self._report_figures(app.state.telemetry)
+        self._report(app.state.telemetry)
         # The garbage collector would look through all that is loaded by now, and stays, again and
         # again; that stops the event loop for a fifth of a second each time.
         gc.collect()
         gc.freeze()
         return app
 
-    def _report_figures(self, telemetry: IngressTelemetry) -> None:
-        """Report what this ingress replica knows of requests to the dashboard, from now on."""
+    def _report(self, telemetry: IngressTelemetry) -> None:
+        """Report what this ingress replica knows of requests to the governor, from now on."""
         telemetry.watch_queues(
             {name: backend.waiting_by_tier for name, backend in self._backends.items()}
         )
 
-        def reports() -> list[tuple[str, IngressFigures]]:
-            return [(name, telemetry.figures(name)) for name in self._backends]
+        def reports() -> list[tuple[str, IngressReport]]:
+            return [(name, telemetry.report(name)) for name in self._backends]
 
-        Reporter(self._application, "observe_ingress", reports)
+        report_in_thread(self._application, "report_ingress", reports)
 
 
 def application(args: dict[str, Any]) -> Application:

@@ -13,14 +13,10 @@ from typing import Any
 from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.handle import DeploymentHandle
 
+from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.cluster.ray_private import answers_of_replicas
 from mars_platform.tier import Tier
-from mars_serve.config.served import (
-    Explanation,
-    Picture,
-    PublishedThreshold,
-    ReplicaReport,
-)
+from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.config.settings import ModelSettings
 from mars_serve.control.governor_actor import GovernorClient
 from mars_serve.deploy.links import Links

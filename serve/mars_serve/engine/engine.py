@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
@@ -35,7 +36,7 @@ from mars_serve.engine.execution.warm_up import (
     measure_prefill,
     measure_steps,
 )
-from mars_serve.engine.outputs import EngineCounts, EngineStatus, StepOutput
+from mars_serve.engine.outputs import EngineCounts, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler

@@ -1,4 +1,4 @@
-"""The reports of an engine: each step's outputs and the engine's own status.
+"""The outputs of an engine's steps, and its counts.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -65,34 +65,9 @@ _values_of = attrgetter(*(each.name for each in fields(StepOutput)))
 
 @dataclass
 class EngineCounts:
-    """Counts since an engine's start; see `EngineStatus`."""
+    """Counts since an engine's start; see `mars_autoscale.policy.reports.EngineStatus`."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_forward_passes: int = 0
     num_row_passes: int = 0
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """How full an engine is, and what it has done since its start."""
-
-    num_requests: int
-    """Requests that wait or run."""
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    """Pages that no request holds, including those that cache a prefix."""
-    num_prefix_hit_tokens: int
-    """Tokens found in the prefix cache instead of being computed, over all admissions."""
-    num_preemptions: int
-    num_prompt_tokens: int = 0
-    """Prompt tokens of the requests that have begun, prefix hits included."""
-    num_generated_tokens: int = 0
-    num_forward_passes: int = 0
-    """Number of steps."""
-    num_out_of_memory: int = 0
-    """Number of steps that ran out of the device's memory and were run again in parts."""
-    num_row_passes: int = 0
-    """Number of rows, over all steps, that gave their request a token."""

@@ -12,8 +12,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mars_autoscale.policy.reports import IngressReport
 from mars_platform.tier import Tier
-from mars_serve.observability.figures import IngressFigures
 from mars_serve.observability.metric_families import LABELS, MetricDefinition
 
 _REQUESTS = MetricDefinition(
@@ -71,8 +71,8 @@ class IngressTelemetry(Collector):
         """
         self._queues = queues
 
-    def figures(self, model: str) -> IngressFigures:
-        """Return what is counted of one model, for the dashboard. Any thread may call this."""
+    def report(self, model: str) -> IngressReport:
+        """Return what is counted of one model. Any thread may call this."""
         ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
         rejected = {
             f"{status} {code}".strip(): num
@@ -80,7 +80,7 @@ class IngressTelemetry(Collector):
             if name == model
         }
         waiting = self._queues[model]() if model in self._queues else {}
-        return IngressFigures(self._replica, waiting, ended, rejected, self._moves[model])
+        return IngressReport(self._replica, waiting, ended, rejected)
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.reports import EngineStatus, Phase, ReplicaReport
 from mars_platform.tier import Tier
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
-from mars_serve.engine.outputs import EngineStatus
-from mars_serve.observability.figures import ReplicaCounts, ReplicaFigures, ReplicaState
 from mars_serve.observability.metric_families import MetricDefinition
 from mars_serve.observability.request_telemetry import RequestTelemetry
 
@@ -70,20 +70,52 @@ _COUNTERS = {
 
 
 class ReplicaTelemetry(Collector):
-    """Metrics of one replica, as its engine's process has reported them lately.
+    """Metrics and reports of one replica, as its engine's process has reported lately.
 
     Any thread may call the methods.
     """
 
-    def __init__(self, model: str, replica: str, loop: EngineLoop) -> None:
+    def __init__(self, model: str, replica: str, loop: EngineLoop, node: str = "") -> None:
         self._labels = (model, replica)
         self._loop = loop
+        self._last = ReplicaReport(replica, node)
 
     @property
     def requests(self) -> RequestTelemetry:
         """Counts and times of the engine's requests."""
         found = self._loop.activity
         return found if isinstance(found, RequestTelemetry) else RequestTelemetry()
+
+    def report(
+        self,
+        decision: InnerLoopDecision | None = None,
+        *,
+        live_version: int = 0,
+        is_pinned: bool = False,
+    ) -> ReplicaReport:
+        """Return what the replica reports; if its engine has died, its last figures.
+
+        Args:
+            decision: the latest one of its inner loop, if it has one.
+            live_version: version of the governor's value that it has applied.
+            is_pinned: whether τ was set by hand.
+        """
+        loop, condition = self._loop, self._loop.condition
+        phase = Phase.DRAINING if condition.is_draining else Phase.READY
+        try:
+            self._last = replace(
+                self._last,
+                phase=Phase.OVERDUE if loop.is_overdue else phase,
+                engine=loop.status(),
+                requests=self.requests.counts,
+                decoding=replace(decision or InnerLoopDecision(loop.live), live=loop.live),
+                live_version=live_version,
+                is_pinned=is_pinned,
+                age_s=loop.age_s,
+            )
+        except EngineDied:
+            self._last = replace(self._last, phase=Phase.OVERDUE, age_s=loop.age_s)
+        return self._last
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -101,53 +133,14 @@ class ReplicaTelemetry(Collector):
         for field, definition in _COUNTERS.items():
             yield definition.counter(self._labels, getattr(status, field))
 
-    def figures(self, node: str, decision: InnerLoopDecision) -> ReplicaFigures:
-        """Return what the replica reports for the dashboard.
-
-        Args:
-            node: address of its node.
-            decision: the latest one of its inner loop.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
-        status, condition = self._loop.status(), self._loop.condition
-        state = ReplicaState.DRAINING if condition.is_draining else ReplicaState.READY
-        return ReplicaFigures(
-            self._labels[1],
-            node,
-            ReplicaState.OVERDUE if self._loop.is_overdue else state,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            live=self._loop.live,
-            cause=decision.cause,
-            gain=decision.gain,
-            loss=decision.loss,
-            num_pages=status.num_pages,
-            num_free_pages=status.num_free_pages,
-            counts=self._counts(status),
-        )
-
-    def _counts(self, status: EngineStatus) -> ReplicaCounts:
-        requests = self.requests
-        return ReplicaCounts(
-            arrived=requests.load.totals.arrived,
-            prompt_tokens=status.num_prompt_tokens,
-            prefix_hit_tokens=status.num_prefix_hit_tokens,
-            generated_tokens=status.num_generated_tokens,
-            row_passes=status.num_row_passes,
-            preemptions=status.num_preemptions,
-            first_token=requests.first_token_counts,
-            token_gap=requests.token_gap_counts,
-        )
-
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
+        live = self._loop.live
         return [
             (_RUNNING, status.num_running),
             (_WAITING, status.num_waiting),
-            (_KV_USAGE, 1 - status.num_free_pages / status.num_pages),
-            (_THRESHOLD, self._loop.live.threshold),
-            (_FLEX_THRESHOLD, self._loop.live.threshold_of(Tier.FLEX)),
-            (_EXACT, self._loop.live.is_exact),
+            (_KV_USAGE, status.kv_share or 0.0),
+            (_THRESHOLD, live.threshold),
+            (_FLEX_THRESHOLD, live.threshold_of(Tier.FLEX)),
+            (_EXACT, live.is_exact),
             (_OVERDUE, self._loop.is_overdue),
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mars_autoscale.policy.lengths import LengthCounter
-from mars_autoscale.policy.reports import Totals
+from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.request import Request
@@ -33,9 +33,9 @@ class RequestLoad:
         """Present requests by `live_tier`."""
 
     @property
-    def totals(self) -> Totals:
-        """Counts since the replica's start."""
-        return Totals(self._arrived, self._prompt_tokens, self._lengths.counts)
+    def counts(self) -> RequestCounts:
+        """Counts since the replica's start, those that this class keeps."""
+        return RequestCounts(self._arrived, self._prompt_tokens, self._lengths.counts)
 
     def share(self, tier: Tier | None) -> float:
         """Return the share, 0 to 1, of the present requests that have this `live_tier`."""

@@ -6,12 +6,13 @@ Imports no Ray or HTTP library.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome, added
+from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.outputs import StepOutput
@@ -71,9 +72,9 @@ _REQUEST_THRESHOLD = HistogramDefinition(
 
 
 FIRST_TOKEN_BOUNDS_S = _TIME_TO_FIRST_TOKEN.bounds
-"""Upper ends in seconds of the buckets of `RequestTelemetry.first_token_counts`."""
+"""Upper ends in seconds of the buckets of `RequestCounts.first_token`."""
 TOKEN_GAP_BOUNDS_S = _INTER_TOKEN_LATENCY.bounds
-"""Upper ends in seconds of the buckets of `RequestTelemetry.token_gap_counts`."""
+"""Upper ends in seconds of the buckets of `RequestCounts.token_gap`."""
 _FAILED = frozenset({FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIMEOUT})
 
 
@@ -111,14 +112,14 @@ class RequestTelemetry:
         return {**self.__dict__, "_times": {}}
 
     @property
-    def first_token_counts(self) -> tuple[int, ...]:
-        """Numbers of times to the first token, by `FIRST_TOKEN_BOUNDS_S`."""
-        return self._first.counts
-
-    @property
-    def token_gap_counts(self) -> tuple[int, ...]:
-        """Numbers of times between tokens, by `TOKEN_GAP_BOUNDS_S`."""
-        return self._gap.counts
+    def counts(self) -> RequestCounts:
+        """Counts since the start, as the replica reports them."""
+        return replace(
+            self.load.counts,
+            first_token=self._first.counts,
+            token_gap=self._gap.counts,
+            audits=self.audits,
+        )
 
     def come(self, request: Request) -> None:
         """Count a request that waits from now on."""

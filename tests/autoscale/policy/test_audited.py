@@ -11,9 +11,10 @@ from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import OuterState
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.tier import Tier
+from replica_reports import report_of
 
 START_S = 1_000.0
 SETTINGS = OuterSettings(min_replicas=2, max_replicas=8)
@@ -22,12 +23,9 @@ AUDITED = AutoscalingBasis(CAPACITY, SETTINGS, expectations=EXPECTED)
 KEY = AuditKey(Tier.DEFAULT, 0.9, True)
 
 
-def report_of(replica, audits=None, loss=0.0):
-    return LoadReport(replica, 0.0, 4.0, 0.0, 1.0, 1.0, 1.0, loss, False, Totals(), audits)
-
-
 def hear_audits(loop, now_s, counts, replica="a", basis=AUDITED, loss=0.0):
-    loop.hear(now_s, report_of(replica, {KEY: counts}, loss), basis)
+    audits = RequestCounts(audits={KEY: counts})
+    loop.hear(now_s, report_of(replica, counts=audits, loss=loss), basis)
 
 
 def decide_at(loop, now_s):
@@ -40,16 +38,15 @@ def decide_at(loop, now_s):
 def audited():
     """An outer loop that has decided once, and heard of no audit."""
     loop = OuterLoop()
-    loop.hear(START_S, report_of("a", {}), AUDITED)
+    loop.hear(START_S, report_of("a"), AUDITED)
     decide_at(loop, START_S + 1)
     return loop
 
 
 def test_audits_of_all_replicas_add_up(audited):
     hear_audits(audited, START_S + 2, AuditCounts(10, 500, 1))
-    audited.hear(START_S + 2, report_of("b", {}), AUDITED)
+    audited.hear(START_S + 2, report_of("b"), AUDITED)
     hear_audits(audited, START_S + 3, AuditCounts(4, 100, 0), "b")
-    audited.overhear(START_S + 20, "a", report_of("a").stats(START_S + 20))
     hear_audits(audited, START_S + 21, AuditCounts(12, 600, 1))
     assert audited.state.drift.tally == {KEY: AuditCounts(16, 700, 1)}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ladders import CAPACITY
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
+from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts, counts_of
 from mars_autoscale.policy.observe import Arrivals
 from mars_autoscale.policy.outer_loop import (
@@ -19,8 +20,10 @@ from mars_autoscale.policy.outer_loop import (
     OuterLoop,
     SavedState,
 )
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import EngineStatus, ReplicaReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
+from mars_platform.method.live import LiveDecoding
+from replica_reports import report_of
 
 SETTINGS = OuterSettings(min_replicas=2, max_replicas=8, period_s=2.0)
 BASIS = AutoscalingBasis(CAPACITY, SETTINGS)
@@ -33,16 +36,10 @@ def loop():
     return OuterLoop()
 
 
-def report_of(replica, totals=None, **changes):
-    figures = {"age_s": 0.0, "num_running": 4.0, "num_waiting": 0.0, "threshold": 1.0}
-    figures |= {"flex_threshold": 1.0, "gain": 1.0, "loss": 0.0, "is_lowest": False}
-    return LoadReport(replica, **{**figures, **changes}, totals=totals or Totals())
-
-
-def totals_at(seconds, rate):
-    """Return the totals after some seconds of requests of 50 prompt and 100 output tokens."""
+def counts_at(seconds, rate):
+    """Return the counts after some seconds of requests of 50 prompt and 100 output tokens."""
     number = int(rate * seconds)
-    return Totals(number, 50 * number, counts_of([100] * number, num_begun=number))
+    return RequestCounts(number, 50 * number, counts_of([100] * number, num_begun=number))
 
 
 def hear_for(loop, begin_s, end_s, rates, since_s=None):
@@ -51,7 +48,7 @@ def hear_for(loop, begin_s, end_s, rates, since_s=None):
     for i in range(int((end_s - begin_s) / REPORT_S) + 1):
         now_s = begin_s + i * REPORT_S
         for replica, rate in rates.items():
-            loop.hear(now_s, report_of(replica, totals_at(now_s - since_s, rate)), BASIS)
+            loop.hear(now_s, report_of(replica, counts=counts_at(now_s - since_s, rate)), BASIS)
 
 
 def see(loop, names, num_target):
@@ -89,16 +86,16 @@ def test_rates_are_summed_over_replicas(loop):
 
 def test_rates_are_those_of_the_window(loop):
     hear_for(loop, START_S, START_S + 30, {"a": 2.0})
-    before = totals_at(30, 2.0)
+    before = counts_at(30, 2.0)
     for i in range(1, 41):
-        totals = replace(before, arrived=before.arrived + 3 * i)
-        loop.hear(START_S + 30 + i * REPORT_S, report_of("a", totals), BASIS)
+        counts = replace(before, arrived=before.arrived + 3 * i)
+        loop.hear(START_S + 30 + i * REPORT_S, report_of("a", counts=counts), BASIS)
     assert snapshot_at(loop, START_S + 50).arrivals.requests_per_s == pytest.approx(6.0)
 
 
 def test_there_is_no_rate_in_the_first_second(loop):
     for seconds, arrived in ((0.0, 500), (0.5, 501), (1.0, 502)):
-        loop.hear(START_S + seconds, report_of("a", Totals(arrived)), BASIS)
+        loop.hear(START_S + seconds, report_of("a", counts=RequestCounts(arrived)), BASIS)
         arrivals = snapshot_at(loop, START_S + seconds).arrivals
         assert (arrivals is None) == (seconds < 1.0)
     assert arrivals.requests_per_s == 2.0
@@ -132,7 +129,7 @@ def test_a_silent_replica_gives_no_rate_after_the_window(loop):
 def test_the_rate_of_prompt_tokens_is_never_negative(loop):
     """A prefix hit is subtracted later than its prompt was added."""
     for i, prompts in enumerate((5_000, 5_000, 5_000, 1_000)):
-        loop.hear(START_S + i, report_of("a", Totals(10, prompts)), BASIS)
+        loop.hear(START_S + i, report_of("a", counts=RequestCounts(10, prompts)), BASIS)
     assert snapshot_at(loop, START_S + 3).arrivals.prompt_tokens_per_s == 0.0
 
 
@@ -151,18 +148,20 @@ def test_a_clock_that_is_put_back_costs_a_few_seconds_of_rates(loop, names):
 
 
 def test_outputs_that_ended_before_the_first_report_do_not_count(loop):
-    loop.hear(START_S, report_of("a", Totals(10, 0, counts_of([500] * 10))), BASIS)
+    before = RequestCounts(10, 0, counts_of([500] * 10))
+    loop.hear(START_S, report_of("a", counts=before), BASIS)
     assert loop.state.lengths == LengthCounts()
-    later = Totals(20, 0, counts_of([*[500] * 10, *[40] * 10]))
-    loop.hear(START_S + 1, report_of("a", later), BASIS)
+    later = RequestCounts(20, 0, counts_of([*[500] * 10, *[40] * 10]))
+    loop.hear(START_S + 1, report_of("a", counts=later), BASIS)
     assert loop.state.lengths == counts_of([40] * 10)
 
 
 def test_running_outputs_raise_the_mean_before_they_end(loop):
     hear_for(loop, START_S, START_S + 10, {"a": 2.0})
-    before = totals_at(10, 2.0)
+    before = counts_at(10, 2.0)
     longer = counts_of([100] * 20, [2_000] * 20, num_begun=40)
-    loop.hear(START_S + 20, report_of("a", replace(before, arrived=40, lengths=longer)), BASIS)
+    counts = replace(before, arrived=40, lengths=longer)
+    loop.hear(START_S + 20, report_of("a", counts=counts), BASIS)
     assert snapshot_at(loop, START_S + 20).arrivals.mean_output_tokens > 1_000
 
 
@@ -213,7 +212,7 @@ def test_a_replica_that_is_being_stopped_does_not_count_though_it_reports(loop):
     see(loop, {"a", "old"}, 2)
     hear_for(loop, START_S, START_S + 10, {"a": 2.0, "old": 2.0})
     see(loop, {"a"}, 3)
-    last = report_of("old", totals_at(10, 2.0), num_running=1.0, threshold=0.8)
+    last = report_of("old", 1, live=LiveDecoding(0.8), counts=counts_at(10, 2.0))
     loop.hear(START_S + 10, last, BASIS)
     record = decide_at(loop, START_S + 10)
     assert (record.num_ready, record.num_starting) == (1, 2)
@@ -252,9 +251,9 @@ def test_an_updates_basis_holds_though_old_replicas_go_on_reporting(loop):
     for i in range(20):
         at_s = START_S + i * SETTINGS.period_s
         for second in range(2):
-            old = report_of("old", totals_at(at_s + second - START_S, 30.0), num_running=16)
+            old = report_of("old", 16, counts=counts_at(at_s + second - START_S, 30.0))
             if i >= 10:
-                loop.hear(at_s + second, report_of("new", num_running=16), AFTER)
+                loop.hear(at_s + second, report_of("new", 16), AFTER)
             loop.hear(at_s + second, old, BEFORE)
         numbers.append(decide_at(loop, at_s + 1).decision.num_replicas)
     assert numbers[9] == 4
@@ -270,58 +269,25 @@ def test_the_basis_of_a_withdrawn_update_goes_with_its_replicas(loop):
     assert loop.question(START_S + 10)[2] == BEFORE
 
 
-# Reports that came by way of the cluster
-
-
-def stats_of(observed_s):
-    return report_of("a", Totals(7, 70, counts_of([10] * 6)), num_running=9.0).stats(observed_s)
+# Reports
 
 
 def load_at(loop, now_s):
     (load,) = snapshot_at(loop, now_s).replicas
-    return load.observed_s, load.num_running
+    return load
 
 
-def test_a_silent_replica_is_overheard_once(loop):
-    loop.hear(START_S, report_of("a"), BASIS)
-    for seconds in (5, 10, 15):
-        loop.overhear(START_S + seconds, "a", stats_of(START_S + 4.5))
-        assert load_at(loop, START_S + seconds) == (START_S + 4.5, 9.0)
+def test_an_engine_without_progress_is_as_old_as_its_last_sign_of_life(loop):
+    loop.hear(START_S, replace(report_of("a"), age_s=7.0), BASIS)
+    assert load_at(loop, START_S).observed_s == START_S - 7.0
 
 
-@pytest.mark.parametrize(
-    ("now_s", "observed_s"), [(3.9, 3.8), (5.0, -0.5), (5.0, 0.0)], ids=["heard", "older", "same"]
-)
-def test_a_known_report_is_not_overheard(loop, now_s, observed_s):
-    loop.hear(START_S, report_of("a"), BASIS)
-    loop.overhear(START_S + now_s, "a", stats_of(START_S + observed_s))
-    assert load_at(loop, START_S + now_s) == (START_S, 4.0)
-
-
-def test_an_unknown_replica_is_not_overheard(loop):
-    loop.overhear(START_S, "b", stats_of(START_S))
-    loop.hear(START_S, report_of("a"), BASIS)
-    loop.overhear(START_S + 5, "b", stats_of(START_S + 5))
-    assert len(snapshot_at(loop, START_S + 5).replicas) == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"observed_s": math.nan},
-        {"arrived": math.nan},
-        {"ended_3": math.inf},
-        {"tokens_7": None},
-        {"gain": None},
-        None,
-    ],
-)
-def test_an_incomplete_report_is_not_overheard(loop, change):
-    loop.hear(START_S, report_of("a"), BASIS)
-    stats = {} if change is None else {**stats_of(START_S + 5), **change}
-    given = {name: value for name, value in stats.items() if value is not None}
-    loop.overhear(START_S + 5, "a", given)
-    assert load_at(loop, START_S + 5) == (START_S, 4.0)
+def test_replicas_do_not_pay_for_a_threshold_that_was_set_by_hand(loop):
+    lowered = report_of("a", gain=1.4, loss=2.0)
+    for is_pinned, expected in ((False, (1.4, 2.0)), (True, (1.0, 0.0))):
+        loop.hear(START_S, replace(lowered, is_pinned=is_pinned), BASIS)
+        load = load_at(loop, START_S)
+        assert (load.gain, load.loss) == expected
 
 
 # Decisions
@@ -334,8 +300,8 @@ def as_json(record):
 def test_a_decision_is_recorded_with_the_numbers_behind_it(loop):
     see(loop, {"a", "b"}, 3)
     hear_for(loop, START_S, START_S + 10, {"a": 2.0, "b": 2.0})
-    lowered = {"num_waiting": 3.0, "threshold": 0.9, "flex_threshold": 0.7}
-    loop.hear(START_S + 10, report_of("b", totals_at(10, 2.0), **lowered), BASIS)
+    lowered = report_of("b", 4, 3, LiveDecoding(0.9, 0.7), counts_at(10, 2.0))
+    loop.hear(START_S + 10, lowered, BASIS)
     record = decide_at(loop, START_S + 10)
     assert record is loop.records[-1]
     content = as_json(record)
@@ -435,12 +401,25 @@ def test_a_later_view_of_the_cluster_changes_no_decision(loop):
 
 ODD = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e300]) | st.floats(0, 1e6)
 ODD_SPANS = st.lists(ODD, min_size=NUM_SPANS, max_size=NUM_SPANS).map(tuple)
+NUMBER = st.integers(-1, 10**9)
 ODD_REPORTS = st.builds(
-    LoadReport,
+    ReplicaReport,
     st.sampled_from(["a", "b"]),
-    *(ODD for _ in range(7)),
-    st.booleans(),
-    st.builds(Totals, ODD, ODD, st.builds(LengthCounts, ODD, ODD, ODD_SPANS, ODD_SPANS, ODD_SPANS)),
+    age_s=ODD,
+    engine=st.builds(EngineStatus, NUMBER, NUMBER, NUMBER),
+    requests=st.builds(
+        RequestCounts,
+        NUMBER,
+        NUMBER,
+        st.builds(LengthCounts, ODD, ODD, ODD_SPANS, ODD_SPANS, ODD_SPANS),
+    ),
+    decoding=st.builds(
+        InnerLoopDecision,
+        st.builds(LiveDecoding, st.floats(0.01, 1)),
+        gain=ODD,
+        loss=ODD,
+        is_lowest=st.booleans(),
+    ),
 )
 
 

@@ -9,25 +9,26 @@ import pytest
 
 from ladders import CAPACITY
 from mars_autoscale.policy.decision import OuterState
-from mars_autoscale.policy.inner_loop import Cause
+from mars_autoscale.policy.inner_loop import Cause, InnerLoopDecision
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import (
+    EngineStatus,
+    IngressReport,
+    Phase,
+    ReplicaReport,
+    RequestCounts,
+)
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.board import Board
 from mars_serve.control.history import COARSE_S, COLUMNS, HOUR_S, NUM_FINE, History
-from mars_serve.observability.figures import (
-    IngressFigures,
-    ReplicaCounts,
-    ReplicaFigures,
-    ReplicaState,
-)
 from mars_serve.observability.request_telemetry import FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S
+from replica_reports import report_of
 
 START_S = 1_000_000
-READY = ReplicaFigures("app#model#r1", "10.0.0.1", ReplicaState.READY, num_pages=10)
+READY = ReplicaReport("app#model#r1", "10.0.0.1", engine=EngineStatus(num_pages=10))
 BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, loss_budget=2.0))
 
 
@@ -39,28 +40,34 @@ def told(board: Board, since_s: int | None = None, **governed: Any) -> dict[str,
     return found
 
 
-def watched(*reports: list[ReplicaFigures], **governed: Any) -> dict[str, Any]:
+def watched(*reports: list[ReplicaReport], **governed: Any) -> dict[str, Any]:
     """Return what a dashboard gets after some seconds, in each of which replicas report."""
     board = Board()
     for each in reports[0]:
-        board.hear(each, START_S)
-    for second, figures in enumerate([*reports, []]):
+        board.members.hear(each, START_S)
+    for second, told_now in enumerate([*reports, []]):
         loop, published = governed.get("loop"), governed.get("published")
         board.advance(START_S + second, loop, published)
-        for each in figures:
-            board.hear(each, START_S + second + 0.5)
+        for each in told_now:
+            board.members.hear(each, START_S + second + 0.5)
     return told(board, **governed)
 
 
-def counted(**counts: Any) -> ReplicaFigures:
-    return replace(READY, counts=ReplicaCounts(**counts))
+def counted(
+    num_arrived: int = 0, counts: RequestCounts | None = None, **engine: int
+) -> ReplicaReport:
+    status = replace(READY.engine, **{f"num_{name}": number for name, number in engine.items()})
+    counts = counts or RequestCounts(arrived=num_arrived)
+    return replace(READY, engine=status, requests=counts)
+
+
+def decoding(report: ReplicaReport, live: LiveDecoding, **decided: Any) -> ReplicaReport:
+    return replace(report, decoding=InnerLoopDecision(live, **decided))
 
 
 def test_rates_are_what_replicas_have_counted_within_a_second():
-    before = counted(arrived=5, generated_tokens=100, row_passes=50, prompt_tokens=9)
-    after = counted(
-        arrived=8, generated_tokens=160, row_passes=70, prompt_tokens=29, prefix_hit_tokens=5
-    )
+    before = counted(5, generated_tokens=100, row_passes=50, prompt_tokens=9)
+    after = counted(8, generated_tokens=160, row_passes=70, prompt_tokens=29, prefix_hit_tokens=5)
     other = replace(after, replica="app#model#r2")
     rows = watched([before, other], [after, other])["rows"]
     assert [row["time_s"] for row in rows] == [START_S, START_S + 1]
@@ -72,7 +79,7 @@ def test_rates_are_what_replicas_have_counted_within_a_second():
 
 
 def test_a_replica_that_counts_anew_is_not_counted_below_zero():
-    rows = watched([counted(arrived=50, generated_tokens=900)], [counted(generated_tokens=7)])
+    rows = watched([counted(50, generated_tokens=900)], [counted(generated_tokens=7)])
     assert rows["rows"][1]["generated_per_s"] == 7
     assert rows["rows"][1]["arrived_per_s"] == 0
 
@@ -88,7 +95,7 @@ def test_percentiles_are_those_of_all_replicas_values_to_within_five_percent():
     counts = [0] * (len(FIRST_TOKEN_BOUNDS_S) + 1)
     for value in values:
         counts[next(i for i, bound in enumerate(FIRST_TOKEN_BOUNDS_S) if value <= bound)] += 1
-    after = counted(first_token=tuple(counts))
+    after = counted(counts=RequestCounts(first_token=tuple(counts)))
     found = watched([counted()], [after])
     assert found["rows"][1]["ttft_p50_s"] == pytest.approx(0.13, rel=0.05)
     assert found["rows"][1]["ttft_p99_s"] == pytest.approx(2.0, rel=0.05)
@@ -104,8 +111,8 @@ def test_neighbouring_bounds_differ_by_five_percent_at_most(bounds):
 
 
 def test_states_of_replicas_are_counted_and_said():
-    starting = ReplicaFigures("app#model#r2", "10.0.0.2", ReplicaState.STARTING)
-    drains = replace(READY, replica="app#model#r3", state=ReplicaState.DRAINING)
+    starting = ReplicaReport("app#model#r2", "10.0.0.2", Phase.STARTING)
+    drains = replace(READY, replica="app#model#r3", phase=Phase.DRAINING)
     found = watched([READY, starting, drains])
     row, state = found["rows"][-1], found["state"]
     assert (row["num_ready"], row["num_starting"], row["num_draining"]) == (1, 1, 1)
@@ -117,7 +124,7 @@ def test_states_of_replicas_are_counted_and_said():
 
 def test_a_silent_replica_is_called_so_and_then_forgotten():
     board = Board()
-    board.hear(READY, START_S)
+    board.members.hear(READY, START_S)
     board.advance(START_S, None, None)
     board.advance(START_S + 8, None, None)
     assert told(board)["state"]["replicas"][0]["state"] == "silent"
@@ -130,7 +137,7 @@ def test_a_silent_replica_is_called_so_and_then_forgotten():
 def test_alike_changes_of_tau_are_one_sentence_with_the_reason():
     low = LiveDecoding(0.9, 0.7)
     twins = [replace(READY, replica=name) for name in ("a#b#x", "a#b#y")]
-    lowered = [replace(each, live=low, cause=Cause.LOAD) for each in twins]
+    lowered = [decoding(each, low, cause=Cause.LOAD) for each in twins]
     texts = [event["text"] for event in watched(twins, lowered)["events"]]
     reason = "more requests run and wait than are served fast enough."
     assert f"τ falls from 1 to 0.9 on 2 replicas: {reason}" in texts
@@ -139,7 +146,7 @@ def test_alike_changes_of_tau_are_one_sentence_with_the_reason():
 
 
 def test_a_change_by_hand_is_called_so():
-    low = replace(READY, live=LiveDecoding(0.8), cause=Cause.LOAD)
+    low = decoding(READY, LiveDecoding(0.8), cause=Cause.LOAD)
     found = watched([READY], [low], published=PublishedThreshold(3, 0.8, is_pinned=True))
     assert "τ falls from 1 to 0.8: it was set by hand." in [e["text"] for e in found["events"]]
     assert found["state"]["is_pinned"]
@@ -147,13 +154,13 @@ def test_a_change_by_hand_is_called_so():
 
 def test_ingress_replicas_are_summed_up():
     board = Board()
-    board.hear(READY, START_S)
+    board.members.hear(READY, START_S)
     board.advance(START_S, None, None)
     for name in ("i1", "i2"):
-        board.hear_ingress(IngressFigures(name), START_S)
+        board.members.hear_ingress(IngressReport(name), START_S)
         waiting, ended = {Tier.FLEX: 2, Tier.DEFAULT: 1}, {"stop": 3, "error": 1, "rejected_503": 2}
-        board.hear_ingress(
-            IngressFigures(name, waiting, ended, {"503 queue_full": 2}), START_S + 0.5
+        board.members.hear_ingress(
+            IngressReport(name, waiting, ended, {"503 queue_full": 2}), START_S + 0.5
         )
     board.advance(START_S + 1, None, None)
     found = told(board)
@@ -166,8 +173,8 @@ def test_ingress_replicas_are_summed_up():
 def decided() -> OuterLoop:
     """Return an outer loop that has lost quality and decided once."""
     loop = OuterLoop()
-    totals = Totals(arrived=4, prompt_tokens=40)
-    loop.hear(START_S, LoadReport("r1", 0.0, 4, 2, 0.9, 0.8, 1.4, 2.0, False, totals), BASIS)
+    counts, live = RequestCounts(arrived=4, prompt_tokens=40), LiveDecoding(0.9, 0.8)
+    loop.hear(START_S, report_of("r1", 4, 2, live, counts, gain=1.4, loss=2.0), BASIS)
     loop.state = replace(loop.state, outer=OuterState(losses=((START_S - 60.0, 1800.0),)))
     question = loop.question(START_S + 0.2)
     loop.commit(question[0], *loop.answer(*question))
@@ -175,7 +182,7 @@ def decided() -> OuterLoop:
 
 
 def test_an_autoscaled_model_has_budget_frontier_and_decision():
-    low = replace(READY, live=LiveDecoding(0.9), gain=1.4, loss=2.0, num_running=4)
+    low = report_of("r1", 4, live=LiveDecoding(0.9), gain=1.4, loss=2.0)
     found = watched([low], [low], loop=decided())
     assert found["rows"][-1]["spent_share"] == pytest.approx(0.25, abs=0.01)
     assert found["rows"][-1]["loss"] == 2
@@ -201,7 +208,7 @@ def test_nothing_is_shown_before_a_new_governor_knows_the_replicas():
     board.advance(START_S, None, None)
     board.advance(START_S + 1, None, None)
     assert told(board)["rows"] == []
-    board.hear(READY, START_S + 1)
+    board.members.hear(READY, START_S + 1)
     board.advance(START_S + 2, None, None)
     board.advance(START_S + 3, None, None)
     found = told(board)
@@ -212,11 +219,11 @@ def test_nothing_is_shown_before_a_new_governor_knows_the_replicas():
 
 def test_only_what_is_new_is_told_to_whom_knows_the_rest():
     board = Board()
-    board.hear(READY, START_S)
+    board.members.hear(READY, START_S)
     for second in range(6):
         board.advance(START_S + second, None, None)
         if second == 4:
-            board.hear(replace(READY, replica="r2"), START_S + second)
+            board.members.hear(replace(READY, replica="r2"), START_S + second)
     everything = told(board)
     assert len(everything["rows"]) == 5
     news = told(board, since_s=START_S + 2)
@@ -229,7 +236,7 @@ def test_only_what_is_new_is_told_to_whom_knows_the_rest():
 
 def test_a_clock_that_jumps_makes_up_no_hours():
     board = Board()
-    board.hear(READY, START_S)
+    board.members.hear(READY, START_S)
     for now_s in (START_S, START_S + 1, START_S + 86_400, START_S + 86_401):
         board.advance(now_s, None, None)
     assert [row["time_s"] for row in told(board)["rows"]] == [START_S, START_S + 86_400]

@@ -3,11 +3,13 @@ import json
 import logging
 import math
 import threading
-import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
 from ladders import CAPACITY
+from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import (
     AT_TARGET,
     Decision,
@@ -17,10 +19,12 @@ from mars_autoscale.policy.decision import (
 )
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, SavedState
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
+from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.governor import Governor
+from replica_reports import report_of
 
 START = PublishedThreshold(0, 0.95)
 BASIS = AutoscalingBasis(CAPACITY, OuterSettings(period_s=0.02, max_replicas=8))
@@ -99,9 +103,8 @@ def raises(*_):
     raise ZeroDivisionError("no tokens")
 
 
-def report_of(replica="r1", threshold=0.92):
-    totals = Totals(10, 500, counts_of([100] * 8, num_begun=10))
-    return LoadReport(replica, 0.0, 4, 2, threshold, 0.8, 1.4, 2.0, False, totals)
+COUNTS = RequestCounts(10, 500, counts_of([100] * 8, num_begun=10))
+REPORT = report_of("r1", 4, 2, LiveDecoding(0.92, 0.8), COUNTS, gain=1.4, loss=2.0)
 
 
 @asynccontextmanager
@@ -109,7 +112,7 @@ async def deciding(decide, basis=BASIS):
     """Make a governor with one reporting replica; its decisions end with the block."""
     governor = Governor(decide)
     before = asyncio.all_tasks()
-    await governor.report("m", report_of(), basis)
+    await governor.report("m", REPORT, basis)
     try:
         yield governor
     finally:
@@ -129,7 +132,7 @@ async def records_of(governor, number=1, model="m", are_enough=lambda _: True):
 
 
 async def tick(governor, num_target=3, known=None):
-    return await governor.tick("m", ["r1"], num_target, {}, known)
+    return await governor.tick("m", ["r1"], num_target, known)
 
 
 async def test_a_report_starts_decisions_that_are_published():
@@ -202,7 +205,7 @@ async def test_a_policy_that_hangs_stops_nothing_else():
             assert await governor.wait("m", START) == changed
             assert await governor.value("m", START) == changed
             assert (await tick(governor))[1] == 4
-            await governor.report("m", report_of(), BASIS)
+            await governor.report("m", REPORT, BASIS)
             assert "marsray_autoscaler_replicas" in await governor.metrics("m")
 
             hanging.go.set()
@@ -220,8 +223,7 @@ async def test_an_error_in_one_models_decisions_leaves_others_alone():
         return raises() if snapshot.replicas[0].num_running == 4 else fine()
 
     async with deciding(unlucky) as governor:
-        other = LoadReport("r2", 0.0, 5, 2, 1.0, 1.0, 1.0, 0.0, False, Totals())
-        await governor.report("other", other, BASIS)
+        await governor.report("other", report_of("r2", 5, 2), BASIS)
         await records_of(governor, 2)
         assert {each.problem for each in await records_of(governor, model="other")} == {None}
 
@@ -299,12 +301,12 @@ class Clock:
 async def test_a_model_that_is_no_longer_used_is_forgotten():
     clock, before = Clock(), asyncio.all_tasks()
     governor = Governor(fine, clock)
-    await governor.report("m", report_of(), BASIS)
+    await governor.report("m", REPORT, BASIS)
     (loop,) = asyncio.all_tasks() - before
     pinned = await governor.set("m", 0.8)
     await records_of(governor)
     clock.now_s = 50.0
-    await governor.tick("kept", ["r1"], 2, {}, None)
+    await governor.tick("kept", ["r1"], 2, None)
     clock.now_s = 59.0
     await governor.wait("other", START, timeout_s=0)
     assert await governor.explain("m") is not None
@@ -354,20 +356,32 @@ async def test_a_new_governor_decides_on_the_old_ones_state():
         assert (state.outer, number) == (OuterState(3), 3)
 
 
-async def test_silent_replicas_are_overheard_at_the_controller():
-    async with deciding(fine) as governor:
-        await records_of(governor)
-        await asyncio.sleep(3 * BASIS.settings.period_s)  # without a report
-        totals = Totals(20, 900, counts_of([100] * 9, num_begun=20))
-        later = LoadReport("r1", 0.0, 11, 7, 1.0, 1.0, 1.0, 0.0, False, totals)
-        stats = later.stats(time.time())
-        await governor.tick("m", ["r1"], 1, {"r1": stats, "stranger": {}}, None)
-        await records_of(governor, are_enough=lambda records: records[-1].num_waiting == 7)
+async def test_decisions_hold_while_a_replica_is_silent():
+    short = replace(BASIS, settings=BASIS.settings.model_copy(update={"max_replicas": 4}))
+    async with deciding(decide, short) as governor:
+        await tick(governor, num_target=4)
+        records = await records_of(  # reports are too old after six periods
+            governor, 10, are_enough=lambda found: found[-1].decision.reason is Reason.HELD
+        )
+        assert records[-1].problem is None
+        assert (await tick(governor))[1] == 4
+
+
+async def test_a_replica_without_autoscaling_starts_no_decisions_and_is_shown():
+    governor = Governor(fine)
+    await governor.report("m", REPORT, None)
+    assert await governor.explain("m") is None
+    assert '"num_running":4' in (await governor.picture("m", None)).text
+
+
+async def test_a_report_of_another_version_is_refused():
+    with pytest.raises(ValueError, match="version"):
+        await Governor(fine).report("m", replace(REPORT, version=0), BASIS)
 
 
 async def test_a_models_metrics_leave_out_other_models():
     async with deciding(fine) as governor:
-        await governor.report("other", report_of(), BASIS)
+        await governor.report("other", REPORT, BASIS)
         await records_of(governor)
         lines = (await governor.metrics("m")).splitlines()
     assert 'marsray_autoscaler_replicas{model="m"} 3.0' in lines

@@ -30,7 +30,7 @@ async def test_a_replica_drains_though_requests_wait_for_others(start) -> None:
     outputs = await asyncio.gather(*running)
     assert [sum(len(each.tokens) for each in output) for output in outputs] == [12] * 20
     loops = (ending, staying)
-    await soon(lambda: sum(loop.activity.load.totals.arrived for loop in loops) == 20)
+    await soon(lambda: sum(loop.activity.load.counts.arrived for loop in loops) == 20)
 
 
 async def test_requests_that_find_an_engine_gone_are_sent_elsewhere_once(start) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from decoding.local_loop import LocalLoop
 from mars_autoscale.policy.lengths import counts_of
-from mars_autoscale.policy.reports import Totals
+from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.live import LiveDecoding
 from mars_platform.method.mode import Mode
@@ -190,7 +190,7 @@ def test_a_request_that_never_began_is_not_timed(reason):
         telemetry.stepped(left, StepOutput("a", [], reason), 10.5)
     telemetry.gone(left, 11.0)
     assert not any(value for name, value in exposed(telemetry).items() if name.endswith("_count"))
-    assert telemetry.load.totals.lengths.num_ended == 0
+    assert telemetry.load.counts.lengths.num_ended == 0
 
 
 def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
@@ -204,13 +204,13 @@ def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
     telemetry.announced(1, len(PROMPT))
     received = pickle.loads(pickle.dumps(telemetry))  # noqa: S301
     assert exposed(received) == exposed(telemetry)
-    assert received.load.totals == telemetry.load.totals
+    assert received.load.counts == telemetry.load.counts
     lengths = replace(counts_of([6], [1]), num_begun=3, limits=9 + 4 + 4)
-    assert received.load.totals == Totals(4, 4 * len(PROMPT), lengths)
+    assert received.load.counts == RequestCounts(4, 4 * len(PROMPT), lengths)
     assert received.load.share(Tier.FLEX) == telemetry.load.share(Tier.FLEX) == 1.0
     telemetry.stepped(running, StepOutput("runs", [7], FinishReason.LENGTH), 10.2)
     telemetry.gone(running, 10.2)
-    found = [each.load.totals.lengths.num_ended for each in (received, telemetry)]
+    found = [each.load.counts.lengths.num_ended for each in (received, telemetry)]
     assert found == [1, 2]
 
 

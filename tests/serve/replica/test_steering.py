@@ -1,7 +1,6 @@
 """A replica's part in autoscaling, on an engine whose status the test sets."""
 
 import asyncio
-import math
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -11,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from ladders import exact_rung, threshold_rung
-from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
-from mars_autoscale.policy.reports import LoadReport
+from mars_autoscale.policy.reports import EngineStatus, Phase
 from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.live import LiveDecoding
@@ -27,10 +25,11 @@ from mars_serve.engine.ipc import loop as engine_loop
 from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.ipc.messages import LoadUpdate, Ready, SetLateRule, StepReport
-from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.observability.request_load import RequestLoad
-from mars_serve.replica.steering import Steering
+from mars_serve.replica.steering import InnerSteering, Steering
 
 LADDER = (
     AR,
@@ -44,7 +43,7 @@ CAPACITY = Capacity(linear_step_time(0.1, 1000), LADDER, NUM_ROWS, 1_000)
 BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=4, period_s=2.0))
 WIDE = ThresholdRange(0.9, 0.7)
 SATURATED = replace(WIDE, is_saturated=True)
-IDLE = EngineStatus(0, 0, 0, 8, 8, 0, 0)
+IDLE = EngineStatus(num_pages=8, num_free_pages=8)
 FLEX = DecodingOptions(20, threshold=None, tier=Tier.FLEX)
 DEFAULT = replace(FLEX, max_tokens=100, tier=Tier.DEFAULT)
 
@@ -57,9 +56,6 @@ def status_of(num_running, num_waiting=0, **more):
 
 
 FULL = status_of(NUM_ROWS, 2 * NUM_ROWS)
-
-
-AUDITS = {AuditKey(Tier.DEFAULT, 0.9, True): AuditCounts(3, 90, 1)}
 
 
 class Alive:
@@ -117,7 +113,8 @@ async def engine():
 def steering_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
     load = load or RequestLoad()
-    return Steering("r1", basis, wanted, engine.loop, lambda: load, lambda: AUDITS)
+    initial = PublishedThreshold(0, 1.0)
+    return InnerSteering(engine.loop, initial, basis, wanted, lambda: load)
 
 
 def published(allowed, version=1):
@@ -176,10 +173,8 @@ async def test_a_pinned_threshold_holds_at_once_and_under_any_load(engine):
     steering.take(pinned_at(0.97), 100.1)
     assert engine.loop.live == LiveDecoding(0.97)
     await engine.show(FULL)
-    report = steering.step(100.5)
+    steering.step(100.5)
     assert engine.loop.live == LiveDecoding(0.97)
-    assert (report.threshold, report.flex_threshold) == (0.97, 0.97)
-    assert (report.gain, report.loss) == (1.0, 0.0)
 
 
 async def test_a_pinned_threshold_keeps_mode_exact_where_it_is_the_fastest(engine):
@@ -250,7 +245,8 @@ async def test_a_replica_that_is_faster_now_refuses_less(engine):
     steering.take(published(SATURATED), 100.0)
     assert is_refused(engine, 2)
     await engine.show(FULL)
-    assert steering.step(100.5).gain > 4 / 3
+    steering.step(100.5)
+    assert steering.decision.gain > 4 / 3
     assert not is_refused(engine, 2)
 
 
@@ -296,38 +292,16 @@ async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
     steering = steering_of(engine, full_load())
     steering.take(published(WIDE), 100.0)
     await engine.show(FULL)
-    report = steering.step(100.0)
-    assert report == LoadReport(
-        replica="r1",
-        age_s=0.0,
-        num_running=4,
-        num_waiting=8,
-        threshold=1.0,  # all present requests are of tier flex
-        flex_threshold=0.7,
-        gain=pytest.approx(CAPACITY.gain(LADDER[-1])),
-        loss=0.0,
-        is_lowest=True,
-        totals=full_load().totals,
-        audits=AUDITS,
+    steering.step(100.0)
+    report = ReplicaTelemetry("mars", "r1", engine.loop, "10.0.0.1").report(
+        steering.decision, live_version=1
     )
-
-
-async def test_a_report_can_be_sent_as_numbers(engine, monkeypatch):
-    stop_clock(monkeypatch)
-    steering = steering_of(engine, full_load())
-    await engine.show(FULL)
-    report = steering.step(100.0)
-    stats = steering.stats(5_000.0)
-    assert {type(value) for value in stats.values()} == {float}
-    assert all(math.isfinite(value) for value in stats.values())
-    report = replace(report, audits=None)  # numbers alone do not tell of them
-    assert LoadReport.of_stats("r1", stats, 5_000.0) == report
-    assert LoadReport.of_stats("r1", stats, 5_003.0) == replace(report, age_s=3.0)
-    assert LoadReport.of_stats("r1", stats, 4_990.0) == report, "clocks differ"
-    for name in stats:
-        assert LoadReport.of_stats("r1", {**stats, name: math.nan}, 5_000.0) is None
-        without = {key: value for key, value in stats.items() if key != name}
-        assert LoadReport.of_stats("r1", without, 5_000.0) is None
+    assert (report.replica, report.node, report.phase) == ("r1", "10.0.0.1", Phase.READY)
+    assert report.engine == FULL
+    assert report.decoding.live == LiveDecoding(1.0, 0.7)  # all present requests are of tier flex
+    assert report.decoding.gain == pytest.approx(CAPACITY.gain(LADDER[-1]))
+    assert (report.decoding.loss, report.decoding.is_lowest) == (0.0, True)
+    assert (report.live_version, report.age_s) == (1, 0.0)
 
 
 @asynccontextmanager
@@ -345,33 +319,52 @@ def move_clock(monkeypatch, seconds):
     monkeypatch.setattr(engine_loop, "time", later)
 
 
-async def test_the_report_of_an_engine_that_hangs_with_work_grows_old(engine):
-    steering = steering_of(engine)
-    assert steering.step(100.0).age_s == 0.0
+@pytest.fixture
+def telemetry(engine):
+    return ReplicaTelemetry("mars", "r1", engine.loop)
+
+
+async def test_the_report_of_an_engine_that_hangs_with_work_grows_old(engine, telemetry):
+    assert telemetry.report().age_s == 0.0
     async with asking(engine, "hangs"):
-        assert steering.step(100.5).age_s > 0.0
-        assert steering.stats(5_000.0)["observed_s"] < 5_000.0
+        assert telemetry.report().age_s > 0.0
 
 
-async def test_idle_time_does_not_make_a_report_old(engine, monkeypatch):
-    steering = steering_of(engine)
+async def test_idle_time_does_not_make_a_report_old(engine, telemetry, monkeypatch):
     move_clock(monkeypatch, 600)
     async with asking(engine, "first after ten minutes"):
-        assert steering.step(100.0).age_s < 300
+        assert telemetry.report().age_s < 300
 
 
-async def test_the_report_of_a_hanging_engine_stays_old_if_a_client_gives_up(engine, monkeypatch):
-    steering = steering_of(engine)
+async def test_the_report_of_a_hanging_engine_stays_old_if_a_client_gives_up(
+    engine, telemetry, monkeypatch
+):
     async with asking(engine, "gives up"):
         await engine.show(status_of(1))
         move_clock(monkeypatch, 600)
     async with asking(engine, "next"):
-        assert steering.step(100.0).age_s >= 600
+        assert telemetry.report().age_s >= 600
 
 
-async def test_a_dead_engine_ends_the_steering(engine):
+async def test_a_dead_engine_ends_the_steering_and_its_report_grows_old(
+    engine, telemetry, monkeypatch
+):
     steering = steering_of(engine)
+    await engine.show(FULL)
+    before = telemetry.report()
     engine.loop.stop()
-    assert steering.stats(5_000.0) == {}
     with pytest.raises(EngineDied):
         steering.step(100.0)
+    move_clock(monkeypatch, 600)
+    after = telemetry.report()
+    assert after == replace(before, phase=Phase.OVERDUE, age_s=after.age_s)
+    assert after.age_s >= 600
+
+
+async def test_without_an_inner_loop_the_published_threshold_holds(engine):
+    steering = Steering(engine.loop, PublishedThreshold(0, 0.8))
+    assert engine.loop.live == LiveDecoding(0.8)
+    steering.take(PublishedThreshold(1, 0.7), 100.0)
+    await engine.show(FULL)
+    steering.step(100.5)
+    assert engine.loop.live == LiveDecoding(0.7)

@@ -12,7 +12,7 @@ import httpx2
 from fastapi import FastAPI
 
 from decoding.local_loop import LocalLoop
-from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import (
@@ -20,7 +20,6 @@ from mars_serve.config.served import (
     Explanation,
     Picture,
     PublishedThreshold,
-    ReplicaReport,
     ServedModel,
 )
 from mars_serve.config.settings import ModelSettings, ServeSettings
@@ -54,7 +53,7 @@ class LoopBackend:
                 yield output
 
     async def replicas(self) -> list[ReplicaReport]:
-        return [ReplicaReport("only", self.loop.status(), self.live, self.loop.is_overdue)]
+        return [self._replica.report(live_version=self.live.version)]
 
     async def live_threshold(self) -> PublishedThreshold:
         return self.live
@@ -75,9 +74,8 @@ class LoopBackend:
         return []
 
     async def picture(self, since_s: int | None) -> Picture:
-        """Report the engine's figures to a real governor, and return its picture."""
-        decision = InnerLoopDecision(self.loop.live)
-        await self.governor.observe("model", self._replica.figures("127.0.0.1", decision))
+        """Report the engine to a real governor, and return its picture."""
+        await self.governor.report("model", self._replica.report(), None)
         return await self.governor.picture("model", since_s)
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import Credit
 from mars_platform.errors import UserError
@@ -33,7 +34,7 @@ from mars_serve.engine.ipc.messages import (
     StepReport,
     Tell,
 )
-from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 
 _STOP_S = 30.0
@@ -253,8 +254,8 @@ class EngineLoop:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last report if the engine has work; 0 without work."""
-        has_work = self._streams or self._status.num_requests
+        """Seconds since the last report if the engine has work or has ended; 0 without work."""
+        has_work = self._streams or self._status.num_requests or not self.is_alive
         return time.monotonic() - self._status_s if has_work else 0.0
 
     @property

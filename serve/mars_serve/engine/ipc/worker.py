@@ -14,6 +14,7 @@ from typing import Protocol
 
 from mars_autoscale.audit.counts import AuditOutcome
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.grants import Grants, reserve_of
 from mars_platform.errors import UserError
 from mars_serve.engine.adaptive.step_times import StepTimes
@@ -36,7 +37,7 @@ from mars_serve.engine.ipc.messages import (
     Tell,
 )
 from mars_serve.engine.ipc.pulse import Pulse
-from mars_serve.engine.outputs import EngineStatus, StepOutput
+from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 

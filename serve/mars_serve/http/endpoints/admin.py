@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from mars_serve.api.bounds import at_most
@@ -20,7 +19,7 @@ from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import ServedModel
 from mars_serve.http.endpoints.audit import Audits, audits
 from mars_serve.http.endpoints.autoscaler import Autoscalers, explanations
-from mars_serve.http.endpoints.information import find_model, live_state
+from mars_serve.http.endpoints.information import find_model
 
 _Threshold = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
@@ -63,13 +62,13 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
     """Return the router of the endpoints below ``/admin``."""
     router = APIRouter(responses=errors_described())
 
-    @router.get("/admin/threshold", responses={200: {"model": LiveThresholds}})
-    async def read_threshold() -> JSONResponse:
+    @router.get("/admin/threshold")
+    async def read_threshold() -> LiveThresholds:
         """Return the live τ that was set last and the one of every replica."""
-        return JSONResponse(await _states(models))
+        return await _states(models)
 
-    @router.put("/admin/threshold", responses={200: {"model": LiveThresholds}})
-    async def change_threshold(body: Annotated[ThresholdChange, at_most(16)]) -> JSONResponse:
+    @router.put("/admin/threshold")
+    async def change_threshold(body: Annotated[ThresholdChange, at_most(16)]) -> LiveThresholds:
         """Change the live τ, also for running requests, unless they set their own.
 
         The response may arrive before all replicas have the change; compare their ``version``.
@@ -80,27 +79,27 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
             _check_governed(changed)
         backends = [model.backend for model in changed.values()]
         await asyncio.gather(*(each.set_live_threshold(threshold) for each in backends))
-        return JSONResponse(await _states(changed))
+        return await _states(changed)
 
-    @router.get("/admin/autoscaler", responses={200: {"model": Autoscalers}})
-    async def explain_autoscaler() -> JSONResponse:
+    @router.get("/admin/autoscaler")
+    async def explain_autoscaler() -> Autoscalers:
         """Return the latest decisions with their reasons and figures."""
-        return JSONResponse(await explanations(models))
+        return await explanations(models)
 
-    @router.get("/admin/audit", responses={200: {"model": Audits}})
-    async def read_audit() -> JSONResponse:
+    @router.get("/admin/audit")
+    async def read_audit() -> Audits:
         """Return how much of what was served differs from lossless decoding."""
-        return JSONResponse(await audits(models))
+        return await audits(models)
 
-    @router.delete("/admin/audit", responses={200: {"model": Audits}})
-    async def forget_audit(model: str | None = None) -> JSONResponse:
+    @router.delete("/admin/audit")
+    async def forget_audit(model: str | None = None) -> Audits:
         """Forget what audits have said, so that τ may be lowered again after an alarm.
 
         ``model`` is the one to change; by default all are. A new frontier.json has the same effect.
         """
         changed = models if model is None else {model: find_model(models, model)}
         await asyncio.gather(*(each.backend.trust_frontier() for each in changed.values()))
-        return JSONResponse(await audits(changed))
+        return await audits(changed)
 
     return router
 
@@ -112,13 +111,21 @@ def _check_governed(models: Mapping[str, ServedModel]) -> None:
             raise invalid_value("confidence_threshold", f"null, but {reason}")
 
 
-async def _states(models: Mapping[str, ServedModel]) -> dict[str, Any]:
+async def _states(models: Mapping[str, ServedModel]) -> LiveThresholds:
     states = await asyncio.gather(*(_state(model) for model in models.values()))
-    return {"models": dict(zip(models, states, strict=True))}
+    return LiveThresholds(models=dict(zip(models, states, strict=True)))
 
 
-async def _state(model: ServedModel) -> dict[str, Any]:
+async def _state(model: ServedModel) -> ModelLive:
     live, reports = await asyncio.gather(model.backend.live_threshold(), model.backend.replicas())
-    replicas = {report.replica: live_state(report.live) for report in reports}
-    is_automatic = model.settings.is_governed and not live.is_pinned
-    return {**live_state(live), "is_automatic": is_automatic, "replicas": replicas}
+    return ModelLive(
+        confidence_threshold=live.threshold,
+        version=live.version,
+        is_automatic=model.settings.is_governed and not live.is_pinned,
+        replicas={
+            each.replica: Live(
+                confidence_threshold=each.decoding.live.threshold, version=each.live_version
+            )
+            for each in reports
+        },
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.audit.drift import Drift
@@ -79,59 +79,59 @@ class Audits(Shape):
     models: dict[str, ModelAudit | None]
 
 
-async def audits(models: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """Return the content of an `Audits` response."""
+async def audits(models: Mapping[str, ServedModel]) -> Audits:
+    """Return the response."""
     found = await asyncio.gather(*(_audit(model) for model in models.values()))
-    return {"models": dict(zip(models, found, strict=True))}
+    return Audits(models=dict(zip(models, found, strict=True)))
 
 
-async def _audit(model: ServedModel) -> dict[str, Any] | None:
+async def _audit(model: ServedModel) -> ModelAudit | None:
     settings = model.settings.audit
     if not model.settings.is_governed:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     drift = explanation.drift
-    return {
-        "share": settings.share,
-        "has_checker": settings.checker is not None,
-        "is_refuted": drift.is_refuted,
-        "refuted_s": drift.refuted_s,
-        "evidence": drift.evidence,
-        "loss_factor": drift.loss_factor,
-        "audited": [_outputs(drift, key, drift.tally[key]) for key in sorted(drift.tally)],
-    }
+    return ModelAudit(
+        share=settings.share,
+        has_checker=settings.checker is not None,
+        is_refuted=drift.is_refuted,
+        refuted_s=drift.refuted_s,
+        evidence=drift.evidence,
+        loss_factor=drift.loss_factor,
+        audited=[_outputs(drift, key, drift.tally[key]) for key in sorted(drift.tally)],
+    )
 
 
-def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> dict[str, Any]:
+def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> AuditedOutputs:
     known = expectation_of(drift.expectations, key.threshold) if key.is_plain else None
     num_right = counts.num_right - counts.num_lost + counts.num_gained
-    return {
-        "tier": key.tier,
-        "confidence_threshold": key.threshold,
-        "sampling": "plain" if key.is_plain else "other",
-        "num_outputs": counts.num_outputs,
-        "num_tokens": counts.num_tokens,
-        "num_diverged": counts.num_diverged,
-        "divergence": _rate(counts.num_diverged, counts.num_tokens, _PER_TOKENS),
-        "expected_divergence": known and _PER_TOKENS * known.divergence,
-        "num_checked": counts.num_checked,
-        "accuracy": _rate(num_right, counts.num_checked),
-        "lossless_accuracy": _rate(counts.num_right, counts.num_checked),
-        "loss": _loss(counts),
-        "expected_loss": known and known.loss,
-    }
+    return AuditedOutputs(
+        tier=key.tier,
+        confidence_threshold=key.threshold,
+        sampling="plain" if key.is_plain else "other",
+        num_outputs=counts.num_outputs,
+        num_tokens=counts.num_tokens,
+        num_diverged=counts.num_diverged,
+        divergence=_rate(counts.num_diverged, counts.num_tokens, _PER_TOKENS),
+        expected_divergence=known and _PER_TOKENS * known.divergence,
+        num_checked=counts.num_checked,
+        accuracy=_rate(num_right, counts.num_checked),
+        lossless_accuracy=_rate(counts.num_right, counts.num_checked),
+        loss=_loss(counts),
+        expected_loss=known and known.loss,
+    )
 
 
-def _rate(num: int, total: int, scale: float = 100) -> dict[str, float] | None:
+def _rate(num: int, total: int, scale: float = 100) -> MeasuredRate | None:
     return _scaled(proportion(num, total), scale) if total else None
 
 
-def _loss(counts: AuditCounts) -> dict[str, float] | None:
+def _loss(counts: AuditCounts) -> MeasuredRate | None:
     if not counts.num_checked:
         return None
     pairs = difference_of_pairs(counts.num_lost, counts.num_gained, counts.num_checked)
     return _scaled(pairs, 100)
 
 
-def _scaled(estimate: Estimate, scale: float) -> dict[str, float]:
-    return {name: scale * end for name, end in estimate._asdict().items()}
+def _scaled(estimate: Estimate, scale: float) -> MeasuredRate:
+    return MeasuredRate(**{name: scale * end for name, end in estimate._asdict().items()})

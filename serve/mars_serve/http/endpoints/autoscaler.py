@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.decision import Reason
@@ -104,45 +103,45 @@ class Autoscalers(Shape):
     models: dict[str, ModelAutoscaler | None]
 
 
-async def explanations(models: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """Return the content of an `Autoscalers` response."""
+async def explanations(models: Mapping[str, ServedModel]) -> Autoscalers:
+    """Return the response."""
     found = await asyncio.gather(*(_explanation(model) for model in models.values()))
-    return {"models": dict(zip(models, found, strict=True))}
+    return Autoscalers(models=dict(zip(models, found, strict=True)))
 
 
-async def _explanation(model: ServedModel) -> dict[str, Any] | None:
+async def _explanation(model: ServedModel) -> ModelAutoscaler | None:
     autoscaling = model.settings.autoscaling
     if autoscaling is None or not model.settings.is_governed:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     plan = explanation.basis
-    return {
-        "plan": None if plan is None else _plan(plan, autoscaling.inner.min_gain),
-        "decisions": [record.as_dict() for record in explanation.records],
-    }
+    return ModelAutoscaler(
+        plan=None if plan is None else _plan(plan, autoscaling.inner.min_gain),
+        decisions=[AutoscalerDecision(**record.as_dict()) for record in explanation.records],
+    )
 
 
-def _plan(plan: AutoscalingBasis, min_gain: float) -> dict[str, Any]:
+def _plan(plan: AutoscalingBasis, min_gain: float) -> AutoscalerPlan:
     capacity, settings = plan.capacity, plan.settings
-    return {
-        "min_replicas": settings.min_replicas,
-        "max_replicas": settings.max_replicas,
-        "cold_start_s": settings.cold_start_s,
-        "num_slots": capacity.max_num_seqs,
-        "tokens_per_s": capacity.tokens_per_s(capacity.base()),
-        "prefill_tokens_per_s": capacity.prefill_tokens_per_s,
-        "ladder": [_rung(capacity, rung) for rung in capacity.ladder(min_gain)],
-        "frontier_refused": plan.refused,
-        "frontier_mismatch": plan.mismatch,
-    }
+    return AutoscalerPlan(
+        min_replicas=settings.min_replicas,
+        max_replicas=settings.max_replicas,
+        cold_start_s=settings.cold_start_s,
+        num_slots=capacity.max_num_seqs,
+        tokens_per_s=capacity.tokens_per_s(capacity.base()),
+        prefill_tokens_per_s=capacity.prefill_tokens_per_s,
+        ladder=[_rung(capacity, rung) for rung in capacity.ladder(min_gain)],
+        frontier_refused=plan.refused,
+        frontier_mismatch=plan.mismatch,
+    )
 
 
-def _rung(capacity: Capacity, rung: Rung) -> dict[str, Any]:
-    return {
-        "mode": rung.mode,
-        "confidence_threshold": rung.threshold,
-        "tokens_per_forward": capacity.window(rung).tokens_per_forward,
-        "loss": rung.loss,
-        "gain": capacity.gain(rung),
-        "break_even_batch": capacity.break_even_batch(rung),
-    }
+def _rung(capacity: Capacity, rung: Rung) -> LadderRung:
+    return LadderRung(
+        mode=rung.mode,
+        confidence_threshold=rung.threshold,
+        tokens_per_forward=capacity.window(rung).tokens_per_forward,
+        loss=rung.loss,
+        gain=capacity.gain(rung),
+        break_even_batch=capacity.break_even_batch(rung),
+    )

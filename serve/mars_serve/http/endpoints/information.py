@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
+from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform import __version__
 from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError, clipped
 from mars_serve.api.incoming.options import modes_of
 from mars_serve.api.schema import Shape, errors_described
-from mars_serve.config.served import PublishedThreshold, ReplicaReport, ServedModel
+from mars_serve.config.served import ServedModel
 from mars_serve.http.recent import Recent
 
 _MAX_NAME = 128  # longest model name that an error message quotes
@@ -95,13 +95,13 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
     router = APIRouter()
     recent = [_recent_reports(model) for model in models.values()]
 
-    @router.get("/health", responses={200: {"model": Alive}})
-    async def health() -> JSONResponse:
+    @router.get("/health")
+    async def health() -> Alive:
         """Report that the server runs."""
-        return JSONResponse({"status": "ok"})
+        return Alive(status="ok")
 
-    @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
-    async def ready(request: Request) -> JSONResponse:
+    @router.get("/ready", responses={503: {"model": Readiness}}, response_model_exclude_unset=True)
+    async def ready(request: Request, response: Response) -> Readiness:
         """Report whether every model has a replica that can serve.
 
         Administrators are also told each replica's load.
@@ -109,33 +109,32 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
         is_admin = request.state.caller.is_admin
         max_age_s = 0.0 if is_admin else _MAX_AGE_S
         found = await asyncio.gather(*(of_model(max_age_s) for of_model in recent))
-        is_ready = all(any(not each.is_overdue for each in reports) for reports in found)
-        body: dict[str, Any] = {"status": "ready" if is_ready else "not_ready"}
+        if all(any(each.phase is not Phase.OVERDUE for each in reports) for reports in found):
+            readiness = Readiness(status="ready")
+        else:
+            readiness, response.status_code = Readiness(status="not_ready"), 503
         if is_admin:
-            body["models"] = {
+            readiness.models = {
                 name: [_replica_state(each) for each in reports]
                 for name, reports in zip(models, found, strict=True)
             }
-        return JSONResponse(body, status_code=200 if is_ready else 503)
+        return readiness
 
-    @router.get("/version", responses={200: {"model": Version}, **errors_described()})
-    async def version() -> JSONResponse:
+    @router.get("/version", responses=errors_described())
+    async def version() -> Version:
         """Return the server's version."""
-        return JSONResponse({"version": __version__})
+        return Version(version=__version__)
 
-    @router.get("/v1/models", responses={200: {"model": ModelList}, **errors_described()})
-    async def list_models() -> JSONResponse:
+    @router.get("/v1/models", responses=errors_described())
+    async def list_models() -> ModelList:
         """List the models that requests can name."""
-        entries = [_model_entry(model) for model in models.values()]
-        return JSONResponse({"object": "list", "data": entries})
+        return ModelList(object="list", data=[_model_entry(model) for model in models.values()])
 
     # a name may contain slashes
-    @router.get(
-        "/v1/models/{model:path}", responses={200: {"model": ModelEntry}, **errors_described()}
-    )
-    async def retrieve_model(model: str) -> JSONResponse:
+    @router.get("/v1/models/{model:path}", responses=errors_described())
+    async def retrieve_model(model: str) -> ModelEntry:
         """Return one model."""
-        return JSONResponse(_model_entry(find_model(models, model)))
+        return _model_entry(find_model(models, model))
 
     return router
 
@@ -153,38 +152,34 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     return models[name]
 
 
-def live_state(live: PublishedThreshold) -> dict[str, Any]:
-    """Return a live τ as responses contain it."""
-    return {"confidence_threshold": live.threshold, "version": live.version}
-
-
 def _recent_reports(model: ServedModel) -> Recent[list[ReplicaReport]]:
     return Recent(lambda: model.backend.replicas())
 
 
-def _replica_state(report: ReplicaReport) -> dict[str, Any]:
-    status = asdict(report.status)
+def _replica_state(report: ReplicaReport) -> ReplicaState:
+    status = asdict(report.engine)
     status["num_reused_tokens"] = status.pop("num_prefix_hit_tokens")  # the field's public name
-    return {
-        "replica": report.replica,
-        "status": status,
-        **live_state(report.live),
-        "overdue": report.is_overdue,
-    }
+    return ReplicaState(
+        replica=report.replica,
+        status=status,
+        confidence_threshold=report.decoding.live.threshold,
+        version=report.live_version,
+        overdue=report.phase is Phase.OVERDUE,
+    )
 
 
-def _model_entry(model: ServedModel) -> dict[str, Any]:
+def _model_entry(model: ServedModel) -> ModelEntry:
     metadata = model.checkpoint.metadata
-    return {
-        "id": model.settings.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "marsray",
-        "root": model.settings.path,
-        "max_model_len": model.max_length,
-        "mars": {
-            "modes": modes_of(model.settings, model.checkpoint),
-            "block_size": metadata.block_size if metadata else None,
-            "adapter": model.settings.adapter,
-        },
-    }
+    return ModelEntry(
+        id=model.settings.name,
+        object="model",
+        created=model.created,
+        owned_by="marsray",
+        root=model.settings.path,
+        max_model_len=model.max_length,
+        mars=ModelAbilities(
+            modes=modes_of(model.settings, model.checkpoint),
+            block_size=metadata.block_size if metadata else None,
+            adapter=model.settings.adapter,
+        ),
+    )

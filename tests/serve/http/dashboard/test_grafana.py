@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ladders import CAPACITY
 from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
-from mars_autoscale.policy.reports import LoadReport, Totals
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.tier import Tier
 from mars_serve.observability.audit_metrics import audit_families
 from mars_serve.observability.metric_families import LABELS
+from replica_reports import report_of
 from rest.rest_requests import COMPLETION, COMPLETIONS
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
@@ -54,9 +54,8 @@ async def scraped(mars, loops) -> dict[str, set[str]]:
     queue = Counter(dict.fromkeys(Tier, 0))
     app.state.telemetry.watch_queues({"mars": lambda: queue})
     app.state.telemetry.count_moves("mars", 1)  # no replica has died here
-    report = LoadReport("r1", 0.0, 3, 2, 0.9, 0.7, 1.4, 2.0, False, Totals(5, 50))
     before = asyncio.all_tasks()
-    await backend.governor.report("model", report, BASIS)
+    await backend.governor.report("model", report_of("r1"), BASIS)
     async with client_of(app) as client:
         await client.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 2})
         await client.post(COMPLETIONS, json={**COMPLETION, "n": 0})

@@ -12,11 +12,11 @@ import pytest
 from ladders import CAPACITY
 from mars_autoscale.policy.inner_loop import Cause, InnerLoopDecision
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.live import LiveDecoding
 from mars_serve.config.served import Picture
-from mars_serve.observability.figures import IngressFigures
+from replica_reports import report_of
 from rest.api_keys import key_entry
 from rest.rest_server import LoopBackend, app_of, served
 from web.chromium import Watch, chromium, needs_chromium, serious_faults
@@ -34,13 +34,11 @@ class ScaledBackend(LoopBackend):
     async def picture(self, since_s: int | None) -> Picture:
         live = LiveDecoding(0.9, 0.7)
         decision = InnerLoopDecision(live, gain=1.4, loss=2.0, cause=Cause.LOAD)
-        figures = replace(self._replica.figures("127.0.0.1", decision), live=live, num_running=3)
-        report = LoadReport("r1", 0.0, 3, 2, 0.9, 0.7, 1.4, 2.0, False, Totals(5, 50))
-        await self.governor.report("model", report, BASIS)
-        await self.governor.observe("model", replace(figures, replica=HOSTILE, node=HOSTILE))
-        rejected = IngressFigures("i", rejected={HOSTILE: 2})
-        await self.governor.observe_ingress("model", IngressFigures("i"))
-        await self.governor.observe_ingress("model", rejected)
+        hostile = replace(report_of("", 3), replica=HOSTILE, node=HOSTILE, decoding=decision)
+        await self.governor.report("model", hostile, BASIS)
+        rejected = IngressReport("i", rejected={HOSTILE: 2})
+        await self.governor.report_ingress("model", IngressReport("i"))
+        await self.governor.report_ingress("model", rejected)
         return await super().picture(since_s)
 
 

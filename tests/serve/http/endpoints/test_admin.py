@@ -15,13 +15,15 @@ from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.policy.decision import Reason
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
-from mars_autoscale.policy.reports import LoadReport, Totals
+from mars_autoscale.policy.reports import RequestCounts
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.audit import AuditedOutputs, Audits
 from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
+from replica_reports import report_of
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
 
@@ -95,8 +97,8 @@ def decided() -> Explanation:
     """Return the explanation of an outer loop that has watched a replica for ten seconds."""
     control = OuterLoop()
     for i in range(21):
-        totals = Totals(2 * i, 20 * i, counts_of([40] * i, num_begun=2 * i))
-        report = LoadReport("r1", 0.0, 4, 2, 0.95, 0.9, 1.6, 1.5, False, totals)
+        counts = RequestCounts(2 * i, 20 * i, counts_of([40] * i, num_begun=2 * i))
+        report = report_of("r1", 4, 2, LiveDecoding(0.95, 0.9), counts, gain=1.6, loss=1.5)
         control.hear(1_000.0 + i / 2, report, PLAN)
         if i % 5 == 0:
             question = control.question(1_000.0 + i / 2)

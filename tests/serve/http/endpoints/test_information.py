@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform import __version__
-from mars_serve.config.served import ReplicaReport
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.http.endpoints.information import Readiness
 from rest.api_keys import key_entry

@@ -1,0 +1,102 @@
+"""A replica's exchange with its application's governor: reports there, the live τ back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+
+from ray.exceptions import RayError
+
+from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.reports import Phase, ReplicaReport
+from mars_serve.control.governor import WAIT_S
+from mars_serve.control.governor_actor import GovernorClient
+from mars_serve.control.reporting import report_forever
+from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.observability.replica_telemetry import ReplicaTelemetry
+from mars_serve.replica.steering import Steering
+
+_RETRY_S = (0.05, 2.0)
+"""First and longest pause in seconds before a governor that does not answer is called again."""
+_START_S = 10.0
+"""Longest time in seconds that a starting replica waits for its first value."""
+
+_log = logging.getLogger(__name__)
+
+
+class GovernorLink:
+    """Reports twice a second and keeps the replica's τ up to date, in one daemon thread.
+
+    Until it is given an engine to `follow` for, it reports that the replica starts.
+    """
+
+    def __init__(self, application: str, model: str, replica: str, node: str) -> None:
+        self._client = GovernorClient(application)
+        self._model = model
+        self._starting = ReplicaReport(replica, node, Phase.STARTING)
+        self._engine = Future[tuple[ReplicaTelemetry, Steering]]()
+        """The engine's telemetry and steering, once there is one."""
+        self._is_current = threading.Event()
+        """Set once the governor's first value is applied."""
+
+    def start(self) -> None:
+        """Report from now on."""
+        threading.Thread(
+            target=asyncio.run, args=[self._run()], name="governor", daemon=True
+        ).start()
+
+    def follow(self, telemetry: ReplicaTelemetry, steering: Steering) -> None:
+        """Report on an engine and steer it, and wait until the governor's value is applied."""
+        self._engine.set_result((telemetry, steering))
+        if not self._is_current.wait(_START_S):
+            threshold = steering.published.threshold
+            _log.warning("the governor does not answer; starting with τ %g", threshold)
+
+    def report(self) -> ReplicaReport:
+        """Return the replica's report. Any thread may call this."""
+        if not self._engine.done():
+            return self._starting
+        telemetry, steering = self._engine.result()
+        published = steering.published
+        return telemetry.report(
+            steering.decision, live_version=published.version, is_pinned=published.is_pinned
+        )
+
+    async def _run(self) -> None:
+        reporting = asyncio.create_task(
+            report_forever(self._client, "report", self._calls, LOOK_PERIOD_S)
+        )
+        _, steering = await asyncio.wrap_future(self._engine)
+        await asyncio.gather(reporting, self._follow(steering), self._steer(steering))
+
+    def _calls(self) -> list[tuple[str, ReplicaReport, AutoscalingBasis | None]]:
+        basis = self._engine.result()[1].basis if self._engine.done() else None
+        return [(self._model, self.report(), basis)]
+
+    async def _follow(self, steering: Steering) -> None:
+        pause_s, longest_s = _RETRY_S
+        timeout_s = 0.0  # the first call only fetches the present value
+        while True:
+            known = steering.published
+            try:
+                newest = await self._client.call("wait", self._model, known, timeout_s)
+            except RayError as error:
+                _log.warning("the governor does not answer: %s", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+                continue
+            pause_s, timeout_s = _RETRY_S[0], WAIT_S
+            if newest.version > known.version:
+                steering.take(newest, time.monotonic())
+            self._is_current.set()
+
+    async def _steer(self, steering: Steering) -> None:
+        with suppress(EngineDied):  # Ray Serve replaces the replica
+            while True:
+                steering.step(time.monotonic())
+                await asyncio.sleep(LOOK_PERIOD_S)
