@@ -135,7 +135,7 @@ def _run(engine: Engine, request: Request, text: OutputText) -> LocalCompletion:
         num_tokens=num_tokens,
         finish_reason=reason,
         mode=options.mode,
-        confidence_threshold=request.threshold,
+        confidence_threshold=request.plan.threshold,
         temperature=options.sampling.temperature,
         seed=options.sampling.seed,
         seconds=time.monotonic() - started,

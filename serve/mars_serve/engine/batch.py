@@ -165,7 +165,7 @@ def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBat
     rows: list[BatchRow] = []
     for each in scheduled:
         request, num_cached = each.request, each.request.num_cached + each.num_tokens
-        is_certain = each.reads_logits and each.num_proposed == 1 and not request.checks_drafts
+        is_certain = each.reads_logits and each.num_proposed == 1 and not request.plan.checks_drafts
         if not is_certain or num_cached >= len(request.pages) * page_size:
             return None
         rows.append(BatchRow(len(rows), num_cached, 1, 0, each.masks, list(request.pages), True))

@@ -384,7 +384,7 @@ class Engine:
 
     def _commit_row(self, row: ScheduledRow, result: Accepted) -> StepOutput:
         """Enter a row's tokens, log-probabilities of the prompt, or both into its request."""
-        request, threshold = row.request, row.request.threshold
+        request, threshold = row.request, row.request.plan.threshold
         is_first = request.num_output == request.num_scored == 0
         request.num_scored += len(result.prompt_logprobs)
         if row.reads_logits:

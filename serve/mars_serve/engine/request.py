@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes, Span
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Span
+from mars_serve.engine.decoding_plan import DecodingPlan
 
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
     from mars_serve.engine.sampling.grammar import Matcher
@@ -98,40 +98,22 @@ class Request:
     that may have held it; 0 if none did."""
     span: Span = field(init=False)
     """Span of the next output token; always the answer if no span has a τ of its own."""
-    mode: Mode = field(init=False)
-    """Mode of the current step: the request's own, or exact in its place for a live τ of 1."""
-    threshold: float = field(init=False)
-    """τ of the current step; 1.0 outside mode threshold."""
-    needs_masks: bool = field(init=False)
-    """Whether the current step may feed masks at all."""
+    plan: DecodingPlan = field(init=False)
+    """What the request's rows feed, and which tokens are accepted."""
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.mode = self.options.mode
         self.span = self.options.spans.start if self.options.spans else Span.ANSWER
-        self.follow(LiveDecoding(1.0))
+        self.plan = DecodingPlan.of(self.options, self.span, LiveDecoding(1.0))
 
     def follow(self, live: LiveDecoding) -> None:
-        """Set mode and τ of the next steps: the request's own, or ``live`` if it gives no τ."""
-        options, mode = self.options, self.options.mode
-        own = options.threshold_in(self.span)
-        self.threshold = 1.0
-        if mode is Mode.THRESHOLD and own is not None:
-            self.threshold = own
-        elif mode is Mode.THRESHOLD:
-            self.threshold = max(live.threshold_of(options.tier), options.min_threshold)
-            if options.translation is not None:
-                self.threshold = options.translation.of(self.threshold)
-            if live.is_exact and self.threshold >= 1.0:
-                mode = Mode.EXACT
-        if mode is not self.mode:
-            self.mode = mode
-            self.set_drafts([])  # each mode reads the drafts differently
-        several = mode is Mode.EXACT or self.threshold < 1.0
-        self.needs_masks = several and options.window != 0
+        """Plan the next steps by the request's own mode and τ, or ``live`` if it gives no τ."""
+        before, self.plan = self.plan, DecodingPlan.of(self.options, self.span, live)
+        if self.plan.checks_drafts is not before.checks_drafts:
+            self.set_drafts([])
 
     def enter_span(self, tokens: Sequence[int], live: LiveDecoding) -> bool:
-        """Set mode and τ for the span behind newly committed tokens.
+        """Plan the next steps for the span behind newly committed tokens.
 
         Returns:
             Whether it is another span than before the tokens.
@@ -197,57 +179,11 @@ class Request:
         return self.options.max_tokens - self.num_output
 
     @property
-    def leaves_masks(self) -> bool:
-        """Whether the engine chooses the number of the request's masks."""
-        options = self.options
-        return self.needs_masks and options.window is None and options.outcomes is None
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of the prompt remain to be reported."""
         wanted = self.options.num_prompt_logprobs is not None
         return wanted and self.num_scored < self.num_prompt - 1
 
-    @property
-    def checks_drafts(self) -> bool:
-        """Whether a step may feed drafts, and masks for each outcome of checking them."""
-        return self.mode is Mode.EXACT
-
-    @property
-    def looks_up_drafts(self) -> bool:
-        """Whether the request's own text may give it drafts."""
-        return self.mode is Mode.EXACT and self.leaves_masks
-
-    @property
-    def accepts_by_confidence(self) -> bool:
-        """Whether tokens of masks are accepted by their confidence, without a check."""
-        return self.mode is Mode.THRESHOLD
-
     def in_prefill(self, window: int) -> bool:
         """Whether more tokens are uncached than a step with ``window`` masks can accept."""
         return self.num_uncached > window + 1
-
-    def num_masks(self, window: int, outcome: int = 0) -> int:
-        """Return the masks to feed for an outcome, at most ``window``.
-
-        A pass gives one token without masks, so masks past ``max_tokens`` would be wasted. In mode
-        exact the next pass, which checks what the masks propose, gives a token of its own, too.
-        """
-        if not self.needs_masks:
-            return 0
-        pinned = window if self.options.window is None else self.options.window
-        given = outcome + (2 if self.mode is Mode.EXACT else 1)
-        return max(0, min(pinned, window, self.num_left - given))
-
-    def masks(self, window: int) -> tuple[int, ...]:
-        """Return the masks of each outcome, from none of the drafts right to all of them, for a
-        request whose masks the engine does not choose.
-        """
-        if not self.checks_drafts:
-            return (self.num_masks(window),)
-        num_drafts = min(len(self.drafts), max(self.num_left, 1) - 1)
-        first = 0 if self.options.outcomes is Outcomes.ALL else num_drafts
-        return tuple(
-            self.num_masks(window, outcome) if outcome >= first else 0
-            for outcome in range(num_drafts + 1)
-        )

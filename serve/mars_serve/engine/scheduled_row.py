@@ -35,7 +35,7 @@ class ScheduledRow:
     def __post_init__(self) -> None:
         self.num_drafts = len(self.masks) - 1
         self.num_masks = sum(self.masks)
-        checks = self.request.checks_drafts
+        checks = self.request.plan.checks_drafts
         self.num_proposed = 1 + (self.num_drafts if checks else self.num_masks)
         self.num_group_proposals = self.num_masks if checks else 0
         self.num_positions = self.num_tokens + self.num_drafts + self.num_masks

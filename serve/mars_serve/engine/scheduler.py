@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
 
-from mars_platform.method.mode import Mode
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
@@ -130,7 +129,7 @@ class Scheduler:
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
             # A request that follows the live τ may have been in mode exact before.
-            may_draft = request.checks_drafts or request.options.threshold is None
+            may_draft = request.plan.checks_drafts or request.options.threshold is None
             most_drafts = MAX_AUDIT_DRAFTS if request.is_audit else self.max_drafts
             drafts = most_drafts if may_draft else 0
             most = self.pool.pages_for(len(request.tokens) + drafts)
@@ -254,9 +253,12 @@ class Scheduler:
     def _masks(
         self, members: list[Request], choose_masks: ChooseMasks | None
     ) -> dict[Request, Masks]:
-        masks = {request: request.masks(self.window) for request in members}
+        masks = {
+            request: request.plan.masks(self.window, request.num_left, len(request.drafts))
+            for request in members
+        }
         if choose_masks is not None:
-            adaptive = [request for request in members if request.leaves_masks]
+            adaptive = [request for request in members if request.plan.leaves_masks]
             if adaptive:
                 masks.update(zip(adaptive, choose_masks(adaptive), strict=True))
         return masks
@@ -306,7 +308,7 @@ class Scheduler:
     ) -> ScheduledRow | None:
         if request.is_audit:
             budget = min(budget, self.audit_positions)
-        if request.mode is Mode.EXACT or (may_shrink and request.leaves_masks):
+        if request.plan.checks_drafts or (may_shrink and request.plan.leaves_masks):
             fed = fit_masks(fed, max(0, budget - request.num_uncached))
         return fit_row(request, fed, budget)
 

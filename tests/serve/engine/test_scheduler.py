@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.engine_requests import make_request
+from decoding.engine_requests import make_request, requested_masks
 from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
@@ -115,8 +115,10 @@ def _check_step(steps: Steps, source: random.Random) -> None:
 
     def choose(requests: list[Request]) -> list[Masks]:
         assert not chosen, "windows are chosen once a step"
-        assert all(request.leaves_masks for request in requests)
-        chosen.update((each, each.masks(source.randint(0, scheduler.window))) for each in requests)
+        assert all(request.plan.leaves_masks for request in requests)
+        chosen.update(
+            (each, requested_masks(each, source.randint(0, scheduler.window))) for each in requests
+        )
         return [chosen[request] for request in requests]
 
     def check(rows: list[ScheduledRow]) -> None:
@@ -124,7 +126,7 @@ def _check_step(steps: Steps, source: random.Random) -> None:
         assert sum(row.num_positions for row in rows) <= scheduler.max_num_batched_tokens
         assert len({row.request for row in rows}) == len(rows)
         for row in rows:
-            masks = chosen.get(row.request, row.request.masks(scheduler.window))
+            masks = chosen.get(row.request, requested_masks(row.request, scheduler.window))
             _check_row(row, masks, may_shrink=row.request in chosen)
 
     steps.step(choose=choose, check=check, fails=source.random() < 0.05)
@@ -453,7 +455,7 @@ def test_no_mask_is_fed_beyond_max_tokens(
 ) -> None:
     request = make_request("one", [5, 6], 10, mode=mode, threshold=threshold, window=window)
     request.tokens += [7] * num_output
-    assert request.num_masks(window=4) == expected
+    assert request.plan.num_masks(4, request.num_left) == expected
 
 
 def test_masks_are_chosen_only_for_requests_that_leave_them_to_the_engine() -> None:

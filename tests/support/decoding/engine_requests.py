@@ -52,3 +52,8 @@ def make_row(
     """Build a request's row of a step; by default it feeds all uncached tokens."""
     num_tokens = request.num_uncached if num_tokens is None else num_tokens
     return ScheduledRow(request, num_tokens, masks, reads_logits=reads_logits)
+
+
+def requested_masks(request: Request, window: int) -> tuple[int, ...]:
+    """Return the masks that a request's rows feed unless the engine chooses them."""
+    return request.plan.masks(window, request.num_left, len(request.drafts))

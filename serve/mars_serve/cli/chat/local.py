@@ -100,7 +100,7 @@ def _decoded(request: Request, reason: FinishReason | None) -> dict[str, str | f
         return {}
     return {
         "mode": request.options.mode,
-        "confidence_threshold": request.threshold,
+        "confidence_threshold": request.plan.threshold,
         "finish_reason": reason,
     }
 

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_platform.method.mode import Mode
 from mars_serve.engine.request import Request
 
 _Floats = NDArray[np.float64]
@@ -158,7 +157,7 @@ class AcceptanceStatistics:
 
 def _kind(request: Request) -> tuple[str, int]:
     """Return the key of the requests that are assumed to have similar acceptance."""
-    if request.mode is Mode.EXACT:
+    if request.plan.checks_drafts:
         temperature = round(request.options.sampling.temperature * 5)
-        return f"{request.mode} {request.options.grammar is not None}", temperature
-    return request.options.confidence, round(request.threshold * 20)
+        return f"drafts {request.options.grammar is not None}", temperature
+    return request.options.confidence, round(request.plan.threshold * 20)

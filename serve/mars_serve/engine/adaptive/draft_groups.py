@@ -63,10 +63,11 @@ def candidates_of(request: Request, chances: DraftChances, window: int) -> list[
         window: most masks of an outcome.
     """
     reach = _reach(request, chances)
+    plan, num_left = request.plan, request.num_left
     masks = [
         [
             Candidate(share * gain, share)
-            for gain in chances.all_up_to[: request.num_masks(window, outcome)]
+            for gain in chances.all_up_to[: plan.num_masks(window, num_left, outcome)]
         ]
         for outcome, share in enumerate(_outcome_shares(reach))
     ]
@@ -91,10 +92,11 @@ def chosen_masks(
     reach = _reach(request, chances)
     kept = list(takewhile(lambda chance: chance >= least_gain, reach)) or [1.0]
     masks = []
+    plan, num_left = request.plan, request.num_left
     for outcome, share in enumerate(_outcome_shares(kept)):
         least = least_gain * (1.0 + share)
         count = sum(share * gain >= least for gain in chances.all_up_to)
-        masks.append(min(count, request.num_masks(window, outcome)) if count else 0)
+        masks.append(min(count, plan.num_masks(window, num_left, outcome)) if count else 0)
     return tuple(masks)
 
 

@@ -146,10 +146,14 @@ class WindowChooser:
         if _is_free_checking(request):
             chances = self._chances.get(request.id, self._optimistic)
             return chosen_masks(request, chances, self._max_window, self.least_gain)
-        requested = request.masks(self._max_window)
-        if not request.leaves_masks:
+        requested = self._requested(request)
+        if not request.plan.leaves_masks:
             return requested
         return (min(self._kept.get(request.id, self._usual), requested[0]),)
+
+    def _requested(self, request: Request) -> tuple[int, ...]:
+        """Return the masks of a row if the engine does not choose them."""
+        return request.plan.masks(self._max_window, request.num_left, len(request.drafts))
 
     def _keep_for(self, step_s: float, choosing_s: float) -> None:
         """Set for how many steps of ``step_s`` seconds a choice is kept that has just been made."""
@@ -174,9 +178,9 @@ class WindowChooser:
 
     def _choose(self, rows: Sequence[Request], num_fed: int, cached_tokens: int) -> list[int]:
         """Choose each row's number of masks, and the least gain for rows that check drafts."""
-        requested = [sum(request.masks(self._max_window)) for request in rows]
-        is_free = np.array([request.leaves_masks for request in rows])
-        is_checking = np.array([request.checks_drafts for request in rows])
+        requested = [sum(self._requested(request)) for request in rows]
+        is_free = np.array([request.plan.leaves_masks for request in rows])
+        is_checking = np.array([request.plan.checks_drafts for request in rows])
         limits = np.where(is_checking, 0, requested)
         probabilities = self._acceptance.probabilities(rows)  # [rows, depths]
         self._chances = {
@@ -323,4 +327,4 @@ class _RankedMasks:
 
 
 def _is_free_checking(request: Request) -> bool:
-    return request.checks_drafts and request.leaves_masks
+    return request.plan.checks_drafts and request.plan.leaves_masks

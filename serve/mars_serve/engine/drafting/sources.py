@@ -34,12 +34,12 @@ class DraftSources:
             own: drafts behind them from the model's own masks.
             least_chance: probability below which a draft, with those before it, is not fed.
         """
-        before = request.drafts
-        if request.checks_drafts:
+        before, plan = request.drafts, request.plan
+        if plan.checks_drafts:
             request.set_drafts(own)
         if request.is_audit:
             request.take_audited_drafts()
-        elif self._lookup is not None and request.looks_up_drafts:
+        elif self._lookup is not None and plan.checks_drafts and plan.leaves_masks:
             self._lookup.follow(request, before[num_new:], least_chance)
 
     def forget(self, request_id: str) -> None:

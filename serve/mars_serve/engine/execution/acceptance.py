@@ -17,14 +17,13 @@ each depth would save a pass at each marker, of which an output has few.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 
 from mars_serve.engine.outputs import TokenLogprob
-from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 
@@ -60,10 +59,8 @@ def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count
         confidences: confidence of each token.
         count: number of direct reads that are accepted, as `num_accepted` returns it.
     """
-    num_direct, groups = row.num_proposed, list[Draft]()
-    if row.num_group_proposals:
-        groups = list(map(Draft, tokens[num_direct:], confidences[num_direct:]))
-    result = accepted_by_row(row, tokens[:count], confidences[:count], groups)
+    by_rule = _by_check if row.request.plan.checks_drafts else _by_confidence
+    result = by_rule(row, tokens, confidences, count)
     if row.request.options.reports_rejected:
         result.rejected = _rejected(row, tokens, confidences, result)
     return result
@@ -79,8 +76,9 @@ def num_accepted(row: ScheduledRow, tokens: list[int], confidences: list[float])
     """
     if confidences[0] != confidences[0]:
         return 1
-    if not row.request.checks_drafts:
-        return 1 + num_sure(confidences[1 : row.num_proposed], row.request.threshold)
+    plan = row.request.plan
+    if not plan.checks_drafts:
+        return 1 + num_sure(confidences[1 : row.num_proposed], plan.threshold)
     drafts = [draft.token for draft in row.request.drafts[: row.num_drafts]]
     right = zip(drafts, tokens, strict=False)
     return 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], right)))
@@ -105,55 +103,43 @@ def _rejected(
     These are the drafts that were checked and found wrong, or else the proposals of masks past the
     accepted run.
     """
-    if row.request.checks_drafts:
+    if row.request.plan.checks_drafts:
         drafts = row.request.drafts[: row.num_drafts]
         return [(draft.token, draft.confidence) for draft in drafts[result.num_right :]]
     place = slice(len(result.tokens), row.num_proposed)
     return list(zip(tokens[place], confidences[place], strict=True))
 
 
-def accepted_by_row(
-    row: ScheduledRow, tokens: list[int], confidences: list[float], groups: Sequence[Draft]
+def _by_confidence(
+    row: ScheduledRow, tokens: list[int], confidences: list[float], count: int
 ) -> Accepted:
-    """Complete a row's result with the proposals of its groups of masks.
-
-    Args:
-        row: a row that read logits.
-        tokens: accepted tokens of the direct reads.
-        confidences: confidence of each of these tokens.
-        groups: proposals of all the row's groups of masks, behind checked drafts.
-    """
-    return _within_span(row.request, _accepted_by_mode(row, tokens, confidences, groups))
-
-
-def _accepted_by_mode(
-    row: ScheduledRow, tokens: list[int], confidences: list[float], groups: Sequence[Draft]
-) -> Accepted:
-    request, num_right = row.request, len(tokens) - 1
-    if not request.checks_drafts:
-        return Accepted(
-            tokens, confidences, num_masks_tried=row.num_masks, num_masks_accepted=num_right
-        )
-    begin = sum(row.masks[:num_right])
-    behind = groups[begin : begin + row.masks[num_right]] if groups else []
-    num_own = min(row.num_drafts, request.num_own_drafts)
+    """Accept direct reads, up to a marker: behind it, another span has a τ of its own."""
+    request, num_kept = row.request, count
+    spans = request.options.spans
+    if spans is not None:
+        span_of_each = spans.of_tokens(request.span, tokens[:count])[:-1]
+        num_kept = len(list(takewhile(lambda span: span is request.span, span_of_each)))
     return Accepted(
-        tokens,
-        confidences,
-        num_right=num_right,
-        next_drafts=list(behind),
-        num_masks_tried=num_own,
-        num_masks_accepted=min(num_right, num_own),
+        tokens[:num_kept],
+        confidences[:num_kept],
+        num_masks_tried=row.num_masks,
+        num_masks_accepted=count - 1,  # what a marker cuts off was not rejected
     )
 
 
-def _within_span(request: Request, result: Accepted) -> Accepted:
-    """Drop what was accepted behind a marker by the τ of the span before it."""
-    spans = request.options.spans
-    if spans is None or not request.accepts_by_confidence:
-        return result
-    span_of_each = spans.of_tokens(request.span, result.tokens)[:-1]
-    length = len(list(takewhile(lambda span: span is request.span, span_of_each)))
-    if length == len(result.tokens):
-        return result
-    return replace(result, tokens=result.tokens[:length], confidences=result.confidences[:length])
+def _by_check(
+    row: ScheduledRow, tokens: list[int], confidences: list[float], count: int
+) -> Accepted:
+    """Accept direct reads, and take the next drafts from the masks of the outcome they make."""
+    num_right = count - 1
+    begin = row.num_proposed + sum(row.masks[:num_right])
+    behind = slice(begin, begin + row.masks[num_right])
+    num_own = min(row.num_drafts, row.request.num_own_drafts)
+    return Accepted(
+        tokens[:count],
+        confidences[:count],
+        num_right=num_right,
+        next_drafts=list(map(Draft, tokens[behind], confidences[behind])),
+        num_masks_tried=num_own,
+        num_masks_accepted=min(num_right, num_own),
+    )

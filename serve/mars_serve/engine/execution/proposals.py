@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence_of, log_probabilities
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -130,7 +130,7 @@ def _confidences(
 def _measure(row: ScheduledRow) -> Confidence:
     """Return the confidence measure of a row; drafts are kept with their probability."""
     request = row.request
-    return Confidence.PROBABILITY if request.mode is Mode.EXACT else request.options.confidence
+    return Confidence.PROBABILITY if request.plan.checks_drafts else request.options.confidence
 
 
 def _temperatures(rows: Sequence[ScheduledRow], by_depth: Sequence[float] | None) -> Tensor | None:
@@ -141,7 +141,7 @@ def _temperatures(rows: Sequence[ScheduledRow], by_depth: Sequence[float] | None
     for row in rows:
         if not _is_calibrated(row):
             divisors += [1.0] * row.num_reads
-        elif row.request.checks_drafts:
+        elif row.request.plan.checks_drafts:
             divisors += [1.0] * row.num_proposed  # the AR predictions that check the drafts
             divisors += [by_depth[depth + 1] for count in row.masks for depth in range(count)]
         else:
@@ -150,4 +150,4 @@ def _temperatures(rows: Sequence[ScheduledRow], by_depth: Sequence[float] | None
 
 
 def _is_calibrated(row: ScheduledRow) -> bool:
-    return row.request.options.calibrated or row.request.mode is Mode.EXACT
+    return row.request.options.calibrated or row.request.plan.checks_drafts

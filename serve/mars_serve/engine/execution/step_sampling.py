@@ -10,7 +10,6 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from mars_platform.method.mode import Mode
 from mars_platform.method.rules import log_probabilities
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.device.transfer import HostCopy
@@ -221,12 +220,12 @@ class Reports:
         if found is None:
             return []
         num_top = request.options.num_logprobs or 0
-        from_mask = request.mode is Mode.THRESHOLD
+        from_masks = not request.plan.checks_drafts
         return [
             TokenLogprob(
                 own,
                 list(zip(map(int, others[:num_top]), others[num_top:], strict=True)),
-                from_mask and depth > 0,
+                from_masks and depth > 0,
             )
             for depth, (own, *others) in enumerate(found.wait()[:count].tolist())
         ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.engine_requests import make_request
+from decoding.engine_requests import make_request, requested_masks
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.draft_groups import (
     DraftChances,
@@ -112,7 +112,10 @@ def test_no_mask_is_fed_past_the_last_token(
     drafts: list[float], num_left: int, temperature: float, least_gain: float
 ) -> None:
     row = exact_row(drafts, num_left=num_left, temperature=temperature)
-    for masks in (chosen_masks(row, CHANCES, MAX_WINDOW, least_gain), row.masks(MAX_WINDOW)):
+    for masks in (
+        chosen_masks(row, CHANCES, MAX_WINDOW, least_gain),
+        requested_masks(row, MAX_WINDOW),
+    ):
         assert 1 <= len(masks) <= min(len(drafts), num_left - 1) + 1
         for outcome, num_masks in enumerate(masks):
             # The outcome gives outcome + 1 tokens, and the step after it one without drafts.
@@ -138,4 +141,4 @@ def test_no_mask_is_fed_past_the_last_token(
 def test_pinned_outcomes_and_windows_are_fed_as_requested(
     num_drafts: int, options: dict[str, Any], masks: tuple[int, ...]
 ) -> None:
-    assert exact_row([0.9] * num_drafts, **options).masks(4) == masks
+    assert requested_masks(exact_row([0.9] * num_drafts, **options), 4) == masks

@@ -116,7 +116,7 @@ def settled_chooser(times: StepTimes, rows: list[Request], acceptance: float) ->
     for _ in range(200):
         windows_of(chooser, rows)
         for row in rows:
-            if row.needs_masks:
+            if row.plan.window != 0:
                 run = int(np.cumprod(source.random(MAX_WINDOW) < acceptance).sum())
                 chooser.observe(row, MAX_WINDOW, run + 1)
     return chooser
@@ -227,7 +227,7 @@ def test_no_row_gets_more_masks_than_it_can_use(
     chosen = windows_of(chooser, rows, other_positions=other_positions)
     assert len(chosen) == len(rows)
     for row, num_masks in zip(rows, chosen, strict=True):
-        limit = row.num_masks(MAX_WINDOW)
+        limit = row.plan.num_masks(MAX_WINDOW, row.num_left)
         assert 0 <= num_masks <= limit
         assert row.options.window is None or num_masks == limit
 
@@ -311,7 +311,7 @@ def test_neither_masks_nor_drafts_are_fed_if_positions_are_expensive() -> None:
     for _ in range(100):
         chosen = chooser.choose(rows)
         for row, masks in zip(rows, chosen, strict=True):
-            chooser.observe(row, len(masks) - 1 if row.checks_drafts else masks[0], 1)
+            chooser.observe(row, len(masks) - 1 if row.plan.checks_drafts else masks[0], 1)
     assert chosen == [(0,), (0,), (0, 0, 2), (0,), (0,), (0,)]
 
 

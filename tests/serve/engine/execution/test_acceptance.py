@@ -19,7 +19,6 @@ from mars_serve.engine.decoding_options import Outcomes, Span, Spans
 from mars_serve.engine.execution.acceptance import (
     Accepted,
     accept,
-    accepted_by_row,
     num_accepted,
 )
 from mars_serve.engine.execution.proposals import ChooseTokens, build_reads, propose, unpack
@@ -93,7 +92,7 @@ def by_the_rule(
         request = row.request
         tokens = scores.index_fill(-1, banned, -torch.inf).argmax(-1)
         sure = confidence(scores, tokens, request.options.confidence)
-        threshold = torch.tensor([request.threshold], dtype=torch.float32)
+        threshold = torch.tensor([request.plan.threshold], dtype=torch.float32)
         count = int(num_accepted_by_rule(sure[None], threshold, torch.tensor([len(scores)])))
         results.append((tokens[:count].tolist(), sure[:count].tolist()))
     return results
@@ -314,9 +313,9 @@ def test_rows_in_mode_exact_and_in_mode_threshold_share_a_step(seed, num_rows):
     split = zip(rows, logits.split(counts), proposed.split(counts), found, strict=True)
     for row, scores, chosen, result in split:
         direct, request = slice(0, row.num_proposed), row.request
-        measure = MEASURES[0] if request.mode is Mode.EXACT else request.options.confidence
+        measure = MEASURES[0] if request.plan.checks_drafts else request.options.confidence
         expected = confidence(scores, chosen, measure)
-        if request.mode is Mode.EXACT:
+        if request.plan.checks_drafts:
             drafts = torch.tensor([draft.token for draft in request.drafts], dtype=torch.long)
             right = (chosen[direct][:-1] == drafts).long()
             count = 1 + int(right.cumprod(0).sum())
@@ -325,7 +324,7 @@ def test_rows_in_mode_exact_and_in_mode_threshold_share_a_step(seed, num_rows):
             drafted = [(draft.token, draft.confidence) for draft in result.next_drafts]
             assert drafted == (groups if is_last else [])
         else:
-            threshold = torch.tensor([request.threshold], dtype=torch.float32)
+            threshold = torch.tensor([request.plan.threshold], dtype=torch.float32)
             size = torch.tensor([row.num_proposed])
             count = int(num_accepted_by_rule(expected[None, direct], threshold, size))
         assert result.tokens == chosen[:count].tolist()
@@ -373,28 +372,36 @@ def test_a_nan_at_a_checked_draft_shows_among_the_confidences():
 
 GROUPS = [Draft(30 + index, share) for index, share in enumerate([0.9, 0.2, 0.8, 0.95, 0.4, 0.99])]
 """Proposals of three groups of two masks."""
+READS = [7, 8, 9, *(draft.token for draft in GROUPS)]
+CONFIDENCES = [0.5, 0.8, 0.95, *(draft.confidence for draft in GROUPS)]
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 2])
-def test_a_row_continues_with_the_group_of_its_outcome(num_own):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_row_continues_with_the_group_of_its_outcome(num_own, count):
     """Only those of the drafts that come from masks count as tries of masks."""
     request = make_request(mode=Mode.EXACT, outcomes=Outcomes.ALL)
     request.num_own_drafts = num_own
-    row = make_row(request, 1, (2, 2, 2))
-    assert accepted_by_row(row, [7, 8], [0.5, 0.6], GROUPS) == Accepted(
-        [7, 8],
-        [0.5, 0.6],
-        1,
-        GROUPS[2:4],
+    assert accept(make_row(request, 1, (2, 2, 2)), READS, CONFIDENCES, count) == Accepted(
+        READS[:count],
+        CONFIDENCES[:count],
+        count - 1,
+        GROUPS[2 * count - 2 : 2 * count],
         num_masks_tried=num_own,
-        num_masks_accepted=min(num_own, 1),
+        num_masks_accepted=min(num_own, count - 1),
     )
+
+
+def test_an_outcome_without_masks_leaves_no_drafts():
+    row = make_row(make_request(mode=Mode.EXACT), 1, (0, 0, 2))
+    assert accept(row, READS[:5], CONFIDENCES[:5], 2).next_drafts == []
+    assert accept(row, READS[:5], CONFIDENCES[:5], 3).next_drafts == GROUPS[:2]
 
 
 def test_masks_without_drafts_are_counted_by_the_accepted_run():
     row = make_row(make_request(threshold=0.7), 1, (4,))
-    assert accepted_by_row(row, [7, 8, 9], [0.5] * 3, []) == Accepted(
-        [7, 8, 9], [0.5] * 3, num_masks_tried=4, num_masks_accepted=2
+    assert accept(row, READS[:5], CONFIDENCES[:5], 3) == Accepted(
+        [7, 8, 9], CONFIDENCES[:3], num_masks_tried=4, num_masks_accepted=2
     )
 
 
@@ -410,12 +417,9 @@ def test_masks_without_drafts_are_counted_by_the_accepted_run():
 def test_a_run_ends_behind_a_marker(marker, tokens):
     spans = Spans(Span.ANSWER, {Span.ANSWER: {marker: Span.THINKING}}, {Span.THINKING: 1.0})
     row = make_row(make_request(threshold=0.7, spans=spans), 1, (4,))
-    found = accepted_by_row(row, [7, 8, 9], [0.5, 0.8, 0.95], [])
+    found = accept(row, READS[:5], CONFIDENCES[:5], 3)
     assert found.tokens == tokens
-    assert found.confidences == [0.5, 0.8, 0.95][: len(tokens)]
+    assert found.confidences == CONFIDENCES[: len(tokens)]
     assert (found.num_masks_tried, found.num_masks_accepted) == (4, 2), "these were not rejected"
     exact = make_request(mode=Mode.EXACT, outcomes=Outcomes.ALL, spans=spans)
-    assert accepted_by_row(make_row(exact, 1, (2, 2, 2)), [7, 8], [0.5, 0.6], GROUPS).tokens == [
-        7,
-        8,
-    ]
+    assert accept(make_row(exact, 1, (2, 2, 2)), READS, CONFIDENCES, 2).tokens == [7, 8]
