@@ -41,8 +41,14 @@ class Pace:
         self._clock = clock
         self._seen = deque[tuple[float, int]]()
 
-    def words(self, done: int, total: int) -> str:
-        """Note how many parts are done, and return rate and time left in words; empty at first."""
+    def words(self, done: int, total: int, to_come: float = 0.0) -> str:
+        """Note how many parts are done, and return rate and time left in words; empty at first.
+
+        Args:
+            done: parts that are done.
+            total: all parts.
+            to_come: work that follows this task, as a number of its parts.
+        """
         now_s = self._clock()
         self._seen.append((now_s, done))
         while len(self._seen) > 2 and self._seen[0][0] < now_s - _RATE_WINDOW_S:
@@ -52,7 +58,8 @@ class Pace:
             return ""
         rate = (done - first_done) / (now_s - first_s)
         left = f", {duration((total - done) / rate)} left" if done < total else ""
-        return f"{rate_words(rate)}{left}"
+        in_all = f", {duration((total - done + to_come) / rate)} in all" if to_come else ""
+        return f"{rate_words(rate)}{left}{in_all}"
 
 
 def rate_words(rate: float) -> str:
@@ -81,7 +88,9 @@ class ProgressDisplay:
         self._last_line: dict[str, tuple[float, int]] = {}
         self._began_s = time.monotonic()
 
-    def update(self, title: str, done: int, total: int, detail: str = "") -> None:
+    def update(
+        self, title: str, done: int, total: int, detail: str = "", *, to_come: float = 0.0
+    ) -> None:
         """Show that ``done`` of ``total`` parts of a task are done; the first call starts it.
 
         Args:
@@ -89,8 +98,10 @@ class ProgressDisplay:
             done: parts that are done.
             total: all parts.
             detail: what else is known, above all the quality so far.
+            to_come: work that follows this task, as a number of its parts; the time that it takes
+                is told as well.
         """
-        pace = self._paces.setdefault(title, Pace()).words(done, total)
+        pace = self._paces.setdefault(title, Pace()).words(done, total, to_come)
         if self._bar is None:
             self._print_line(title, done, total, ", ".join(filter(None, [detail, pace])))
             return

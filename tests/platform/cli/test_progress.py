@@ -22,10 +22,12 @@ def test_a_pace_tells_rate_and_time_left() -> None:
     assert pace.words(10, 100) == ""
     now_s = 110.0
     assert pace.words(30, 100) == "2/s, 0:35 left"
+    assert pace.words(30, 100, to_come=50) == "2/s, 0:35 left, 1:00 in all"
     now_s = 180.0  # a pace of before counts no more
     assert pace.words(65, 100) == "0.5/s, 1:10 left"
     now_s = 190.0
     assert pace.words(100, 100) == "3.5/s"
+    assert pace.words(100, 100, to_come=35) == "3.5/s, 0:10 in all"
 
 
 def test_a_pace_that_stands_still_is_not_told() -> None:

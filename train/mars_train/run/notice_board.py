@@ -50,18 +50,21 @@ class NoticeBoard:
 
 
 @contextmanager
-def shown_progress(console: Console, stop_wanted: Callable[[], bool]) -> Iterator[ActorHandle[Any]]:
+def shown_progress(
+    console: Console, stop_wanted: Callable[[], bool], to_come: float
+) -> Iterator[ActorHandle[Any]]:
     """Create a notice board and show its content on the console during the block.
 
     Args:
         console: the console to print to.
         stop_wanted: called twice a second; the workers are asked to stop once it returns True.
+        to_come: work of the stages that follow, as a multiple of this one's.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Without affinity Ray may place an actor of no CPU on a node that leaves during the run.
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(NoticeBoard).remote()
     ended = threading.Event()
-    reader = _BoardReader(board, console, stop_wanted, ended)
+    reader = _BoardReader(board, console, stop_wanted, to_come, ended)
     thread = threading.Thread(target=reader.run, name="progress")
     thread.start()
     try:
@@ -79,6 +82,7 @@ class _BoardReader:
     board: ActorHandle[Any]
     console: Console
     stop_wanted: Callable[[], bool]
+    to_come: float
     ended: threading.Event
     _stopping: bool = False
 
@@ -103,8 +107,8 @@ class _BoardReader:
             self._print(message)
         if progress is not None and display is not None:
             detail = f"loss {progress.loss:.4f}  {progress.tokens_per_s:,.0f} tokens/s"
-            title = f"stage {progress.stage}"
-            display.update(title, progress.step, progress.total_steps, detail)
+            title, total = f"stage {progress.stage}", progress.total_steps
+            display.update(title, progress.step, total, detail, to_come=self.to_come * total)
         return progress
 
     def _print(self, message: TerminalMessage) -> None:

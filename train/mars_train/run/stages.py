@@ -40,6 +40,7 @@ from mars_train.data.encoding import check_vocabulary
 from mars_train.data.pipeline import prepare
 from mars_train.data.row_report import refuse_few_rows
 from mars_train.data.token_store import TokenStore
+from mars_train.method.batches import num_steps
 from mars_train.recipe import GenerateStage, MarsStage, Recipe, Stage, TrainedStage
 from mars_train.run.curves import plot_curves
 from mars_train.run.generation import STORE, Generation
@@ -49,6 +50,7 @@ from mars_train.run.run_directory import RunDirectory
 from mars_train.run.worker import StageResult, run_worker
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.job import StageJob
+from mars_train.stage.responses import rows_to_answer
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage, copy_into, share
 
@@ -138,6 +140,7 @@ class _Run:
             shards=Storage(self.storage.path(stage.name)),
             results=Storage(str(self.directory.stages)),
             console=self.console,
+            to_come=self._to_come(stage),
         )
         generation.run(terminated)
         self.storage.remove(stage.name)
@@ -174,7 +177,7 @@ class _Run:
             provenance=_provenance(self.recipe, stage),
             responses=self._shared_responses(stage),
         )
-        with shown_progress(self.console, terminated) as board:
+        with shown_progress(self.console, terminated, self._to_come(stage)) as board:
             trainer = TorchTrainer(
                 run_worker,
                 train_loop_config={"job": job, "board": board},
@@ -184,6 +187,9 @@ class _Run:
             result = _fitted(trainer, stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
+
+    def _to_come(self, stage: Stage) -> float:
+        return work_to_come(self.recipe, stage, len(TokenStore(self.directory.data)))
 
     def _base(self, stage: TrainedStage) -> str:
         """Return the name of the model that a stage begins with; hub ids stay as they are."""
@@ -257,6 +263,31 @@ class _Run:
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
         plot_curves(self.directory.histories(), self.directory.curves)
+
+
+def work_to_come(recipe: Recipe, stage: Stage, num_rows: int) -> float:
+    """Return the expected work of the stages after one, as a multiple of its own.
+
+    Args:
+        recipe: the recipe of the run.
+        stage: one of its stages.
+        num_rows: conversations of the training data.
+    """
+    later = recipe.stages[recipe.stages.index(stage) + 1 :]
+    return sum(_work(each, num_rows) for each in later) / _work(stage, num_rows)
+
+
+def _work(stage: Stage, num_rows: int) -> int:
+    """Return the expected work of a stage, in streams of tokens that go through the model.
+
+    Writing a response takes about as long as training on one.
+    """
+    if isinstance(stage, GenerateStage):
+        return len(rows_to_answer(stage, num_rows))
+    conversations = num_steps(stage, num_rows) * stage.batch_size
+    if not isinstance(stage, MarsStage):
+        return conversations
+    return conversations * (2 if stage.responses is None else 3)
 
 
 def _start_name(stage: Stage) -> str:
