@@ -130,7 +130,15 @@ class Ingress:
                 self.queue.settle(ticket, ticket.cost)
                 self._end(job, "lost with its replica")
             else:
-                self.queue.put_back(ticket)
+                self.queue.settle(ticket, 0)
+                self.tickets[job] = self.queue.add(
+                    job,
+                    tier=ticket.tier,
+                    key=ticket.key,
+                    cost=ticket.cost,
+                    deadline_s=ticket.deadline_s,
+                    limit_s=ticket.limit_s,
+                )
         self.placement.retain(self.connections)
 
     def _pop(self) -> Ticket[Job]:

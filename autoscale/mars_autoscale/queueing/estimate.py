@@ -68,23 +68,20 @@ class StartPace:
         total = sum(spans)
         return tokens_ahead * _SPAN_S * len(spans) / total if total else None
 
-    def is_hopeless(
-        self, tokens_ahead: int, deadline_s: float, *, has_credit: bool, speedup: float = 1.0
-    ) -> bool:
+    def is_hopeless(self, tokens_ahead: int, deadline_s: float, *, speedup: float = 1.0) -> bool:
         """Whether a new request would surely begin after its deadline.
 
-        It would even if all went at the best pace of any span. Where a replica has a credit to
-        give or no pace is known, nothing is sure.
+        It would even if all went at the best pace of any span. Where no pace is known, nothing is
+        sure.
 
         Args:
             tokens_ahead: tokens that go before it, see `FairQueue.ahead`.
             deadline_s: time on the clock by which it is to begin.
-            has_credit: whether some replica has a credit for this ingress.
             speedup: factor by which the pace may rise, as when replicas start: those that there
                 will be by those that there are.
         """
         best = max(self._known_spans(), default=0) * speedup
-        if has_credit or not best:
+        if not best:
             return False
         return self._clock() + tokens_ahead * _SPAN_S / best > deadline_s
 

@@ -88,7 +88,7 @@ class _Flow(Generic[ItemT]):
     """Grows with each request that a flow of the tier is served; among equal tags, the flow that
     began or was served longest ago is first."""
     num_unsettled: int = 0
-    """Requests that were popped and neither put back nor settled."""
+    """Requests that were popped and not settled."""
     tokens: int = 0
     """Cost of the waiting requests."""
     num_in_time: int = 0
@@ -146,12 +146,11 @@ class _Shares(Generic[ItemT]):
         """Flows without waiting or unsettled requests, whose tags must be remembered."""
         self._turns = count()
 
-    def enter(self, ticket: Ticket[ItemT], refund: int = 0) -> None:
-        """Add a request, and lower its key's tag by what it was charged before."""
+    def enter(self, ticket: Ticket[ItemT]) -> None:
+        """Add a request."""
         flow = self._flow(ticket.key)
         ticket._flow = flow
-        flow.start -= refund
-        if refund or not flow.waiting:
+        if not flow.waiting:
             self._idle.discard(flow)
             self._place(flow)
         flow.add(ticket)
@@ -249,10 +248,10 @@ class _Shares(Generic[ItemT]):
 class FairQueue(Generic[ItemT]):
     """The requests of one model that wait in one ingress.
 
-    A ticket is added, then popped, removed or expired. One that was popped is put back if its
-    replica died before it began, and settled in every other case, so that its key is charged what
-    it really cost. All operations take O(log n) amortised, but `ahead`, which also looks at each
-    key that waits in the tier.
+    A ticket is added, then popped, removed or expired. One that was popped is settled when its
+    request has ended, so that its key is charged what it really cost; a request whose replica died
+    before it began is added anew. All operations take O(log n) amortised, but `ahead`, which also
+    looks at each key that waits in the tier.
     """
 
     def __init__(self) -> None:
@@ -263,11 +262,6 @@ class FairQueue(Generic[ItemT]):
 
     def __len__(self) -> int:
         return sum(shares.num for shares in self._tiers.values())
-
-    @property
-    def tokens(self) -> int:
-        """Expected tokens of all waiting requests."""
-        return sum(shares.tokens for shares in self._tiers.values())
 
     def num_before(self, tier: Tier, now_s: float) -> int:
         """Return how many waiting requests go before most new ones of a tier.
@@ -300,7 +294,9 @@ class FairQueue(Generic[ItemT]):
         """Add a request; see `Ticket` for the arguments. The cost is at least 1."""
         assert cost >= 1, "a request without cost would be served without end"
         ticket = Ticket(item, tier, key, cost, deadline_s, limit_s, late_s, next(self._arrivals))
-        self._enter(ticket)
+        self._tiers[tier].enter(ticket)
+        if limit_s is not None:
+            self._limits.place(ticket, limit_s, ticket.arrival)
         return ticket
 
     def peek(self, skipped: str | None = None, *, now_s: float = -math.inf) -> Ticket[ItemT] | None:
@@ -343,17 +339,6 @@ class FairQueue(Generic[ItemT]):
         ticket._flow = None
         return True
 
-    def put_back(self, ticket: Ticket[ItemT]) -> None:
-        """Let a request that was popped but did not begin wait at its old place.
-
-        Its key gets back what it was charged. So the request is served before those that would
-        have been served after it, unless it has become late since.
-        """
-        assert self._is_unsettled(ticket), "only what was popped can be put back, once"
-        shares = self._tiers[ticket.tier]
-        shares.settle(ticket, 0)
-        self._enter(ticket, refund=ticket.cost)
-
     def settle(self, ticket: Ticket[ItemT], cost: int) -> None:
         """Charge the key of a popped request what the request really cost.
 
@@ -361,7 +346,8 @@ class FairQueue(Generic[ItemT]):
             ticket: the request, which has ended.
             cost: tokens that were computed for it; 0 if it never began.
         """
-        assert self._is_unsettled(ticket), "only what was popped can be settled, once"
+        is_unsettled = ticket._flow is not None and ticket not in ticket._flow.waiting
+        assert is_unsettled, "only what was popped can be settled, once"
         self._tiers[ticket.tier].settle(ticket, cost - ticket.cost)
 
     def expire(self, now_s: float) -> list[Ticket[ItemT]]:
@@ -408,14 +394,6 @@ class FairQueue(Generic[ItemT]):
             for flow in shares.flows.values():
                 yield from flow.waiting
 
-    def _enter(self, ticket: Ticket[ItemT], refund: int = 0) -> None:
-        self._tiers[ticket.tier].enter(ticket, refund)
-        if ticket.limit_s is not None:
-            self._limits.place(ticket, ticket.limit_s, ticket.arrival)
-
     def _leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
         self._limits.discard(ticket)
         self._tiers[ticket.tier].leave(ticket, is_served=is_served)
-
-    def _is_unsettled(self, ticket: Ticket[ItemT]) -> bool:
-        return ticket._flow is not None and ticket not in ticket._flow.waiting

@@ -133,11 +133,6 @@ class Placement:
         self._max_sessions = max_sessions
         self._sessions = OrderedDict[str, str]()  # least recently used first
 
-    @property
-    def num_sessions(self) -> int:
-        """Number of sessions remembered."""
-        return len(self._sessions)
-
     def choose(
         self, keys: Sequence[Hashable], loads: Mapping[str, float], session: str | None = None
     ) -> str:

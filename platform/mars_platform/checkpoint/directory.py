@@ -125,15 +125,12 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     return Checkpoint(path, config, tokenizer, metadata, special, calibration)
 
 
-def load_model(
-    path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
-) -> PreTrainedModel:
+def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load the weights of a checkpoint directory on the CPU, in evaluation mode.
 
     Args:
         path: the directory.
         dtype: type that the weights are converted to.
-        attention: transformers' name of the attention implementation.
 
     Raises:
         UserError: the weights are missing, incomplete, damaged, or not safetensors.
@@ -144,7 +141,7 @@ def load_model(
             path,
             trust_remote_code=False,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
         )

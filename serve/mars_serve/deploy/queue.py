@@ -299,7 +299,7 @@ class RequestQueue:
             _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s, now_s=now_s)
             wait_s = self._pace.wait_s(tokens_ahead)
             speedup = max(self._most_replicas / max(len(usable), 1), 1.0)
-            if self._pace.is_hopeless(tokens_ahead, deadline_s, has_credit=False, speedup=speedup):
+            if self._pace.is_hopeless(tokens_ahead, deadline_s, speedup=speedup):
                 reason = f"the request would wait about {wait_s:.1f} s"
                 raise DeadlineMissed(reason, wait_s)
         if rules and all(rules):

@@ -28,16 +28,12 @@ def run(clock, pace, seconds, tokens_per_s):
         clock.now_s += 1.0
 
 
-def hopeless(pace, tokens, deadline_s, **options):
-    return pace.is_hopeless(tokens, deadline_s, **({"has_credit": False} | options))
-
-
 def test_nothing_is_refused_or_told_before_a_pace_is_known(clock, pace):
     assert pace.wait_s(1_000) is None
     pace.note_waiting(True)
     run(clock, pace, 4, 100)
     assert pace.wait_s(1_000) is None
-    assert not hopeless(pace, 10**9, clock.now_s + 1.0)
+    assert not pace.is_hopeless(10**9, clock.now_s + 1.0)
 
 
 def test_a_steady_pace_tells_the_wait(clock, pace):
@@ -53,11 +49,10 @@ def test_a_request_is_refused_only_if_it_would_be_late_at_the_best_pace(clock, p
     run(clock, pace, 5, 200)
     run(clock, pace, 10, 50)
     assert pace.wait_s(1_000) == pytest.approx(10.0)
-    assert not hopeless(pace, 1_000, clock.now_s + 5.1)
-    assert hopeless(pace, 1_000, clock.now_s + 4.9)
-    assert not hopeless(pace, 1_000, clock.now_s + 4.9, has_credit=True)
-    assert not hopeless(pace, 1_000, clock.now_s + 2.6, speedup=2.0)
-    assert hopeless(pace, 1_000, clock.now_s + 2.4, speedup=2.0)
+    assert not pace.is_hopeless(1_000, clock.now_s + 5.1)
+    assert pace.is_hopeless(1_000, clock.now_s + 4.9)
+    assert not pace.is_hopeless(1_000, clock.now_s + 2.6, speedup=2.0)
+    assert pace.is_hopeless(1_000, clock.now_s + 2.4, speedup=2.0)
 
 
 def test_the_pace_of_arrivals_is_not_taken_for_that_of_the_replicas(clock, pace):
@@ -79,9 +74,9 @@ def test_a_stand_still_is_no_reason_to_refuse_and_old_paces_are_forgotten(clock,
     pace.note_waiting(True)
     clock.now_s += 1_000.0
     assert pace.wait_s(10) is None
-    assert not hopeless(pace, 10**9, clock.now_s)
+    assert not pace.is_hopeless(10**9, clock.now_s)
     run(clock, pace, 10, 100)
-    assert hopeless(pace, 10**6, clock.now_s + 1.0)
+    assert pace.is_hopeless(10**6, clock.now_s + 1.0)
     pace.note_waiting(False)
     clock.now_s += 601.0
-    assert not hopeless(pace, 10**6, clock.now_s + 1.0)
+    assert not pace.is_hopeless(10**6, clock.now_s + 1.0)

@@ -160,40 +160,15 @@ def test_nothing_is_owed_once_nobody_waits():
     assert queue.num_keys == 0
 
 
-def test_a_request_that_is_put_back_keeps_its_place_and_is_charged_once():
-    queue = FairQueue[str]()
-    for item in "123":
-        add(queue, item, key="a", deadline_s=float(item))
-    for _ in range(3):
-        add(queue, "b", key="b")
-    lost = queue.pop()
-    assert (lost.item, queue.pop().item) == ("1", "b")
-    queue.put_back(lost)
-    assert queue.peek() is lost
-    assert drain(queue) == "1b2b3"
-
-
-def test_a_request_is_put_back_before_those_that_came_once_nobody_waited():
-    queue = FairQueue[str]()
-    lost = add(queue, "lost", key="a")
-    queue.pop()
-    add(queue, "b", key="b")
-    queue.put_back(lost)
-    assert queue.pop() is lost
-    with pytest.raises(AssertionError):
-        queue.put_back(queue.peek())
-
-
-def test_a_ticket_is_settled_or_put_back_once():
+def test_a_ticket_is_settled_once():
     queue = FairQueue[str]()
     ticket = add(queue)
     with pytest.raises(AssertionError):
         queue.settle(ticket, 10)
     queue.pop()
     queue.settle(ticket, 10)
-    for again in (lambda: queue.settle(ticket, 10), lambda: queue.put_back(ticket)):
-        with pytest.raises(AssertionError):
-            again()
+    with pytest.raises(AssertionError):
+        queue.settle(ticket, 10)
     assert not queue.remove(ticket)
     with pytest.raises(IndexError):
         queue.pop()
@@ -213,8 +188,6 @@ def test_requests_expire_by_their_own_limit():
     popped = queue.pop()
     assert popped.item == "late", "deadlines are equal, so arrival decides"
     assert queue.expire(99.0) == []
-    queue.put_back(popped)
-    assert queue.expire(99.0) == [popped]
     assert drain(queue) == "never"
 
 
@@ -329,19 +302,12 @@ class Model:
         self.waiting = [each for each in self.waiting if each not in gone]
         assert all(each.limit_s is None or each.limit_s > self.now for each in self.waiting)
 
-    def put_back(self):
-        if self.popped:
-            ticket = self._any_of(self.popped)
-            self.queue.put_back(ticket)
-            self.waiting.append(ticket)
-
     def settle(self):
         if self.popped:
             self.queue.settle(self._any_of(self.popped), self.source.randint(0, 20))
 
     def check(self):
         assert len(self.queue) == len(self.waiting) == len(list(self.queue))
-        assert self.queue.tokens == sum(ticket.cost for ticket in self.waiting)
         assert set(self.queue) == set(self.waiting)
         limits = [ticket.limit_s for ticket in self.waiting if ticket.limit_s is not None]
         assert self.queue.first_limit_s() == min(limits, default=None)
@@ -353,7 +319,7 @@ class Model:
 @given(SEEDS, st.integers(1, 150))
 def test_a_queue_holds_what_it_should_after_any_operations(seed, num_operations):
     model = Model(random.Random(seed))
-    kinds = (model.add, model.add, model.pop, model.remove, model.expire, model.put_back)
+    kinds = (model.add, model.add, model.pop, model.remove, model.expire)
     for model.now in range(num_operations):
         model.source.choice((*kinds, model.settle))()
         model.check()

@@ -143,12 +143,14 @@ def test_a_holder_without_credit_is_not_waited_for():
 
 
 def test_sessions_are_bounded_and_forgotten_with_their_replica():
-    placement = Placement(slack=1, max_sessions=3)
+    placement = Placement(slack=2, max_sessions=3)
     for session in "vwxyz":
-        placement.choose([], {"a": 0, "b": ord(session) % 2}, session)
-    assert placement.num_sessions == 3
+        assert placement.choose([], {"a": 0, "b": 1}, session) == "a"
+    loads = {"a": 1, "b": 0}
+    assert [placement.choose([], loads, session) for session in "zyx"] == ["a"] * 3
+    assert placement.choose([], loads, "v") == "b"
     placement.retain({"b"})
-    assert placement.num_sessions == 0
+    assert placement.choose([], loads, "y") == "b"
 
 
 @given(

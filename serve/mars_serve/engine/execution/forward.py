@@ -130,11 +130,10 @@ class ModelRunner:
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
-        self._forward: Forward = (
-            GraphedForward(model, attention, self._banned)
-            if isinstance(attention, PagedAttention)
-            else EagerForward(model, attention)
-        )
+        self._graphed: GraphedForward | None = None  # unless attention reads pages in place
+        if isinstance(attention, PagedAttention):
+            self._graphed = GraphedForward(model, attention, self._banned)
+        self._forward: Forward = self._graphed or EagerForward(model, attention)
         self.mask_token_id = mask_token_id
         self._multiple_of = _TILE if batch_invariant else 1
         self._draw_accepted = draw_accepted
@@ -181,8 +180,8 @@ class ModelRunner:
 
     def foresee(self, rows: Sequence[ScheduledRow]) -> None:
         """Prepare the step behind one of rows that was started, as far as it can be known."""
-        if isinstance(self._forward, GraphedForward):
-            self._forward.foresee(rows)
+        if self._graphed is not None:
+            self._graphed.foresee(rows)
 
     def capture(
         self,
@@ -191,9 +190,9 @@ class ModelRunner:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CapturedGraphs | None:
         """Capture graphs, see `GraphedForward.capture`, or return None without paged attention."""
-        if isinstance(self._forward, GraphedForward):
-            return self._forward.capture(sizes, capture, on_progress)
-        return None
+        if self._graphed is None:
+            return None
+        return self._graphed.capture(sizes, capture, on_progress)
 
     def _drawn(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
         """Draw the number of tokens that each row accepts, in place of the acceptance rules."""
