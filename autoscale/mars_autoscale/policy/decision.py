@@ -1,10 +1,11 @@
-"""The outer loop's decision, its state, and the record of a decision."""
+"""The outer loop's decision, its state, and the record of a decision that REST gives."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from mars_autoscale.policy import budget, demand
 
@@ -92,38 +93,43 @@ class OuterState:
     """Each remembered burst: when it began, and its highest demand at the lowest τ."""
 
 
-@dataclass(frozen=True)
-class DecisionRecord:
-    """A decision with the numbers behind it."""
+class AutoscalerDecision(BaseModel):
+    """One decision of the autoscaler, with its figures."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     time_s: float
-    """Seconds since 1970."""
+    """Time of the decision in Unix time, in seconds."""
+    reason: Reason
+    num_replicas: int
+    """Number of replicas requested by this decision."""
     replicas_before: int
-    """Replicas ordered by the decision before."""
-    decision: Decision
     num_ready: int
-    """Replicas that report."""
     num_starting: int
-    """Replicas that are ordered and do not serve yet."""
-    num_running: float
-    """Running requests of all replicas."""
-    num_waiting: float
-    """Waiting requests of all replicas."""
-    threshold: float | None
-    """Mean τ of tier default over the replicas that report; None if none does."""
-    flex_threshold: float | None
-    """Mean τ of tier flex over the replicas that report; None if none does."""
+    needed: float
+    """Number of replicas that the load needs, before rounding."""
+    debt: float
+    """Seconds spent at the lowest τ that have not yet been answered by more replicas."""
     requests_per_s: float | None
-    """Arriving requests each second; None if unknown."""
+    """Requests arriving per second; null if unknown."""
     prompt_tokens_per_s: float | None
-    """Prompt tokens to compute each second; None if unknown."""
     mean_output_tokens: float | None
-    """Mean length of an output, running ones included; None if unknown."""
-    problem: str | None = None
-    """Error that prevented a decision; None if there was none."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return one flat JSON object."""
-        content = asdict(self)
-        decision = content.pop("decision")
-        return {**decision.pop("range"), **decision, **content}
+    decode_tokens_per_s: float
+    num_running: float
+    num_waiting: float
+    threshold: float | None
+    """Mean τ of tier default over the replicas."""
+    flex_threshold: float | None
+    floor_threshold: float
+    """Lowest τ that replicas may choose for tier default."""
+    flex_floor_threshold: float
+    feed_forward: float
+    """Gain over the base that the ready replicas need to serve the arriving load."""
+    is_saturated: bool
+    """Whether neither τ nor replicas can help further, so that late requests are refused."""
+    is_overspent: bool
+    """Whether tier default has spent its budget of quality loss."""
+    is_refuted: bool
+    """Whether audits contradict frontier.json, so that nothing may be lost."""
+    problem: str | None
+    """Error that occurred in this decision, if any."""

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mars_autoscale.policy import budget
-from mars_autoscale.policy.decision import Decision
 from mars_autoscale.policy.outer_loop import OuterLoop
 
-_DECISION_GAUGES: dict[str, tuple[str, Callable[[Decision], float]]] = {
-    "replicas": ("Replicas that are ordered.", lambda each: each.num_replicas),
-    "replicas_needed": ("Replicas that the load needs, before rounding.", lambda each: each.needed),
-    "floor_threshold": (
-        "Lowest threshold that is allowed for tier default.",
-        lambda each: each.range.floor_threshold,
-    ),
+_DECISION_GAUGES = {
+    "replicas": ("num_replicas", "Replicas that are ordered."),
+    "replicas_needed": ("needed", "Replicas that the load needs, before rounding."),
+    "floor_threshold": ("floor_threshold", "Lowest threshold that is allowed for tier default."),
     "flex_floor_threshold": (
+        "flex_floor_threshold",
         "Lowest threshold that is allowed for tier flex.",
-        lambda each: each.range.flex_floor_threshold,
     ),
     "feed_forward": (
+        "feed_forward",
         "Gain over the fastest lossless decoding that the arrivals need of the ready replicas.",
-        lambda each: each.range.feed_forward,
     ),
     "debt_seconds": (
+        "debt",
         "Seconds at the lowest allowed threshold that no replica has paid for yet.",
-        lambda each: each.debt,
     ),
     "saturated": (
+        "is_saturated",
         "1 while nothing is left to give and late requests are refused.",
-        lambda each: each.range.is_saturated,
     ),
     "frontier_refuted": (
+        "is_refuted",
         "1 while audits of what was served contradict frontier.json and nothing may be lost.",
-        lambda each: each.is_refuted,
     ),
-    "overspent": (
-        "1 while tier default's budget of quality is spent.",
-        lambda each: each.is_overspent,
-    ),
+    "overspent": ("is_overspent", "1 while tier default's budget of quality is spent."),
+    "replicas_ready": ("num_ready", "Replicas that report."),
+    "replicas_starting": ("num_starting", "Replicas that are ordered and do not serve yet."),
 }
+"""Field of `AutoscalerDecision` and description of each gauge, by the gauge's name."""
 
 
 def exposition(loops: Mapping[str, OuterLoop]) -> str:
@@ -65,34 +60,32 @@ class AutoscalerMetrics(Collector):
         """Yield every metric family with its values now."""
         loops = dict(self._loops)
         latest = {model: loop.records[-1] for model, loop in loops.items() if loop.records}
-        for name, (text, value) in _DECISION_GAUGES.items():
-            values = {model: value(record.decision) for model, record in latest.items()}
+        for name, (field, text) in _DECISION_GAUGES.items():
+            values = {model: getattr(record, field) for model, record in latest.items()}
             yield _gauge(name, text, values)
-        num_ready = {model: record.num_ready for model, record in latest.items()}
-        yield _gauge("replicas_ready", "Replicas that report.", num_ready)
-        num_starting = {model: record.num_starting for model, record in latest.items()}
-        text = "Replicas that are ordered and do not serve yet."
-        yield _gauge("replicas_starting", text, num_starting)
-        shares = {model: _spent_share(loop) for model, loop in loops.items()}
-        spent = {model: share for model, share in shares.items() if share is not None}
-        text = "Share of the loss budget that tier default has spent within the last hour."
-        yield _gauge("loss_spent_ratio", text, spent)
-        refused = {
-            model: loop.basis.refused is not None
-            for model, loop in loops.items()
-            if loop.basis is not None
-        }
-        yield _gauge("frontier_refused", "1 if frontier.json is not used.", refused)
-        drifts = {model: loop.state.drift for model, loop in loops.items()}
+        yield _gauge(
+            "loss_spent_ratio",
+            "Share of the loss budget that tier default has spent within the last hour.",
+            {model: loop.spent_share for model, loop in loops.items()},
+        )
+        yield _gauge(
+            "frontier_refused",
+            "1 if frontier.json is not used.",
+            {
+                model: loop.basis.refused is not None
+                for model, loop in loops.items()
+                if loop.basis is not None
+            },
+        )
         yield _gauge(
             "audit_evidence",
             "Evidence of audits against frontier.json, from 0 to the alarm at 1.",
-            {model: drift.evidence for model, drift in drifts.items()},
+            {model: loop.state.drift.evidence for model, loop in loops.items()},
         )
         yield _gauge(
             "audit_loss_factor",
             "Multiple of frontier.json's losses that the budget counts, by audits.",
-            {model: drift.loss_factor for model, drift in drifts.items()},
+            {model: loop.state.drift.loss_factor for model, loop in loops.items()},
         )
         name = "marsray_autoscaler_decisions_total"
         counter = CounterMetricFamily(name, "Decisions, by reason.", labels=["model", "reason"])
@@ -102,14 +95,10 @@ class AutoscalerMetrics(Collector):
         yield counter
 
 
-def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
+def _gauge(name: str, text: str, values: Mapping[str, float | None]) -> Metric:
+    """Return a gauge of the models whose value is known."""
     gauge = GaugeMetricFamily(f"marsray_autoscaler_{name}", text, labels=["model"])
     for model, value in values.items():
-        gauge.add_metric([model], float(value))
+        if value is not None:
+            gauge.add_metric([model], float(value))
     return gauge
-
-
-def _spent_share(loop: OuterLoop) -> float | None:
-    if loop.basis is None:
-        return None
-    return budget.spent_share(loop.state.outer.losses, loop.basis.settings.loss_budget)

@@ -15,8 +15,15 @@ from mars_autoscale.audit.counts import since
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.model.expectations import Expectation
+from mars_autoscale.policy import budget
 from mars_autoscale.policy.decide import decide, hold
-from mars_autoscale.policy.decision import Decision, DecisionRecord, OuterState, Reason
+from mars_autoscale.policy.decision import (
+    AT_TARGET,
+    AutoscalerDecision,
+    Decision,
+    OuterState,
+    Reason,
+)
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import Arrivals, Snapshot
 from mars_autoscale.policy.reports import ReplicaReport, RequestCounts
@@ -104,8 +111,10 @@ class OuterLoop:
         self.basis: AutoscalingBasis | None = None
         """The latest basis among the staying replicas; None until a replica has reported."""
         self.state = SavedState()
-        self.records: deque[DecisionRecord] = deque(maxlen=NUM_RECORDS)
+        self.records: deque[AutoscalerDecision] = deque(maxlen=NUM_RECORDS)
         """The latest decisions, the oldest first."""
+        self.range = AT_TARGET
+        """The latest decision's limits of τ."""
         self.counts = Counter[Reason]()
         """Number of decisions since the start, by reason."""
 
@@ -184,7 +193,7 @@ class OuterLoop:
 
     def commit(
         self, snapshot: Snapshot, decision: Decision, state: OuterState, problem: str | None = None
-    ) -> DecisionRecord:
+    ) -> AutoscalerDecision:
         """Make a decision the current one, and record it."""
         replicas_before = (
             self.state.outer.num_replicas or len(snapshot.replicas) + snapshot.num_starting
@@ -195,10 +204,12 @@ class OuterLoop:
         arrivals = snapshot.arrivals
         if arrivals is not None and not arrivals.is_valid:
             arrivals = None
-        record = DecisionRecord(
+        self.range = decision.range
+        record = AutoscalerDecision(
+            **vars(decision.range),
+            **{name: value for name, value in vars(decision).items() if name != "range"},
             time_s=snapshot.now_s,
             replicas_before=replicas_before,
-            decision=decision,
             num_ready=len(snapshot.replicas),
             num_starting=snapshot.num_starting,
             num_running=sum(report.engine.num_running for report in reports),
@@ -214,11 +225,18 @@ class OuterLoop:
         self.counts[decision.reason] += 1
         return record
 
-    def hold(self, snapshot: Snapshot, problem: str) -> DecisionRecord:
+    def hold(self, snapshot: Snapshot, problem: str) -> AutoscalerDecision:
         """Record that the replicas stay and τ goes to the target, and why."""
         assert self.basis is not None, "a replica has reported"
         decision, state = hold(snapshot, self.state.outer, self.basis.settings)
         return self.commit(snapshot, decision, state, problem)
+
+    @property
+    def spent_share(self) -> float | None:
+        """Share of the loss budget that was spent within the last hour; None if it is unknown."""
+        if self.basis is None:
+            return None
+        return budget.spent_share(self.state.outer.losses, self.basis.settings.loss_budget)
 
     def trust_frontier(self) -> None:
         """Forget what audits have said about the frontier, such as an alarm."""

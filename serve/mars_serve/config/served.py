@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from mars_autoscale.audit.drift import Drift
-from mars_autoscale.policy.decision import DecisionRecord, ThresholdRange
+from mars_autoscale.policy.decision import AutoscalerDecision, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.errors import UserError
@@ -45,7 +45,7 @@ class Explanation:
 
     basis: AutoscalingBasis | None
     """Capacity and settings of the model; None until a replica has reported them."""
-    records: list[DecisionRecord]
+    records: list[AutoscalerDecision]
     """Latest decisions, the oldest first."""
     drift: Drift = field(default_factory=Drift)
     """Audits of what was served, and what they say about the frontier."""

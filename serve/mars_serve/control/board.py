@@ -21,7 +21,7 @@ from mars_serve.config.served import Picture, PublishedThreshold
 from mars_serve.control.history import COLUMNS, History
 from mars_serve.control.members import Members, Sums
 from mars_serve.control.quantiles import Window
-from mars_serve.control.state import spent_share, state_of
+from mars_serve.control.state import state_of
 from mars_serve.control.words import change_words, decision_words
 from mars_serve.observability.request_telemetry import FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S
 
@@ -139,11 +139,11 @@ class Board:
         if record.time_s == self._decided_s:
             return
         before = loop.records[-2] if len(loop.records) > 1 else None
-        is_new = before is None or (before.decision.reason, before.problem) != (
-            record.decision.reason,
+        is_new = before is None or (before.reason, before.problem) != (
+            record.reason,
             record.problem,
         )
-        if is_new or record.decision.num_replicas != record.replicas_before:
+        if is_new or record.num_replicas != record.replicas_before:
             self._events.append(Event(at_s, "decision", decision_words(record)))
         self._decided_s = record.time_s
 
@@ -196,7 +196,7 @@ class Board:
             return {}
         return {
             "num_ordered": loop.state.outer.num_replicas or None,
-            "spent_share": spent_share(loop),
+            "spent_share": loop.spent_share,
             "evidence": loop.state.drift.evidence,
         }
 

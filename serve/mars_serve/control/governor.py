@@ -8,7 +8,6 @@ to a governor that was started again. `mars_serve.control.governor_actor` makes 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mars_autoscale.policy.decide import decide
-from mars_autoscale.policy.decision import Decision, DecisionRecord, Reason, ThresholdRange
+from mars_autoscale.policy.decision import AutoscalerDecision, Reason, ThresholdRange
 from mars_autoscale.policy.metrics import exposition
 from mars_autoscale.policy.outer_loop import (
     AutoscalingBasis,
@@ -215,17 +214,16 @@ class Governor:
                 self._tasks.pop(name).cancel()
         self._used_s[model] = now
 
-    def _announce(self, model: str, loop: OuterLoop, record: DecisionRecord) -> None:
+    def _announce(self, model: str, loop: OuterLoop, record: AutoscalerDecision) -> None:
         """Publish a decision's range to the replicas, and log the decision if it changes much."""
-        decision = record.decision
-        before = loop.records[-2].decision if len(loop.records) > 1 else None
-        is_new = before is None or _gist(before) != _gist(decision)
-        if is_new or decision.num_replicas != record.replicas_before or record.problem is not None:
-            _log.info("autoscaling %s: %s", model, json.dumps(record.as_dict()))
+        before = loop.records[-2] if len(loop.records) > 1 else None
+        is_new = before is None or _gist(before) != _gist(record)
+        if is_new or record.num_replicas != record.replicas_before or record.problem is not None:
+            _log.info("autoscaling %s: %s", model, record.model_dump_json())
         published = self._published.get(model)
         if published is None or not published.is_pinned:
             threshold = record.threshold if record.threshold is not None else 1.0
-            self._publish(model, threshold, decision.range)
+            self._publish(model, threshold, loop.range)
 
     def _publish(
         self,
@@ -253,15 +251,14 @@ class Governor:
             self._changed.clear()
 
 
-def _gist(decision: Decision) -> tuple[Reason, bool, bool, bool]:
+def _gist(record: AutoscalerDecision) -> tuple[Reason, bool, bool, bool]:
     """Return what a decision says beside its numbers."""
-    flags = decision.range.is_saturated, decision.is_overspent, decision.is_refuted
-    return (decision.reason, *flags)
+    return record.reason, record.is_saturated, record.is_overspent, record.is_refuted
 
 
 async def _decide_once(
     loop: OuterLoop, late: asyncio.Task[DecisionAndState] | None
-) -> tuple[DecisionRecord, asyncio.Task[DecisionAndState] | None]:
+) -> tuple[AutoscalerDecision, asyncio.Task[DecisionAndState] | None]:
     """Take a decision, or hold if there is none within its period.
 
     Args:

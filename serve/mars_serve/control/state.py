@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from typing import Any
 
-from mars_autoscale.policy import budget
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform.tier import Tier
@@ -38,13 +37,6 @@ def state_of(
         "audit": _audit(loop),
         "frontier": _frontier(basis, members.serving()),
     }
-
-
-def spent_share(loop: OuterLoop) -> float | None:
-    """Return the share of the loss budget that was spent within the last hour."""
-    if loop.basis is None:
-        return None
-    return budget.spent_share(loop.state.outer.losses, loop.basis.settings.loss_budget)
 
 
 def _word(each: Heard, now_s: float) -> str:
@@ -85,7 +77,7 @@ def _decision(loop: OuterLoop | None) -> dict[str, Any] | None:
     if loop is None or not loop.records:
         return None
     record = loop.records[-1]
-    return {"text": decision_words(record), **record.as_dict()}
+    return {"text": decision_words(record), **record.model_dump()}
 
 
 def _budget(loop: OuterLoop | None) -> dict[str, Any] | None:
@@ -93,7 +85,7 @@ def _budget(loop: OuterLoop | None) -> dict[str, Any] | None:
         return None
     return {
         "points": loop.basis.settings.loss_budget,
-        "spent_share": spent_share(loop),
+        "spent_share": loop.spent_share,
         "is_overspent": loop.state.outer.is_overspent,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mars_autoscale.policy.decision import DecisionRecord, Reason
+from mars_autoscale.policy.decision import AutoscalerDecision, Reason
 from mars_autoscale.policy.inner_loop import Cause
 from mars_autoscale.policy.reports import Phase
 from mars_platform.method.live import LiveDecoding
@@ -40,27 +40,25 @@ _PHASES = {
 }
 
 
-def decision_words(record: DecisionRecord) -> str:
+def decision_words(record: AutoscalerDecision) -> str:
     """Return a decision and its reason as sentences."""
-    decision, before = record.decision, record.replicas_before
-    after = decision.num_replicas
+    before, after = record.replicas_before, record.num_replicas
     verb = "Keep" if after == before else "Go to"
     number = f"{after} replica{'s' if after != 1 else ''}"
     number += f" from {before}" if after != before else ""
-    parts = [f"{verb} {number}: {_REASONS[decision.reason]}."]
+    parts = [f"{verb} {number}: {_REASONS[record.reason]}."]
     if record.requests_per_s is not None:
         parts.append(
             f"{record.requests_per_s:.2g} requests arrive each second; "
-            f"they need {decision.needed:.2g} replicas."
+            f"they need {record.needed:.2g} replicas."
         )
-    allowed = decision.range
-    if decision.is_refuted:
+    if record.is_refuted:
         parts.append("Audits contradict the frontier, so no quality may be lost.")
-    elif decision.is_overspent:
+    elif record.is_overspent:
         parts.append("The loss budget is spent, so τ stays at the target.")
-    elif allowed.floor_threshold < 1:
-        parts.append(f"τ may fall to {allowed.floor_threshold:g}.")
-    if allowed.is_saturated:
+    elif record.floor_threshold < 1:
+        parts.append(f"τ may fall to {record.floor_threshold:g}.")
+    if record.is_saturated:
         parts.append("Nothing is left to give: requests that would come too late are refused.")
     if record.problem is not None:
         parts.append(f"It could not be decided: {record.problem}.")

@@ -53,16 +53,16 @@ def test_audits_of_all_replicas_add_up(audited):
 
 def test_audits_that_contradict_the_frontier_close_the_floors_until_it_is_trusted_again(audited):
     hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 60))
-    first = decide_at(audited, START_S + 3).decision
+    first = decide_at(audited, START_S + 3)
     assert first.is_refuted
-    assert first.range.floor_threshold == first.range.flex_floor_threshold == 1.0
-    assert decide_at(audited, START_S + 5).decision.is_refuted
+    assert first.floor_threshold == first.flex_floor_threshold == 1.0
+    assert decide_at(audited, START_S + 5).is_refuted
     successor = OuterLoop()
     successor.restore(audited.state)
     hear_audits(successor, START_S + 6, AuditCounts(300, 10_000, 60))
-    assert decide_at(successor, START_S + 7).decision.is_refuted, "a new governor knows it, too"
+    assert decide_at(successor, START_S + 7).is_refuted, "a new governor knows it, too"
     audited.trust_frontier()
-    assert not decide_at(audited, START_S + 7).decision.is_refuted
+    assert not decide_at(audited, START_S + 7).is_refuted
     assert audited.state.drift.tally == {}
 
 
@@ -70,7 +70,7 @@ def test_another_frontier_starts_anew_and_old_replicas_say_nothing_of_it(audited
     hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 60))
     newer = replace(AUDITED, expectations=(Expectation(0.9, 0.006, 3.0),), made_s=5.0)
     hear_audits(audited, START_S + 3, AuditCounts(), "b", newer)
-    assert not decide_at(audited, START_S + 3).decision.is_refuted
+    assert not decide_at(audited, START_S + 3).is_refuted
     hear_audits(audited, START_S + 4, AuditCounts(600, 20_000, 120))
     hear_audits(audited, START_S + 4, AuditCounts(5, 100, 1), "b", newer)
     assert audited.state.drift.tally == {KEY: AuditCounts(5, 100, 1)}

@@ -11,7 +11,6 @@ import pytest
 from ladders import CAPACITY
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import (
-    AT_TARGET,
     Decision,
     OuterState,
     Reason,
@@ -169,9 +168,9 @@ async def test_an_error_of_the_policy_holds_and_is_recorded(caplog):
 
         records = await records_of(governor, are_enough=lambda found: len(failed(found)) > 1)
         for record in failed(records):
-            assert record.decision.reason is Reason.HELD
-            assert record.decision.num_replicas == 4
-            assert record.decision.range == AT_TARGET
+            assert record.reason is Reason.HELD
+            assert record.num_replicas == 4
+            assert record.floor_threshold == record.flex_floor_threshold == 1.0
         assert (await tick(governor))[1] == 4
         assert (await governor.set("m", 0.8)).threshold == 0.8
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
@@ -199,7 +198,7 @@ async def test_a_policy_that_hangs_stops_nothing_else():
             assert {record.problem for record in records} == {
                 "the decision takes longer than its period"
             }
-            assert {record.decision.num_replicas for record in records} == {4}
+            assert {record.num_replicas for record in records} == {4}
             assert hanging.num_begun == 1, "no further thread for each period"
             changed = await governor.set("m", 0.8)
             assert await governor.wait("m", START) == changed
@@ -213,7 +212,7 @@ async def test_a_policy_that_hangs_stops_nothing_else():
                 governor, are_enough=lambda records: records[-1].problem is None
             )
             assert hanging.num_begun > 1, "the late answer was not used"
-            assert records[-1].decision == FINE
+            assert records[-1].reason is FINE.reason
     finally:
         hanging.go.set()
 
@@ -361,7 +360,7 @@ async def test_decisions_hold_while_a_replica_is_silent():
     async with deciding(decide, short) as governor:
         await tick(governor, num_target=4)
         records = await records_of(  # reports are too old after six periods
-            governor, 10, are_enough=lambda found: found[-1].decision.reason is Reason.HELD
+            governor, 10, are_enough=lambda found: found[-1].reason is Reason.HELD
         )
         assert records[-1].problem is None
         assert (await tick(governor))[1] == 4

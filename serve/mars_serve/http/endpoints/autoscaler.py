@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from mars_autoscale.model.capacity import Capacity, Rung
-from mars_autoscale.policy.decision import Reason
+from mars_autoscale.policy.decision import AutoscalerDecision
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.method.mode import Mode
 from mars_serve.api.schema import Shape
@@ -48,46 +48,6 @@ class AutoscalerPlan(Shape):
     speeds given here then do not apply."""
 
 
-class AutoscalerDecision(Shape):
-    """One decision of the autoscaler, with its figures."""
-
-    time_s: float
-    """Time of the decision in Unix time, in seconds."""
-    reason: Reason
-    num_replicas: int
-    """Number of replicas requested by this decision."""
-    replicas_before: int
-    num_ready: int
-    num_starting: int
-    needed: float
-    """Number of replicas that the load needs, before rounding."""
-    debt: float
-    """Seconds spent at the lowest τ that have not yet been answered by more replicas."""
-    requests_per_s: float | None
-    """Requests arriving per second; null if unknown."""
-    prompt_tokens_per_s: float | None
-    mean_output_tokens: float | None
-    decode_tokens_per_s: float
-    num_running: float
-    num_waiting: float
-    threshold: float | None
-    """Mean τ of tier default over the replicas."""
-    flex_threshold: float | None
-    floor_threshold: float
-    """Lowest τ that replicas may choose for tier default."""
-    flex_floor_threshold: float
-    feed_forward: float
-    """Gain over the base that the ready replicas need to serve the arriving load."""
-    is_saturated: bool
-    """Whether neither τ nor replicas can help further, so that late requests are refused."""
-    is_overspent: bool
-    """Whether tier default has spent its budget of quality loss."""
-    is_refuted: bool
-    """Whether audits contradict frontier.json, so that nothing may be lost."""
-    problem: str | None
-    """Error that occurred in this decision, if any."""
-
-
 class ModelAutoscaler(Shape):
     """The autoscaling of one model."""
 
@@ -117,7 +77,7 @@ async def _explanation(model: ServedModel) -> ModelAutoscaler | None:
     plan = explanation.basis
     return ModelAutoscaler(
         plan=None if plan is None else _plan(plan, autoscaling.inner.min_gain),
-        decisions=[AutoscalerDecision(**record.as_dict()) for record in explanation.records],
+        decisions=explanation.records,
     )
 
 

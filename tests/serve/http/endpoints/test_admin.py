@@ -12,7 +12,7 @@ from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
 from mars_autoscale.model.expectations import Expectation
-from mars_autoscale.policy.decision import Reason
+from mars_autoscale.policy.decision import AutoscalerDecision, Reason
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import RequestCounts
@@ -22,7 +22,7 @@ from mars_platform.method.live import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.audit import AuditedOutputs, Audits
-from mars_serve.http.endpoints.autoscaler import AutoscalerDecision, Autoscalers
+from mars_serve.http.endpoints.autoscaler import Autoscalers
 from replica_reports import report_of
 from rest.rest_server import LoopBackend, app_of, client_of, served
 
@@ -205,7 +205,7 @@ async def test_the_autoscalers_decisions_are_reported(governed):
     assert (latest["num_running"], latest["num_waiting"]) == (4, 2)
     assert (latest["threshold"], latest["flex_threshold"]) == (0.95, 0.9)
     assert latest["reason"] in set(Reason)
-    assert latest["num_replicas"] == explanation.records[-2].decision.num_replicas
+    assert latest["num_replicas"] == explanation.records[-2].num_replicas
     assert (held["reason"], held["problem"]) == ("held", "ZeroDivisionError: no tokens")
 
 
