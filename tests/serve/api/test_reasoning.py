@@ -182,20 +182,6 @@ def model_with(mars_dir: Path, family: str, choice: str) -> ServedModel:
     return ServedModel(entry, checkpoint, None, 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "choice", "thinks"),
-    [
-        ("qwen", "auto", True),
-        ("qwen", "think", True),
-        ("qwen", "none", False),
-        ("llama", "auto", False),
-        ("llama", "none", False),
-    ],
-)
-def test_the_setting_chooses_the_parser(mars_dir, family, choice, thinks):
-    assert (model_with(mars_dir, family, choice).thinking is not None) == thinks
-
-
 def test_a_parser_that_does_not_fit_the_model_is_refused(mars_dir):
     with pytest.raises(UserError, match=r"^reasoning_parser: 'think' needs .* use 'auto' or"):
         model_with(mars_dir, "llama", "think")

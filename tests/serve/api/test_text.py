@@ -82,12 +82,6 @@ def test_an_output_may_end_inside_a_character(tokenizer, length):
     assert not any("\ufffd" in part for part in before)
 
 
-def test_special_tokens_are_not_text(tokenizer):
-    tokens = encode(tokenizer, "漢<|im_end|>", add_special_tokens=False)
-    assert tokens[-1] == tokenizer.eos_token_id
-    assert push_all(tokenizer, [tokens[:1], tokens[1:]]) == ["", "漢"]
-
-
 @given(data=st.data())
 def test_the_parts_join_to_the_decoded_whole_however_tokens_are_grouped(tokenizer, data):
     ids = st.integers(0, len(tokenizer) - 1)
@@ -236,33 +230,6 @@ def test_only_what_may_begin_a_stop_string_is_held(tokenizer, text, strings):
         released += part.text
         held = longest_beginning(seen, strings)
         assert released == seen[: len(seen) - held]
-
-
-@pytest.mark.parametrize(
-    ("strings", "expected", "num_tokens"),
-    [
-        (("é",), "a", 3),
-        (("漢😀",), "aé", 10),
-        (("é漢", "a"), "", 1),
-        (("漢", "é漢"), "a", 6),
-        (("x", "aé漢x"), MULTIBYTE, 10),
-    ],
-)
-@pytest.mark.parametrize("at_once", [False, True])
-def test_stop_strings_may_span_tokens_that_are_single_bytes(
-    tokenizer, strings, expected, num_tokens, at_once
-):
-    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
-    groups = [tokens] if at_once else [[token] for token in tokens]
-    parts = texts_of(tokenizer, groups, StopRules(strings))
-    assert "".join(part.text for part in parts) == expected
-    assert sum(part.num_tokens for part in parts) == num_tokens
-
-
-def test_the_stop_string_is_kept_on_request(tokenizer):
-    tokens = encode(tokenizer, "abab", add_special_tokens=False)
-    (part,) = texts_of(tokenizer, [tokens], StopRules(("ba", "bab"), in_output=True))
-    assert (part.text, part.is_stopped) == ("aba", True)
 
 
 @pytest.mark.parametrize(("in_output", "expected"), [(False, "ab"), (True, "abc")])

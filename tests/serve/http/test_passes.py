@@ -42,12 +42,6 @@ async def test_drafts_of_mode_exact_that_were_wrong_are_rejected(client):
     assert all(mars["pass"]["confidence_threshold"] == 1 for mars, _ in passes)
 
 
-async def test_plain_decoding_proposes_one_token_a_pass(client):
-    passes = await passes_of(client, COMPLETIONS, mode="ar")
-    assert all(len(mars["pass"]["accepted"]) == 1 for mars, _ in passes)
-    assert all(mars["pass"]["rejected"] == [] for mars, _ in passes)
-
-
 async def test_a_stream_tells_it_only_if_asked(client):
     events = await client.events(COMPLETIONS, {**COMPLETION, "confidence_threshold": _TAU})
     assert all("pass" not in event["mars"] for event in events)
@@ -60,9 +54,3 @@ async def test_behind_a_stop_string_nothing_is_told(client):
     *_, (mars, ids) = await passes_of(client, COMPLETIONS, **fields, stop=text[3:6])
     assert [each["id"] for each in mars["pass"]["accepted"]] == ids
     assert mars["pass"]["rejected"] == []
-
-
-async def test_it_is_refused_where_it_cannot_be_told(client):
-    await client.refusal(COMPLETIONS, {**COMPLETION, "return_passes": True}, 400, "return_passes")
-    hidden = {**BODIES[CHAT], "stream": True, "return_passes": True, "include_reasoning": False}
-    await client.refusal(CHAT, hidden, 400, "return_passes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,38 +197,12 @@ async def test_no_pass_goes_beyond_a_marker_and_a_stream_equals_the_whole(client
     assert joined(events, "reasoning_content") == message["reasoning_content"]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"mode": "ar"}, {"mode": "exact"}, {"service_tier": "priority"}]
-)
-async def test_thresholds_change_nothing_where_nothing_is_lost(client, bias, fields):
-    body = {key: value for key, value in asked(bias).items() if key != "mode"}
-    plain = await client.answer(CHAT, {**body, "mode": "ar"})
-    answer = await client.answer(
-        CHAT, {**body, **fields, "confidence_threshold": {"thinking": LOW}}
-    )
-    assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
-    used = {each["confidence_threshold"] for each in answer["mars"]["spans"].values()}
-    assert used == {answer["mars"]["confidence_threshold"]} == {1.0}
-
-
 async def test_the_spans_of_several_outputs_are_added(client, bias):
     body = asked(bias, n=3, confidence_threshold={"thinking": LOW})
     answer = await client.answer(CHAT, body)
     walked = [each for choice in answer["choices"] for each in walk(choice)]
     tokens = {name: each["tokens"] for name, each in answer["mars"]["spans"].items()}
     assert tokens == Counter(span.replace("tool_arguments", "answer") for _, span in walked)
-
-
-async def test_a_span_without_a_threshold_follows_the_live_one(thinker, make_loop, bias):
-    backend = LoopBackend(make_loop(thinker))
-    model = served("mars", thinker, backend, tiers={"default_min_threshold": LOW})
-    async with client_of(app_of(model)) as client:
-        await backend.set_live_threshold(2 * LOW)
-        body = asked(bias, confidence_threshold={"answer": HIGH})
-        spans = (await client.answer(CHAT, body))["mars"]["spans"]
-        assert spans["answer"]["confidence_threshold"] == HIGH
-        assert spans["thinking"]["confidence_threshold"] == 2 * LOW
-        assert "requested_confidence_threshold" not in spans["thinking"]
 
 
 async def test_thinking_may_be_left_out(client, bias):
@@ -269,35 +242,3 @@ async def test_completions_have_spans_and_whole_texts(client, bias):
     assert "<think>" in answer["choices"][0]["text"]
     assert answer["mars"]["spans"].keys() == {"thinking", "answer"}
     assert answer["mars"]["spans"]["answer"]["confidence_threshold"] == HIGH
-
-
-async def test_requests_with_and_without_spans_share_steps(client, bias):
-    bodies = [
-        asked(bias, 1, confidence_threshold={"thinking": LOW, "answer": HIGH}),
-        asked(bias, 2, confidence_threshold=LOW),
-        asked(bias, 3, confidence_threshold={"answer": LOW}),
-    ]
-    alone = [await client.answer(CHAT, body) for body in bodies]
-    together = await asyncio.gather(*(client.answer(CHAT, body) for body in bodies))
-    for one, other in zip(alone, together, strict=True):
-        assert one["choices"][0]["message"] == other["choices"][0]["message"]
-        assert one["mars"] == other["mars"]
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({}, "at least 1"),
-        ({"thoughts": 0.5}, "'thinking', 'answer' or 'tool_arguments'"),
-        ({"thinking": 1.5}, "less than or equal to 1"),
-        ({"answer": 0}, "greater than 0"),
-        ({"answer": None}, "valid number"),
-        ({"answer": "0.5"}, "valid number"),
-        ({"tool_arguments": 0.5}, "needs tools that the model may call"),
-        (dict.fromkeys("abcd", 0.5), "at most 3 members"),
-    ],
-)
-async def test_bad_thresholds_are_refused_by_field(client, value, words):
-    body = {**BODY, "confidence_threshold": value}
-    message = await client.refusal(CHAT, body, 400, "confidence_threshold")
-    assert words in message

@@ -263,21 +263,6 @@ def test_without_a_tier_a_request_gets_default_or_one_that_its_key_allows(asked,
     assert tier_of(body_of(service_tier=asked), Caller("", tiers=frozenset(tiers))) == used
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"logprobs": 3}, None),
-        ({"echo": True}, None),
-        ({"echo": True, "logprobs": 3}, 3),
-        ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0),
-        ({"echo": True, "max_tokens": 0}, 0),
-    ],
-)
-def test_only_echoed_prompts_are_scored(mars, fields, expected):
-    assert options_of(mars, body_of(**fields)).num_prompt_logprobs == expected
-
-
 def test_the_longest_queue_time_is_a_setting(mars):
     for limit_s in (2, None):
         limits = LimitSettings(queue_wait_s=limit_s)

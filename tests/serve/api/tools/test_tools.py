@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import AddedToken
@@ -20,16 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode
 from mars_serve.api.errors import ApiError
 from mars_serve.api.messages import ToolChoice, Tools
-from mars_serve.api.tools import RequestTools, ToolArguments, ToolStart, prepare_tools
+from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.api.tools.formats import CallTokens, Family, find_format
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler
-from mars_serve.engine.settings import EngineSettings
 from mars_train.run.scratch import CHAT_TEMPLATE, train_tokenizer
 
 TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}"
@@ -363,31 +356,6 @@ def test_undefined_parameters_are_allowed_only_by_open_schemas(checkpoint_of, pa
     plan = plan_of(checkpoint, [tool], "required")
     assert accepts(checkpoint, plan, '{"name": "f", "parameters": {}}')
     assert accepts(checkpoint, plan, '{"name": "f", "parameters": {"any": [1]}}') == is_open
-
-
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [*((Family.HERMES, mode) for mode in Mode), (Family.MISTRAL_LIST, Mode.THRESHOLD)],
-)
-def test_forced_calls_are_valid_in_every_mode(mars_dir, checkpoint_of, family, mode):
-    checkpoint = checkpoint_of(family, has_tags=False)
-    settings = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_num_batched_tokens=65)
-    engine = Engine(checkpoint, settings)
-    plan = plan_of(checkpoint, TOOLS, NAMED)
-    options = DecodingOptions(max_tokens=150, mode=mode, threshold=0.3, grammar=plan.grammar)
-    engine.add(Request("forced", checkpoint.tokenizer.encode("What is 1 plus 2?"), options))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert outputs[-1].finish_reason is FinishReason.STOP
-    text = checkpoint.tokenizer.decode(
-        [token for output in outputs for token in output.tokens], skip_special_tokens=True
-    )
-    start, arguments = plan.parser().push(text, last=True)
-    assert isinstance(start, ToolStart)
-    assert isinstance(arguments, ToolArguments)
-    assert start.name == "get_weather"
-    jsonschema.validate(json.loads(arguments.text), WEATHER)
 
 
 def test_schemas_that_cannot_be_compiled_are_refused(checkpoint_of):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +39,6 @@ async def test_a_completion_equals_the_reference_decoder(official, mars, thresho
     }
 
 
-async def test_a_low_threshold_takes_fewer_passes(client):
-    low = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 0.05})
-    high = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 1})
-    assert low["mars"]["forward_passes"] < high["mars"]["forward_passes"] == 24
-
-
 async def test_a_completion_has_16_tokens_by_default(client):
     body = await client.answer(COMPLETIONS, {"model": "mars", "prompt": PROMPT})
     assert body["usage"]["completion_tokens"] == 16
@@ -61,32 +54,6 @@ async def test_an_end_token_ends_the_output_and_is_counted(mars, make_loop, clie
         body = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == index + 1
-
-
-async def test_concurrent_requests_do_not_affect_each_other(client):
-    bodies = [
-        {**COMPLETION, "prompt": f"What is {i} plus", "confidence_threshold": 0.05}
-        for i in range(8)
-    ]
-    together = await asyncio.gather(*(client.answer(COMPLETIONS, body) for body in bodies))
-    alone = [await client.answer(COMPLETIONS, body) for body in bodies]
-    assert [each["choices"] for each in together] == [each["choices"] for each in alone]
-    assert len({each["id"] for each in together}) == 8
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0, "top_p": 1, "n": 1, "stop": [], "logprobs": None, "echo": False},
-        {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1},
-        {"user": "someone", "seed": 3, "not_a_field": True},
-    ],
-)
-async def test_neutral_values_change_nothing(client, fields):
-    plain = await client.answer(COMPLETIONS, COMPLETION)
-    assert (await client.answer(COMPLETIONS, {**COMPLETION, **fields}))["choices"] == plain[
-        "choices"
-    ]
 
 
 # Conversations
@@ -229,13 +196,6 @@ async def test_outputs_of_equal_prompts_differ_without_a_seed(client):
     body = {**COMPLETION, "prompt": [PROMPT] * 3, "temperature": 1}
     choices = (await client.answer(COMPLETIONS, body))["choices"]
     assert len({choice["text"] for choice in choices}) == 3
-
-
-async def test_the_refusal_of_one_prompt_names_it(client):
-    body = {**COMPLETION, "prompt": [[5], [5, 100_000]]}
-    assert (await client.refusal(COMPLETIONS, body, 400, "prompt")).startswith("prompt[1]: ")
-    body = {**COMPLETION, "prompt": ["a", "plus " * 300]}
-    assert "of prompt[1]" in await client.refusal(COMPLETIONS, body, 400, "max_tokens")
 
 
 # Echo

@@ -60,16 +60,6 @@ async def test_a_stop_string_cancels_the_engines_request(loops, client, monkeypa
     assert len(ended) == 2
 
 
-async def test_a_stop_string_that_does_not_occur_changes_nothing(client):
-    plain = await client.answer(COMPLETIONS, COMPLETION)
-    start = plain["choices"][0]["text"][-1]
-    stopped = await client.answer(COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
-    assert stopped["choices"] == plain["choices"]
-    events = await client.events(COMPLETIONS, {**COMPLETION, "stop": start + "\x07never"})
-    text = "".join(event["choices"][0]["text"] for event in events)
-    assert text == plain["choices"][0]["text"]
-
-
 async def test_an_output_ends_at_a_stop_token(client, mars, oracle):
     tokens = tokens_of(oracle, mars, COMPLETIONS, 0.05)
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-from decoding.engine_requests import make_request
-from mars_serve.api.incoming.prompts import Prompt
-from mars_serve.api.outgoing.choices import Choice, stream_all
-from mars_serve.api.text import OutputText, StopRules
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -23,8 +19,6 @@ from rest.rest_requests import (
     COMPLETION,
     COMPLETIONS,
     CONVERSATION,
-    MESSAGES,
-    PROMPT,
     text_of,
 )
 from rest.rest_server import BrokenBackend, app_of, served, until_idle
@@ -74,23 +68,6 @@ async def test_include_usage_adds_one_event(client, path):
     assert not any("usage" in event for event in without)
 
 
-async def test_the_openai_client_reads_streams(official):
-    options = {"model": "mars", "extra_body": {"confidence_threshold": 0.05}, "max_tokens": 24}
-    whole = await official.chat.completions.create(messages=MESSAGES, **options)
-    stream = await official.chat.completions.create(
-        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options
-    )
-    *chunks, usage = [chunk async for chunk in stream]
-    text = "".join(chunk.choices[0].delta.content for chunk in chunks)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].mars["forward_passes"] == len(chunks) == whole.mars["forward_passes"]
-    assert usage.usage == whole.usage
-    parts = await official.completions.create(prompt=PROMPT, stream=True, **options)
-    texts = [chunk.choices[0].text async for chunk in parts]
-    complete = await official.completions.create(prompt=PROMPT, **options)
-    assert "".join(texts) == complete.choices[0].text
-
-
 async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(app, loops, monkeypatch):
     engine = loops["mars"].engine
     monkeypatch.setattr(engine, "step", _slowed(engine.step))
@@ -136,44 +113,27 @@ async def test_each_event_may_report_the_usage_so_far(client):
 
 
 class GatedBackend:
-    """A backend that gives one token, and then waits until it is closed."""
+    """A backend whose streams give one token, and then wait until they are closed."""
 
     def __init__(self) -> None:
-        self.is_closed = False
+        self.num_open = self.num_closed = 0
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        self.num_open += 1
         try:
             yield StepOutput(request.id, [50], None)
             await asyncio.Event().wait()
         finally:
-            self.is_closed = True
+            self.num_open -= 1
+            self.num_closed += 1
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_closing_the_deltas_closes_the_backend_at_once(mars, n):
-    backend = GatedBackend()
-    choices = [
-        Choice(
-            index=index,
-            request=make_request(str(index), [5], 8),
-            prompt=Prompt([5], "prompt"),
-            text=OutputText(mars.tokenizer, StopRules()),
-            may_stop=False,
-        )
-        for index in range(n)
-    ]
-    deltas = stream_all(choices, backend)
-    await anext(deltas)
-    assert not backend.is_closed
-    await deltas.aclose()
-    assert backend.is_closed
-
-
-async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(mars):
+async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backend(mars, n):
     """The client disconnects while an event is being sent, not while one is awaited."""
     backend = GatedBackend()
     app = app_of(served("mars", mars, backend))
-    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    body = json.dumps({**COMPLETION, "stream": True, "n": n}).encode()
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -187,4 +147,4 @@ async def test_a_client_that_disconnects_while_an_event_is_sent_closes_the_backe
 
     with suppress(Exception):
         await app(asgi.scope_of("POST", COMPLETIONS, JSON), receive, send)
-    assert backend.is_closed
+    assert (backend.num_open, backend.num_closed) == (0, n)

@@ -72,13 +72,6 @@ async def test_a_conversation_is_rendered_before_it_is_tokenized(client, tokeniz
     assert without == encode(tokenizer, PROMPT, add_special_tokens=False)
 
 
-async def test_tokenize_counts_the_same_tokens_as_the_chat_endpoint(client):
-    body = {"model": "mars", "messages": [USER], "max_tokens": 1}
-    response = await client.post("/v1/chat/completions", json=body)
-    charged = response.json()["usage"]["prompt_tokens"]
-    assert len(await ids_of(client, messages=[USER])) == charged
-
-
 async def test_detokenize_spells_special_tokens(client, tokenizer):
     body = {"model": "mars", "tokens": await ids_of(client, messages=[USER])}
     response = await client.post("/detokenize", json=body)
@@ -130,6 +123,9 @@ async def test_tokenizer_info_describes_the_tokenizer(client, tokenizer):
         ("/tokenize", {"model": "mars", "messages": [USER],
          "chat_template_kwargs": {"messages": "x"}}, 400, "chat_template_kwargs",
          "is set by the server"),
+        ("/tokenize", {"model": "mars", "messages": [USER], "add_generation_prompt": True,
+         "continue_final_message": True}, 400, "continue_final_message",
+         "add_generation_prompt: false"),
         ("/detokenize", {"model": "mars"}, 400, "tokens", "Field required"),
         ("/detokenize", {"model": "mars", "tokens": [-1]}, 400, "tokens", "greater than"),
         ("/detokenize", {"model": "mars", "tokens": ["1"]}, 400, "tokens", "integer"),

@@ -99,31 +99,6 @@ async def test_a_required_call_is_returned_whole_and_streamed(client, mode):
     assert "role" in events[0]["choices"][0]["delta"]
 
 
-async def test_a_function_that_is_named_is_called(official):
-    named = {"type": "function", "function": {"name": "take"}}
-    options: dict[str, Any] = {**BODY, "tool_choice": named}
-    response = await official.chat.completions.create(**options)
-    (call,) = response.choices[0].message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("take", '{"a": "no"}')
-    # the model's message can be sent back
-    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-    turns = [*MESSAGES, response.choices[0].message, result]
-    again = await official.chat.completions.create(**{**options, "messages": turns})
-    assert again.usage.prompt_tokens > response.usage.prompt_tokens
-    assert again.choices[0].message.tool_calls[0].id != call.id
-
-
-async def test_the_openai_client_assembles_a_streamed_call(official):
-    body = {key: value for key, value in BODY.items() if key != "tools"}
-    tools = [{**each, "function": {**each["function"], "strict": True}} for each in TOOLS]
-    async with official.chat.completions.stream(
-        **body, tools=tools, tool_choice="required", parallel_tool_calls=False
-    ) as stream:
-        final = await stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls
-    assert call.function.parsed_arguments["a"] in ("x", "yes", "no")
-
-
 @pytest.mark.parametrize(
     ("text", "content", "num_calls"),
     [
@@ -152,12 +127,6 @@ async def test_calls_within_text_are_separated_from_content(
     streamed, calls = joined(await client.events(CHAT, body))
     assert streamed == (message["content"] or "")
     assert [each["function"] for each in calls] == [each["function"] for each in found]
-
-
-async def test_an_incomplete_call_ends_with_reason_length(client):
-    body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "max_tokens": 45}
-    (choice,) = (await client.answer(CHAT, body))["choices"]
-    assert choice["finish_reason"] == "length"
 
 
 async def test_tool_choice_none_leaves_calls_in_the_text(client):

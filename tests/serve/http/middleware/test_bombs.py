@@ -127,12 +127,6 @@ async def test_arguments_of_many_values_are_refused_unread(client, monkeypatch, 
     assert encoders.num_calls == 1
 
 
-@pytest.mark.parametrize("penalty", [1e-46, 0.001, 101])
-async def test_a_factor_that_leaves_the_range_of_scores_is_refused(client, penalty):
-    await client.refusal(COMPLETIONS, {**COMPLETION, "repetition_penalty": penalty}, 400,
-                         "repetition_penalty")  # fmt: skip
-
-
 TOO_LONG = {
     "prompt": (COMPLETIONS, {"prompt": TEXT}, "prompt"),
     "second prompt": (COMPLETIONS, {"prompt": [TEXT, "a"]}, "prompt"),

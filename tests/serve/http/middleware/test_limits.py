@@ -289,11 +289,6 @@ async def test_tokens_per_minute_of_a_key_are_limited(client, golden, stream):
     assert await text_of(client) == golden
 
 
-async def test_a_key_without_limits_gets_no_limit_headers(client):
-    response = await complete(client, "golden")
-    assert not [name for name in response.headers if name.startswith("x-ratelimit")]
-
-
 async def test_a_disconnected_client_no_longer_counts_as_running(make_app):
     app = make_app()
     body = json.dumps({**COMPLETION, "max_tokens": 30, "stream": True}).encode()
