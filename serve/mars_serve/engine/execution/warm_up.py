@@ -17,8 +17,9 @@ from mars_serve.engine.scheduled_row import ScheduledRow
 REPEATS = 6
 """Default number of runs of a step, of which the quickest counts; long steps have fewer."""
 _ENOUGH_S = 0.5
-"""Seconds of all runs of a step after which it is not run again. With the two dozen steps of the
-grid, a warm-up takes at most some twelve seconds more than one run of each."""
+"""Seconds of a step's runs, all taken to be as short as the quickest, after which it is not run
+again. With the two dozen steps of the grid, a warm-up on a quiet machine takes at most some twelve
+seconds more than one run of each."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _ALWAYS_TIMED = 64
@@ -69,7 +70,7 @@ class StepTimer:
         taken: list[list[float]] = [[] for _ in steps]
         for done in range(repeats):
             for index, make_rows in enumerate(steps):
-                if sum(taken[index]) < _ENOUGH_S:
+                if done * min(taken[index], default=0.0) < _ENOUGH_S:
                     taken[index].append(self._run_once(make_rows()))
                 if on_progress is not None:
                     on_progress(done * len(steps) + index + 1, repeats * len(steps))
