@@ -1,6 +1,8 @@
-"""Reads the addresses of servers that commands are given."""
+"""Reads the addresses and keys of servers that commands are given."""
 
 from __future__ import annotations
+
+import os
 
 import httpx
 
@@ -31,3 +33,19 @@ def parsed_address(text: str, option: str) -> httpx.URL:
 def without_version(text: str) -> str:
     """Return an address as a base for paths, without the ``/v1`` of OpenAI clients."""
     return text.rstrip("/").removesuffix("/v1")
+
+
+def key_in(variable: str | None) -> str | None:
+    """Return the key in an environment variable; None if no variable is named.
+
+    Raises:
+        UserError: the variable is not set, or holds what no header can.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"--key-env: {variable} is not set; put the server's key into it")
+    if not key.isascii():
+        raise UserError(f"--key-env: {variable} holds no key: keys are ASCII")
+    return key

@@ -9,8 +9,6 @@ the manifests in ``k8s`` set the variables of `haproxy_variables` in YAML.
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,30 +20,7 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingConfig
     from ray.serve.handle import DeploymentHandle
 
-_JOB_CLIENT_LOGGERS = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-)
 _CENTRAL_PROCESSES = ("gcs_server", "raylet")
-_SERVER_ERROR = re.compile(r"Request failed with status code 5\d\d\b")
-
-
-def quieten_job_client() -> None:
-    """Keep Ray's job client from logging every connection and upload.
-
-    Relies on the names of the loggers of three internal modules; the client has no option for it.
-    """
-    for name in _JOB_CLIENT_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def is_server_error(error: RuntimeError) -> bool:
-    """Return whether an error of Ray's job client reports an HTTP status of 5xx.
-
-    Relies on the text of the error: the client raises the same RuntimeError for every status.
-    """
-    return _SERVER_ERROR.match(str(error)) is not None
 
 
 def job_variables(stop_wait_s: int) -> dict[str, str]:

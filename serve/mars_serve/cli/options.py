@@ -8,9 +8,6 @@ from typing import Annotated
 
 import typer
 
-KeyEnv = Annotated[
-    str | None, typer.Option(help="Environment variable that holds the server's key.")
-]
 Page = Annotated[
     Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
 ]

@@ -1,11 +1,8 @@
 """Names of Ray that are not public API stand in one file."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-
-import pytest
 
 from mars_platform.cluster import ray_private
 
@@ -48,11 +45,6 @@ def test_the_search_finds_the_private_names_in_their_file():
     assert "ray._private" in found
     assert "RAY_SERVE_HAPROXY_NBTHREAD" in found
     assert "RAY_worker_maximum_startup_concurrency" in found
-
-
-@pytest.mark.parametrize("name", ray_private._JOB_CLIENT_LOGGERS)
-def test_loggers_that_are_quietened_belong_to_modules_of_ray(name):
-    assert importlib.util.find_spec(name) is not None
 
 
 def test_the_monitors_of_a_node_are_back_after_the_block():

@@ -22,7 +22,7 @@ BIN = Path(sys.executable).parent
 SHELL = {
     "PATH": f"{BIN}:/usr/bin:/bin",
     "COLUMNS": "200",
-    **{name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ},
+    **{name: os.environ[name] for name in ("HOME", "TMPDIR", "PYTHONPATH") if name in os.environ},
 }
 """Environment of a user's command that has no token."""
 _START_TIMEOUT_S = 300

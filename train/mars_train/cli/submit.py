@@ -1,233 +1,212 @@
-"""``marsray submit``: trains a recipe as a job of a Ray cluster, and manages such jobs."""
+"""``marsray submit``: sends a recipe with its files to a Ray cluster as one of Ray's own jobs."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+import os
+import re
+import shlex
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
-from mars_platform.cli.main import show_help_without_command
+from mars_platform import __version__
+from mars_platform.errors import UserError, one_line
 from mars_train.cli.commands import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mars_platform.cluster.jobs import Job, Jobs
-    from mars_train.submit.submission import Submission
+    from ray.job_submission import JobSubmissionClient
 
-_SUBMIT = "CONFIG"
-_INTERRUPTED = 130
-_FILE_WIDTH = 160  # columns of a table written to a file or pipe; rich assumes 80
+    from mars_train.recipe import Recipe
 
-
-class _ConfigOrCommand(TyperGroup):
-    """A command group that also accepts a recipe as its first word, as in ``submit CONFIG``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        commands = set(self.commands) - {_SUBMIT}
-        if args and args[0] not in {*commands, *ctx.help_option_names}:
-            args = [_SUBMIT, *args]
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.commands[_SUBMIT].format_options(ctx, formatter)
-        self.format_commands(ctx, formatter)
+MAX_UPLOAD_MIB = 96
+"""Largest upload of a job; a head's dashboard accepts less than 100 MiB in one request."""
+_STOP_WAIT_S = 600  # enough to save a checkpoint
 
 
-class _Unnamed(TyperCommand):
-    """The group's default command; its usage is shown as the group's."""
-
-    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **rest: Any) -> Any:
-        return super().make_context(
-            parent.info_name or info_name, args, parent=parent.parent, **rest
-        )
-
-
-submit = typer.Typer(cls=_ConfigOrCommand, subcommand_metavar="CONFIG | COMMAND [ARGS]...")
-
-_Address = Annotated[
-    str | None,
-    typer.Option(
-        help="URL of the head's dashboard, such as http://HEAD:8265; by default the value of "
-        "RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
-    ),
-]
-_Follow = Annotated[
-    bool,
-    typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
-]
-_Id = Annotated[str, typer.Argument(help="Id of the job, as shown by `list`.", metavar="ID")]
-
-
-@submit.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    """Run a training recipe as a job on a Ray cluster.
-
-    The recipe's relative paths are uploaded; absolute ones and URLs are taken to be the cluster's.
-    A run has the name of its output directory: submitted again, an unfinished one is resumed.
-    """
-    show_help_without_command(context)
-
-
-@submit.command(_SUBMIT, cls=_Unnamed, hidden=True)
-def _submit(
+def submit(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
-    address: _Address = None,
-    name: Annotated[
+    address: Annotated[
         str | None,
-        typer.Option(help="Name of the run; it replaces the last part of `output`."),
+        typer.Option(
+            help="URL of the head's dashboard, such as http://HEAD:8265; by default the value of "
+            "RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
+        ),
     ] = None,
-    follow: _Follow = False,
+    follow: Annotated[
+        bool,
+        typer.Option(help="Show the log until the job has ended; exit with status 1 if it failed."),
+    ] = False,
     set_: Overrides = None,
     working_dir: Annotated[
         Path, typer.Option(help="Directory that relative paths in the recipe start from.")
     ] = Path(),
-    ship_code: Annotated[
-        bool,
-        typer.Option(
-            "--ship-code", help="Upload marsray too; without it the cluster must have marsray."
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the stages of a training recipe as a job of a Ray cluster."""
-    from mars_train.submit.submission import plan
+    """Run the stages of a training recipe as a job of a Ray cluster.
 
-    planned = plan(config, set_ or [], name=name, working_dir=working_dir)
-    jobs = _connect(address)
-    for line in planned.on_cluster:
-        typer.echo(f"taken from the cluster: {line}", err=as_json)
-    size = f"{len(planned.uploads)} files, {planned.num_bytes / 2**20:.1f} MiB"
-    typer.echo(f"uploading: {size}", err=as_json)
-    job = _started(jobs, planned, ship_code=ship_code)
-    typer.echo(f"job {job.id}: {job.run} in {job.output}", err=as_json)
-    if follow:
-        job = _follow(jobs, job.id, as_json=as_json)
-    else:
-        command = f"marsray submit logs {job.id} --follow --address {jobs.address}"
-        typer.echo(f"to follow it: {command}", err=as_json)
-    if as_json:
-        typer.echo(json.dumps(job.to_json()))
-    if follow:
-        _tell_end(job)
-
-
-@submit.command()
-def status(job_id: _Id, address: _Address = None, as_json: AsJson = False) -> None:
-    """Show the status of a job."""
-    job = _connect(address).find(job_id)
-    if as_json:
-        typer.echo(json.dumps(job.to_json()))
-        return
-    for name, value in job.to_json().items():
-        if value:
-            typer.echo(f"{name}: {value}")
-
-
-@submit.command()
-def logs(
-    job_id: _Id,
-    address: _Address = None,
-    follow: _Follow = False,
-) -> None:
-    """Show the log of a job."""
-    jobs = _connect(address)
-    if follow:
-        _tell_end(_follow(jobs, job_id, as_json=False))
-    else:
-        typer.echo(jobs.log(job_id), nl=False)
-
-
-@submit.command()
-def stop(job_id: _Id, address: _Address = None, as_json: AsJson = False) -> None:
-    """Stop a job; its run saves a checkpoint and can be resumed."""
-    jobs = _connect(address)
-    job = jobs.find(job_id)
-    if job.has_ended:
-        typer.echo(f"job {job.id} had ended already", err=True)
-    else:
-        typer.echo("stopping: the run saves a checkpoint first", err=True)
-        job = jobs.stop(job_id)
-    typer.echo(json.dumps(job.to_json()) if as_json else f"job {job.id}: {job.status}")
-
-
-@submit.command("list")
-def list_jobs(address: _Address = None, as_json: AsJson = False) -> None:
-    """List the cluster's training jobs, newest first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    jobs = _connect(address).all()
-    if as_json:
-        typer.echo(json.dumps([job.to_json() for job in jobs]))
-        return
-    table = Table("job", "status", "started", "took", "output")
-    for job in jobs:
-        started = "" if job.started is None else f"{job.started.astimezone():%Y-%m-%d %H:%M}"
-        took = job.ended - job.started if job.ended and job.started else None
-        shown = "" if took is None else str(took).partition(".")[0]
-        table.add_row(job.id, job.status, started, shown, job.output)
-    terminal = Console()
-    Console(width=None if terminal.is_terminal else _FILE_WIDTH).print(table)
-
-
-def _connect(address: str | None) -> Jobs:
-    from mars_platform.cluster.jobs import Jobs
-
-    return Jobs(address)
-
-
-def _started(jobs: Jobs, planned: Submission, *, ship_code: bool) -> Job:
-    """Start the job.
-
-    Raises:
-        UserError: another job is working on the same run.
+    The recipe's relative paths are uploaded; absolute ones and URLs are taken to be the cluster's.
+    A run has the name of its output directory: submitted again, an unfinished one is resumed. The
+    job is followed and stopped by Ray's own commands, which are printed.
     """
-    from datetime import UTC, datetime
-    from tempfile import TemporaryDirectory
+    from mars_platform.cluster.ray_private import job_variables
+    from mars_platform.config import load_settings
+    from mars_train.recipe import Recipe
 
-    from mars_platform.cluster.jobs import JobRequest
-    from mars_platform.errors import UserError
-    from mars_train.submit.submission import shipped_packages
-
-    for other in jobs.all():
-        if other.output == planned.output and not other.has_ended:
-            raise UserError(
-                f"output: job {other.id} works in {other.output} now; wait for it, stop it "
-                f"(marsray submit stop {other.id}), or give the new run another --name"
-            )
+    recipe = load_settings(config, Recipe, set_ or [])
+    uploads = {config.name: config, **files_of(recipe, working_dir)}
+    client = _connect(address)
+    run = re.sub(r"[^A-Za-z0-9_.-]", "-", recipe.output.name)
     with TemporaryDirectory(prefix="marsray-") as temporary:
         archive = Path(temporary) / "working-dir.zip"
-        planned.write_archive(archive)
-        request = JobRequest(
-            id=planned.job_id(datetime.now(UTC)),
-            run=planned.run,
-            output=planned.output,
-            entrypoint=planned.entrypoint(ship_code=ship_code),
-            working_dir=archive,
-            py_modules=shipped_packages(Path(temporary)) if ship_code else (),
+        pack(uploads, archive)
+        job = client.submit_job(
+            submission_id=f"{run}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
+            entrypoint=entrypoint(config.name, set_ or []),
+            runtime_env={"working_dir": str(archive), "env_vars": job_variables(_STOP_WAIT_S)},
+            metadata={"marsray_output": str(recipe.output)},
         )
-        jobs.submit(request)
-    return jobs.find(request.id)
+    typer.echo(f"job {job} trains into {recipe.output} on the cluster", err=as_json)
+    for command in ("logs --follow", "status", "stop"):
+        typer.echo(f"  ray job {command} --address {client.get_address()} {job}", err=as_json)
+    if follow:
+        _follow(client, job, to_stderr=as_json)
+    if as_json:
+        found = {"id": job, "output": str(recipe.output), "status": client.get_job_status(job)}
+        typer.echo(json.dumps(found))
+    if follow and client.get_job_status(job) != "SUCCEEDED":
+        typer.echo("submitted again, the run is resumed from its last checkpoint", err=True)
+        raise typer.Exit(1)
 
 
-def _follow(jobs: Jobs, job_id: str, *, as_json: bool) -> Job:
+def files_of(recipe: Recipe, working_dir: Path) -> dict[str, Path]:
+    """Return the files of this machine that a recipe names, by their path in the job's directory.
+
+    Raises:
+        UserError: a file is missing, outside of the directory or too large, or the run's output
+            would be deleted with the job.
+    """
+    storage = recipe.checkpoints.storage
+    for setting, path in (("output", str(recipe.output)), ("checkpoints.storage", storage)):
+        if path is not None and not _is_elsewhere(path):
+            raise UserError(
+                f"{setting}: {path} is relative to the job's working directory, which is deleted "
+                "with the job; give an absolute path that all nodes reach, such as --set "
+                f"{setting}=/shared/{Path(path).name}"
+            )
+    found = dict[str, Path]()
+    for setting, source in _sources(recipe):
+        for file in () if _is_elsewhere(source) else _local_files(setting, source, working_dir):
+            name = os.path.relpath(file, working_dir)
+            if name.startswith(".."):
+                raise UserError(
+                    f"{setting}: {source} is outside of the directory that the job gets; write it "
+                    "relative to a directory that holds it, and name that one with --working-dir"
+                )
+            found[name] = file
+    num_mib = sum(file.stat().st_size for file in found.values()) / 2**20
+    if num_mib > MAX_UPLOAD_MIB:
+        largest = max(found, key=lambda name: found[name].stat().st_size)
+        raise UserError(
+            f"{largest} and the recipe's other files have {num_mib:,.0f} MiB, and a job can bring "
+            f"{MAX_UPLOAD_MIB} MiB; put it where every node can read it, and give its absolute "
+            "path there or its URL (s3://...)"
+        )
+    return found
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield setting and value of everything that the recipe reads."""
+    if recipe.model.base is not None:
+        yield "model.base", recipe.model.base
+    for source in recipe.data.train:
+        yield "data.train", source
+    for source in recipe.evaluation.data if recipe.evaluation is not None else ():
+        yield "evaluation.data", source
+
+
+def _is_elsewhere(source: str) -> bool:
+    return "://" in source or Path(source).is_absolute()
+
+
+def _local_files(setting: str, source: str, working_dir: Path) -> list[Path]:
+    """Return the files of a relative path; none for a model's id on the hub."""
+    path = working_dir / source
+    if setting != "model.base":
+        from mars_train.data.files import find_files  # takes a second to import
+
+        return [Path(file) for file in find_files([str(path)], setting)]
+    if not path.is_dir() and (source.startswith((".", "~")) or source.count("/") != 1):
+        raise UserError(
+            f"model.base: there is no directory {path}; give an existing one, an absolute path on "
+            "the cluster, or a hub id"
+        )
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def pack(uploads: Mapping[str, Path], archive: Path) -> None:
+    """Write the job's working directory, a .zip file.
+
+    Ray's own packaging would leave out files that a .gitignore names, often the data.
+    """
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
+        for name, file in sorted(uploads.items()):
+            packed.write(file, name)
+
+
+def entrypoint(config: str, overrides: Sequence[str]) -> str:
+    """Return the job's shell command, ``marsray train``; another version of marsray is refused.
+
+    Args:
+        config: name of the recipe's file in the job's working directory.
+        overrides: settings that replace the recipe's, as ``key.sub=value``.
+    """
+    settings = [part for each in (*overrides, "cluster.address=auto") for part in ("--set", each)]
+    error = f"error: the cluster needs marsray {__version__}, as here; install it there"
+    refusal = f"{{ echo {shlex.quote(error)} >&2; exit 2; }}"
+    check = f'[ "$(marsray --version)" = "marsray {__version__}" ] || {refusal}'
+    train = shlex.join(["marsray", "train", config, *settings])
+    return f"{check}; exec {train}"  # exec: stopping the job signals the trainer
+
+
+def _connect(address: str | None) -> JobSubmissionClient:
+    """Connect to the dashboard of a cluster's head.
+
+    Raises:
+        UserError: none answers, or it refuses this process's token.
+    """
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    if address is not None:
+        os.environ["RAY_API_SERVER_ADDRESS"] = address.rstrip(
+            "/"
+        )  # Ray prefers the variable to an argument
     try:
-        return jobs.follow(job_id, partial(typer.echo, nl=False, err=as_json))
-    except KeyboardInterrupt:
-        command = f"marsray submit stop {job_id} --address {jobs.address}"
-        typer.echo(f"\nthe job goes on; to stop it: {command}", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        return JobSubmissionClient()
+    except AuthenticationError as error:
+        raise UserError(
+            "--address: the cluster refuses the token, or its absence; set RAY_AUTH_MODE=token, "
+            "and RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH for a file (~/.ray/auth_token by default)"
+        ) from error
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"--address: no Ray head's dashboard answers ({one_line(error)}); give its URL, such "
+            "as http://HEAD:8265, and check the port-forward if there is one"
+        ) from error
 
 
-def _tell_end(job: Job) -> None:
-    """Print how a job ended; exit with status 1 unless it succeeded."""
-    if job.status == "SUCCEEDED":
-        typer.echo(f"job {job.id} succeeded", err=True)
-        return
-    reason = job.message.partition(", last available logs")[0]  # the log has been shown
-    typer.echo(f"job {job.id} {job.status.lower()}: {reason}", err=True)
-    typer.echo("submitted again, the run is resumed from its last checkpoint", err=True)
-    raise typer.Exit(1)
+def _follow(client: JobSubmissionClient, job: str, *, to_stderr: bool) -> None:
+    """Print a job's log until it has ended."""
+    import asyncio
+
+    async def show() -> None:
+        async for text in client.tail_job_logs(job):
+            typer.echo(text, nl=False, err=to_stderr)
+
+    asyncio.run(show())

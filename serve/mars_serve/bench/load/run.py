@@ -6,7 +6,6 @@ Each request is sent at its time, however the requests before it fare: a slow se
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import httpx
 
 from mars_autoscale.traces.files import TraceRequest, read_trace
 from mars_autoscale.traces.synthetic import TraceChange, changed
+from mars_platform.cli.addresses import key_in
 from mars_platform.cli.report import check_output_files
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
@@ -73,7 +73,7 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     allow_connections()
 
     async def run() -> tuple[Replayed, Losses]:
-        async with open_client(url, _key(options)) as client:
+        async with open_client(url, key_in(options.key_env)) as client:
             plan = await _plan(options, client, trace, questions)
             losses = await losses_of(client, options.model)
             timeout_s = options.timeout_s
@@ -103,15 +103,6 @@ def _shares(text: str) -> dict[str, str]:
             )
         shares[name.strip()] = share.strip()
     return shares
-
-
-def _key(options: LoadOptions) -> str | None:
-    if options.key_env is None:
-        return None
-    key = os.environ.get(options.key_env)
-    if not key:
-        raise UserError(f"--key-env: {options.key_env} is not set; put the server's key into it")
-    return key
 
 
 async def _plan(

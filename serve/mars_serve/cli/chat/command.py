@@ -11,7 +11,7 @@ import typer
 
 from mars_platform.cli.options import complete_directories
 from mars_platform.method.mode import Mode
-from mars_serve.cli.options import AsJson, KeyEnv
+from mars_serve.cli.options import AsJson
 from mars_serve.measure.options import Adapter
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Largest number of tokens of an answer.")
     ] = None,
-    key_env: KeyEnv = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the server's key.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a model, with tokens shaded by forward pass.
@@ -84,12 +86,12 @@ def _model(target: str, model: str | None, adapter: Path | None, key_env: str | 
         UserError: it cannot be used.
     """
     from mars_platform.errors import UserError
-    from mars_serve.cli.server import is_url, key_in, server_url
 
-    if is_url(target):
+    if "://" in target:
         if adapter is not None:
             raise UserError("--adapter: the server has chosen its models' adapters; leave it out")
-        from mars_serve.cli.chat.remote import RemoteModel
+        from mars_platform.cli.addresses import key_in
+        from mars_serve.cli.chat.remote import RemoteModel, server_url
 
         return RemoteModel(server_url(target), key_in(key_env), model)
     if model is not None:

@@ -9,12 +9,27 @@ from typing import Any
 import openai
 from openai import OpenAI
 
+from mars_platform.cli.addresses import parsed_address, without_version
 from mars_platform.cli.shading import printable
 from mars_platform.errors import UserError, one_line
 from mars_serve.cli.chat.answer import Choice, Message, Part
 
 _TIMEOUT_S = 600.0
 _CONNECT_S = 10.0
+
+
+def server_url(text: str) -> str:
+    """Return a server's address as a base for paths, without the ``/v1`` of OpenAI clients.
+
+    Raises:
+        UserError: it is no HTTP address, or holds a password.
+    """
+    if parsed_address(text, "URL").userinfo:
+        raise UserError(
+            "URL: it holds a name or password, which other users of this machine could read; put a "
+            "key into an environment variable and name it with --key-env"
+        )
+    return without_version(text)
 
 
 class RemoteModel:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mars_platform.cli.addresses import key_in
 from mars_platform.cli.main import run
 from mars_platform.cli.shading import ShadedStream, printable
 from mars_platform.errors import UserError
@@ -23,9 +24,8 @@ from mars_platform.method.mode import Mode
 from mars_serve.cli.chat.answer import Choice, Message, Model, Part
 from mars_serve.cli.chat.conversation import Conversation
 from mars_serve.cli.chat.local import LocalModel
-from mars_serve.cli.chat.remote import RemoteModel
+from mars_serve.cli.chat.remote import RemoteModel, server_url
 from mars_serve.cli.completion import generate_once
-from mars_serve.cli.server import key_in, server_url
 
 SHORT = Choice(mode="ar", max_tokens=12)
 

@@ -1,1 +1,0 @@
-"""Sends a recipe to a remote Ray cluster as a job."""
