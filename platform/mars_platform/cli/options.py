@@ -69,7 +69,7 @@ def _option(name: str, field: FieldInfo) -> Parameter:
     infos = [each for each in field.metadata if isinstance(each, ArgumentInfo | OptionInfo)]
     info = copy(infos[0]) if infos else typer.Option()
     if field.description:
-        info.help = " ".join(field.description.split())
+        info.help = " ".join(field.description.replace("``", "").split())
     for bound in field.metadata:
         info.min = getattr(bound, "ge", info.min)
         info.max = getattr(bound, "le", info.max)

@@ -19,13 +19,9 @@ _NUM_RANDOM_BYTES = 32
 _MAX_SHOWN = 32  # longest field name that an error message quotes
 
 
-class KeyEntry(Settings):
-    """A key and its permissions and limits."""
+class KeyRights(Settings):
+    """Permissions and limits of a key."""
 
-    name: str = Field(min_length=1, max_length=64)
-    """Owner of the key, as logs and metrics name it."""
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the key in lower-case hexadecimal; ``marsray key`` prints both."""
     tiers: list[Tier] = Field(default=[Tier.DEFAULT, Tier.FLEX], min_length=1)
     """Values of ``service_tier`` that requests with this key may use."""
     min_confidence_threshold: float = Field(default=0, ge=0, le=1)
@@ -45,6 +41,15 @@ class KeyEntry(Settings):
     control_tokens: bool = False
     """Allow control tokens in prompts of /v1/completions: as token ids, and as text with
     ``parse_special_tokens``. For callers that render chat templates themselves."""
+
+
+class KeyEntry(KeyRights):
+    """A key and its permissions and limits."""
+
+    name: str = Field(min_length=1, max_length=64)
+    """Owner of the key, as logs and metrics name it."""
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the key in lower-case hexadecimal; ``marsray key`` prints both."""
 
 
 def _distinct(entries: list[KeyEntry]) -> list[KeyEntry]:

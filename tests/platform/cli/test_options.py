@@ -28,7 +28,7 @@ class Sizes(Settings):
     """Picture
     to draw."""
     quick: Annotated[bool, typer.Option("--quick")] = False
-    """Measure less."""
+    """Measure ``less``."""
 
 
 @pytest.fixture

@@ -291,15 +291,15 @@ def test_key_prints_a_new_key_and_its_entry_as_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("options", "option"),
     [
-        (["--tier", "gold"], "tiers.0"),
-        (["--max-concurrent", "0"], "max_concurrent"),
-        (["--min-confidence-threshold", "1.5"], "min_confidence_threshold"),
+        (["--tier", "gold"], "--tier"),
+        (["--max-concurrent", "0"], "--max-concurrent"),
+        (["--min-confidence-threshold", "1.5"], "--min-confidence-threshold"),
     ],
 )
-def test_key_refuses_options_that_no_key_file_may_contain(capsys, options, field):
+def test_key_refuses_options_that_no_key_file_may_contain(capsys, options, option):
     assert run(["key", "alice", *options]) == 2
     output = capsys.readouterr()
-    assert output.err.startswith(f"error: options: {field}: ")
+    assert output.err.startswith(f"error: Invalid value for '{option}': ")
     assert not output.out
