@@ -20,8 +20,6 @@ class Limits:
     """Number of tokens that the model can choose from."""
     max_length: int
     """Most tokens of prompt and output together."""
-    has_masks: bool
-    """Whether the model knows masks."""
     checks_drafts: bool
     """Whether a pass may check drafts, of masks or of another source."""
 
@@ -33,7 +31,8 @@ class Limits:
         """
         self._check_length(request)
         options = request.options
-        can_run = self.checks_drafts if options.mode is Mode.EXACT else self.has_masks
+        has_masks = self.checkpoint.metadata is not None
+        can_run = self.checks_drafts if options.mode is Mode.EXACT else has_masks
         if not can_run and options.may_take_several and options.window != 0:
             others = "'ar' or 'exact'" if self.checks_drafts else "'ar'"
             raise UserError(

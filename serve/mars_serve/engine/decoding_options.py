@@ -191,14 +191,12 @@ class DecodingOptions:
     reports_rejected: bool = False
     """Whether each output tells which proposals its pass rejected."""
 
-    # The following are read for each row of each step, hence cached.
-
-    @cached_property
+    @cached_property  # since it is read for each row of each step
     def is_plain(self) -> bool:
         """Whether each token is simply the likeliest one."""
         return self.sampling.is_plain and self.grammar is None
 
-    @cached_property
+    @property
     def may_take_several(self) -> bool:
         """Whether some step may give more than one token; τ = 1 is plain AR decoding."""
         if self.mode is Mode.THRESHOLD:

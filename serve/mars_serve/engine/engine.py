@@ -92,10 +92,11 @@ class Engine:
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
         self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
-        self._vocabulary = weights.get_output_embeddings().out_features
-        check_mask(checkpoint, self._vocabulary)
+        vocabulary = weights.get_output_embeddings().out_features
+        check_mask(checkpoint, vocabulary)
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
         max_drafts = self._drafting.max_drafts
+        self._limits = Limits(checkpoint, vocabulary, self.max_length, max_drafts > 0)
         self._pool = PagePool(self.num_pages, self.page_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -121,9 +122,7 @@ class Engine:
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,
         )
-        self.grammars = GrammarCompiler(
-            checkpoint.tokenizer, self._vocabulary, checkpoint.special.eos
-        )
+        self.grammars = GrammarCompiler(checkpoint.tokenizer, vocabulary, checkpoint.special.eos)
         self.live = live
         """Live decoding from the next step on; any thread may set it."""
         self.captured: CapturedGraphs | None = None  # until `capture_graphs`
@@ -255,13 +254,7 @@ class Engine:
         Raises:
             UserError: the message names the option and the numbers.
         """
-        Limits(
-            self.checkpoint,
-            self._vocabulary,
-            self.max_length,
-            has_masks=self.window > 0,
-            checks_drafts=self._drafting.max_drafts > 0,
-        ).check(request)
+        self._limits.check(request)
         if request.options.grammar is not None and request.matcher is None:
             request.matcher = self.grammars.compile(request.options.grammar).matcher()
 
