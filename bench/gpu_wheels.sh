@@ -1,21 +1,19 @@
 #!/bin/sh
-# Fetches what the GPU acceptance needs beside torch and transformers, as wheels for a machine
-# without internet, about 6 MB:
+# Fetches what the GPU acceptance needs beside torch and transformers into build/gpu-packages, about
+# 20 MB, for a machine without internet. Copy that folder there with the working tree:
 #
-#     sh bench/gpu_wheels.sh build/gpu-wheels            # here, for Python 3.12 there
-#     python -m pip install --no-index --find-links build/gpu-wheels \
-#         pydantic llguidance prometheus-client platformdirs    # there
+#     sh bench/gpu_wheels.sh
 #
-# PYTHON_VERSION names another version of Python, without a dot.
+# PYTHON_VERSION names another version of Python than 3.12, without a dot.
 set -eu
-into=${1:?name the folder for the wheels}
+into=$(dirname "$0")/../build/gpu-packages
 platforms=""
 for minor in 17 24 27 28 31 34 35 39; do
 	platforms="$platforms --platform manylinux_2_${minor}_x86_64"
 done
 # shellcheck disable=SC2086 - the options are words of their own
-"${PYTHON:-python3}" -m pip download --quiet --only-binary=:all: --implementation cp \
+"${PYTHON:-python3}" -m pip install --quiet --upgrade --only-binary=:all: --implementation cp \
 	--python-version "${PYTHON_VERSION:-312}" $platforms --platform manylinux2014_x86_64 \
-	--dest "$into" \
+	--target "$into" \
 	'pydantic>=2.11,<3' 'llguidance>=1.9.1,<2' prometheus-client platformdirs
-ls -s "$into"
+ls "$into"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine import kernels
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention
-from mars_serve.engine.batch import StepBatch, build_batch
+from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -28,8 +28,7 @@ RowShape = tuple[int, int, tuple[int, ...]]
 """Cached tokens of a row, tokens that it feeds, and its masks by outcome."""
 
 
-@dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(NamedTuple):
     """One step of attention."""
 
     rows: tuple[RowShape, ...]
@@ -37,15 +36,6 @@ class AttentionCase:
     """Query heads and key/value heads."""
     head_dim: int = 64
     page_size: int = 64
-
-    @property
-    def name(self) -> str:
-        """Name of the case in results."""
-        cached = ",".join(str(row[0]) for row in self.rows)
-        return (
-            f"{self.heads[0]}/{self.heads[1]} heads of {self.head_dim}, pages of {self.page_size}, "
-            f"cached {cached}"
-        )
 
 
 _ROWS: tuple[RowShape, ...] = ((700, 1, (4,)), (0, 3, (2, 1)), (256, 2, (0,)), (9, 1, (4, 4, 2)))
@@ -76,15 +66,14 @@ def differences(device: str, dtype: torch.dtype, *, is_tiny: bool) -> dict[str, 
     load_kernels(device)
     torch.manual_seed(0)
     where = torch.device(device)
-    found = {}
+    found = {
+        name: max(_difference(name, call, where) for call in calls(dtype, is_tiny))
+        for name, calls in OPERATORS.items()
+    }
     for case in _TINY_CASES if is_tiny else _CASES:
-        found[f"paged_attention: {case.name}"] = _attention_difference(case, where, dtype)
-    for name, calls in OPERATORS.items():
-        found[name] = max(_difference(name, call, where) for call in calls(dtype, is_tiny))
-    found["propose"] = max(
-        _difference("propose", call, where, read=_read_proposals)
-        for call in _proposals(dtype, is_tiny)
-    )
+        cached = ",".join(str(row[0]) for row in case.rows)
+        name = f"paged_attention: {case.heads} heads of {case.head_dim}, pages of {case.page_size}"
+        found[f"{name}, cached {cached}"] = _attention_difference(case, where, dtype)
     return found
 
 
@@ -109,28 +98,38 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 def _attention_difference(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> float:
     heads, kv_heads = case.heads
-    shape = KeyValueShape(1, kv_heads, case.head_dim)
     longest = max(cached + tokens + len(masks) for cached, tokens, masks in case.rows)
     per_row = -(-longest // case.page_size)
-    num_pages = per_row * len(case.rows)
-    sizes = {"num_query_heads": heads, "num_pages": num_pages, "page_size": case.page_size}
+    shape = KeyValueShape(1, kv_heads, case.head_dim)
+    sizes = {
+        "num_query_heads": heads,
+        "num_pages": per_row * len(case.rows),
+        "page_size": case.page_size,
+    }
+    most_masks = max(1, *(sum(masks) for _, _, masks in case.rows))
     ours = PagedAttention(shape, dtype=dtype, device=device, **sizes)
-    masks = max(sum(masks) for _, _, masks in case.rows)
     oracle = GatheredAttention(
-        shape,
-        dtype=torch.float32,
-        device=_CPU,
-        max_rows=len(case.rows),
-        max_masks=max(masks, 1),
+        shape, dtype=torch.float32, device=_CPU, max_rows=len(case.rows), max_masks=most_masks,
         **sizes,
-    )
-    prompts = [(0, cached, (0,)) for cached, _, _ in case.rows]
-    scheduled = [_row(i, shape_, per_row) for i, shape_ in enumerate(prompts) if shape_[1]]
+    )  # fmt: skip
+    prompts: list[RowShape] = [(0, cached, (0,)) for cached, _, _ in case.rows]
     worst = 0.0
-    for rows in (scheduled, [_row(i, shape_, per_row) for i, shape_ in enumerate(case.rows)]):
-        if rows:
-            batch = build_batch(rows, _MASK)
-            worst = max(worst, _step_difference(batch, ours, oracle, case, device, dtype))
+    for shapes in (prompts, case.rows):
+        rows = [_row(i, each, per_row) for i, each in enumerate(shapes) if each[1]]
+        if not rows:
+            continue
+        batch = build_batch(rows, _MASK)
+        merged = torch.randn(len(batch.ids), heads + 2 * kv_heads, case.head_dim).to(dtype)
+        outputs = []
+        for attention, numbers in ((ours, merged.to(device)), (oracle, merged.float())):
+            parts = numbers.split([heads, kv_heads, kv_heads], dim=1)
+            query, key, value = (
+                parts if attention is ours else [each.contiguous() for each in parts]
+            )
+            metadata = attention.prepare(batch)
+            output = attention.attend(0, query, key, value, case.head_dim**-0.5, metadata)
+            outputs.append(output[: batch.num_positions])
+        worst = max(worst, _relative(*outputs))
     return worst
 
 
@@ -147,36 +146,10 @@ def _row(index: int, shape: RowShape, per_row: int) -> ScheduledRow:
     return ScheduledRow(request, tokens, masks, reads_logits=True)
 
 
-def _step_difference(
-    batch: StepBatch,
-    ours: Attention,
-    oracle: Attention,
-    case: AttentionCase,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> float:
-    heads, kv_heads = case.heads
-    merged = torch.randn(len(batch.ids), heads + 2 * kv_heads, case.head_dim).to(dtype)
-    outputs = []
-    for attention, numbers in ((ours, merged.to(device)), (oracle, merged.float())):
-        query, key, value = numbers.split([heads, kv_heads, kv_heads], dim=1)
-        if attention is oracle:
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        metadata = attention.prepare(batch)
-        output = attention.attend(0, query, key, value, case.head_dim**-0.5, metadata)
-        outputs.append(output[: batch.num_positions])
-    return _relative(*outputs)
-
-
 # Other operators: the same call on the device and on the CPU
 
 
-def _difference(
-    name: str,
-    call: Sequence[object],
-    device: torch.device,
-    read: Callable[[Tensor], list[Tensor]] = lambda output: [output],
-) -> float:
+def _difference(name: str, call: Sequence[object], device: torch.device) -> float:
     """Run an operator on both devices, and compare its results and what it overwrites."""
     function = getattr(torch.ops.marsray, name).default
     results = []
@@ -185,7 +158,9 @@ def _difference(
             each.detach().clone().to(where) if isinstance(each, Tensor) else each for each in call
         ]
         output = function(*arguments)
-        outputs = [] if output is None else read(output)
+        outputs = [] if output is None else [output]
+        if name == "propose":
+            outputs = _read_proposals(output)
         results.append([*outputs, *(each for each in arguments if isinstance(each, Tensor))])
     return max(_relative(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
@@ -243,7 +218,8 @@ def _read_proposals(output: Tensor) -> list[Tensor]:
 OPERATORS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "add_low_rank": _low_ranks,
     "add_rms_norm": _norms,
+    "propose": _proposals,
     "rotate_and_write": _rotations,
     "silu_mul": _products,
 }
-"""Calls of each operator whose results are compared as they are."""
+"""Calls of each operator but attention, which needs a step."""

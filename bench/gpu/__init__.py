@@ -1,1 +1,0 @@
-"""The parts of the acceptance run on a GPU; see `bench.gpu_acceptance`."""
