@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from mars_serve.api.bounds import at_most
+from mars_serve.api.bodies import at_most
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024

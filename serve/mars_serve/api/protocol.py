@@ -1,4 +1,4 @@
-"""Request bodies of the generating endpoints: OpenAI's fields with marsray's beside them.
+"""Request bodies of the endpoints that read text: OpenAI's fields with marsray's beside them.
 
 Fields that nobody knows are ignored, and named in a header of the response. Known fields that this
 server does not implement are refused unless their value has no effect. Ranges that do not depend on
@@ -11,8 +11,9 @@ additional fields, which stand at the top level as they do there.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,15 +22,16 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    StringConstraints,
     Tag,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.api.bounds import at_most
+from mars_serve.api.bodies import Body, Neutral, at_most
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.messages import Flag, Messages, TemplateKwargs, ToolChoice, Tools
-from mars_serve.api.neutral import Body, Neutral
 from mars_serve.api.output_forms import (
     Alternatives,
     GrammarText,
@@ -44,6 +46,7 @@ _SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers a
 _MAX_PROMPTS = 2048
 _MAX_BIASES = 1024
 _MAX_BAD_WORDS = 128
+_MAX_IDS = 2**20  # token ids to turn into text
 _ID = "^[A-Za-z0-9._:/+=@-]{1,128}$"
 
 
@@ -226,54 +229,40 @@ class GenerationRequest(Body):
     """Older form of ``grammar`` there."""
     guided_choice: Alternatives | None = None
     """Older form of ``choice`` there."""
-    guided_whitespace_pattern: Annotated[
-        Any, Neutral((), "white space is the grammar's own; use guided_regex for another")
-    ] = None
-    spaces_between_special_tokens: Annotated[
-        Any, Neutral((True, False), "the tokenizers of causal models write no such spaces")
-    ] = None
-    use_beam_search: Annotated[
-        Any, Neutral((False,), "no beams are searched; use n with a temperature")
-    ] = None
-    length_penalty: Annotated[
-        Any, Neutral((1,), "it weighs beams, and none are searched; use min_tokens")
-    ] = None
-    logprob_token_ids: Annotated[
-        Any, Neutral(([],), "only likely tokens are reported; ask for more of these with logprobs")
-    ] = None
-    logits_processors: Annotated[
-        Any, Neutral(([],), "clients' code is never run; use logit_bias or a grammar")
-    ] = None
-    repetition_detection: Annotated[
-        Any, Neutral((), "repetitions end no output; use frequency_penalty or max_tokens")
-    ] = None
-    thinking_token_budget: Annotated[
-        Any, Neutral((-1,), "thinking is not told from the answer; use max_tokens")
-    ] = None
-    watermarking: Annotated[Any, Neutral((False,), "outputs get no watermark")] = None
-    priority: Annotated[Any, Neutral((0,), "keys have tiers; use service_tier")] = None
-    stream_interval: Annotated[
-        Any, Neutral((1,), "a stream has an event for each forward pass")
-    ] = None
-    return_token_offsets: Annotated[
-        Any, Neutral((False,), "generation reports none; use echo with logprobs")
-    ] = None
-    routed_experts_prompt_start: Annotated[
-        Any, Neutral((0,), "the routing to experts is not reported")
-    ] = None
-    mm_payload: Annotated[Any, Neutral(("tensors", "none"), "prompts are text, without media")] = (
-        None
-    )
-    return_mm_kwargs: Annotated[Any, Neutral((True, False), "prompts are text, without media")] = (
-        None
-    )
-    kv_transfer_params: Annotated[Any, Neutral(({},), "engines do not exchange their caches")] = (
-        None
-    )
-    ec_transfer_params: Annotated[Any, Neutral(({},), "engines do not exchange their caches")] = (
-        None
-    )
-    vllm_xargs: Annotated[Any, Neutral(({},), "there are no extensions to read it")] = None
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        "guided_whitespace_pattern": Neutral(
+            (), "white space is the grammar's own; use guided_regex for another"
+        ),
+        "spaces_between_special_tokens": Neutral(
+            (True, False), "the tokenizers of causal models write no such spaces"
+        ),
+        "use_beam_search": Neutral((False,), "no beams are searched; use n with a temperature"),
+        "length_penalty": Neutral((1,), "it weighs beams, and none are searched; use min_tokens"),
+        "logprob_token_ids": Neutral(
+            ([],), "only likely tokens are reported; ask for more of these with logprobs"
+        ),
+        "logits_processors": Neutral(
+            ([],), "clients' code is never run; use logit_bias or a grammar"
+        ),
+        "repetition_detection": Neutral(
+            (), "repetitions end no output; use frequency_penalty or max_tokens"
+        ),
+        "thinking_token_budget": Neutral(
+            (-1,), "thinking is not told from the answer; use max_tokens"
+        ),
+        "watermarking": Neutral((False,), "outputs get no watermark"),
+        "priority": Neutral((0,), "keys have tiers; use service_tier"),
+        "stream_interval": Neutral((1,), "a stream has an event for each forward pass"),
+        "return_token_offsets": Neutral(
+            (False,), "generation reports none; use echo with logprobs"
+        ),
+        "routed_experts_prompt_start": Neutral((0,), "the routing to experts is not reported"),
+        "mm_payload": Neutral(("tensors", "none"), "prompts are text, without media"),
+        "return_mm_kwargs": Neutral((True, False), "prompts are text, without media"),
+        "kv_transfer_params": Neutral(({},), "engines do not exchange their caches"),
+        "ec_transfer_params": Neutral(({},), "engines do not exchange their caches"),
+        "vllm_xargs": Neutral(({},), "there are no extensions to read it"),
+    }
 
     @property
     @abstractmethod
@@ -348,12 +337,11 @@ class CompletionRequest(GenerationRequest):
     """Begin the text and the log-probabilities with the prompt's."""
     best_of: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Accepted only if equal to n."""
-    suffix: Annotated[
-        Any, Neutral(("",), "models continue a text and fill no gaps; put it into the prompt")
-    ] = None
-    prompt_embeds: Annotated[
-        Any, Neutral(([],), "prompts are text or token ids; give one as prompt")
-    ] = None
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        **GenerationRequest.neutral,
+        "suffix": Neutral(("",), "models continue a text and fill no gaps; put it into the prompt"),
+        "prompt_embeds": Neutral(([],), "prompts are text or token ids; give one as prompt"),
+    }
     parse_special_tokens: Flag | None = None
     """Let control tokens in a prompt's text act, such as ``<|im_start|>``; by default, they are
     text. The key needs ``control_tokens: true``."""
@@ -413,28 +401,29 @@ class ChatCompletionRequest(GenerationRequest):
     ``continue_final_message`` is set."""
     continue_final_message: Flag | None = None
     """Let the model go on with the last message, whose end is left open."""
-    functions: Annotated[Any, Neutral(([],), "tools have replaced them; use tools")] = None
-    function_call: Annotated[
-        Any, Neutral(("none", "auto"), "tools have replaced it; use tool_choice")
-    ] = None
-    modalities: Annotated[Any, Neutral((["text"],), "answers are text")] = None
-    audio: Annotated[Any, Neutral((), "answers are text")] = None
-    web_search_options: Annotated[
-        Any, Neutral((), "the server searches nothing; put what was found into a message")
-    ] = None
-    reasoning_effort: Annotated[
-        Any, Neutral(("none",), "efforts are the template's; use chat_template_kwargs")
-    ] = None
-    verbosity: Annotated[Any, Neutral(("medium",), "the model decides; ask in a message")] = None
-    documents: Annotated[Any, Neutral(([],), "prompts have none; put them into a message")] = None
-    chat_template: Annotated[
-        Any, Neutral((), "the template is part of the model; use /v1/completions for another")
-    ] = None
-    media_io_kwargs: Annotated[Any, Neutral(({},), "messages are text, without media")] = None
-    mm_processor_kwargs: Annotated[Any, Neutral(({},), "messages are text, without media")] = None
-    return_prompt_text: Annotated[
-        Any, Neutral((False,), "only token ids are reported; use return_token_ids and /detokenize")
-    ] = None
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        **GenerationRequest.neutral,
+        "functions": Neutral(([],), "tools have replaced them; use tools"),
+        "function_call": Neutral(("none", "auto"), "tools have replaced it; use tool_choice"),
+        "modalities": Neutral((["text"],), "answers are text"),
+        "audio": Neutral((), "answers are text"),
+        "web_search_options": Neutral(
+            (), "the server searches nothing; put what was found into a message"
+        ),
+        "reasoning_effort": Neutral(
+            ("none",), "efforts are the template's; use chat_template_kwargs"
+        ),
+        "verbosity": Neutral(("medium",), "the model decides; ask in a message"),
+        "documents": Neutral(([],), "prompts have none; put them into a message"),
+        "chat_template": Neutral(
+            (), "the template is part of the model; use /v1/completions for another"
+        ),
+        "media_io_kwargs": Neutral(({},), "messages are text, without media"),
+        "mm_processor_kwargs": Neutral(({},), "messages are text, without media"),
+        "return_prompt_text": Neutral(
+            (False,), "only token ids are reported; use return_token_ids and /detokenize"
+        ),
+    }
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -462,3 +451,58 @@ class ChatCompletionRequest(GenerationRequest):
             if getattr(self, name) and self.include_reasoning is False:
                 reason = "the tokens of the thinking would be in it; leave out include_reasoning"
                 raise invalid_value(name, reason)
+
+
+_ABSENT: JsonDict = {"type": "null"}
+_NONE: JsonDict = {"type": ["array", "null"], "maxItems": 0}
+_ONE_OF: JsonDict = {  # a constraint across fields, which no single field can express
+    "oneOf": [
+        {
+            "required": ["prompt"],
+            "properties": {"prompt": {"type": "string"}, "messages": _ABSENT, "tools": _NONE},
+        },
+        {
+            "required": ["messages"],
+            "properties": {"messages": {"type": "array"}, "prompt": _ABSENT},
+        },
+    ]
+}
+
+
+class TokenizeRequest(BaseModel):
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
+
+    model_config = ConfigDict(
+        extra="ignore", use_attribute_docstrings=True, json_schema_extra=_ONE_OF
+    )
+
+    model: str | None = None
+    """Name of the model; optional if the server has only one."""
+    prompt: Annotated[str, StringConstraints(max_length=2**24)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    """Tools that the conversation offers."""
+    add_generation_prompt: Flag | None = None
+    """End a conversation's text with the beginning of the assistant's message, as by default unless
+    ``continue_final_message`` is set."""
+    continue_final_message: Flag | None = None
+    """Leave the end of the last message open."""
+    add_special_tokens: Flag | None = None
+    """Let the tokenizer add its special tokens; by default only to a prompt, since a conversation's
+    template contains them."""
+    parse_special_tokens: Flag | None = None
+    """Let control tokens in a prompt's text act, as in ``/v1/completions``."""
+    return_token_strs: Flag | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template: None = None
+    """Only the model's own template is supported."""
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of ``POST /detokenize``."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    model: str | None = None
+    """Name of the model; optional if the server has only one."""
+    tokens: Annotated[list[TokenId], Field(max_length=_MAX_IDS, fail_fast=True)]

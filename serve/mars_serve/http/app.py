@@ -8,21 +8,21 @@ from random import Random
 from fastapi import FastAPI
 
 from mars_platform import __version__
-from mars_serve.api.incoming.threads import TextThreads
-from mars_serve.api.places import Places
+from mars_serve.api.bounds import TextThreads
+from mars_serve.api.limits import Places
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
-from mars_serve.http.endpoints.dashboard.events import dashboard_router
+from mars_serve.http.endpoints.dashboard import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.metrics import metrics_router
-from mars_serve.http.endpoints.pages import pages_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
 from mars_serve.http.middleware.security import add_security
+from mars_serve.http.page_files import pages_router
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
-from mars_serve.api.places import Places
+from mars_serve.api.limits import Places
 from rest.api_keys import FakeClock
 
 HOG, OTHER, THIRD = (Caller(name, is_alone=False) for name in ("hog", "other", "third"))

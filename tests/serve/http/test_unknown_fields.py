@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from mars_serve.http.middleware.records import RequestRecord
-from mars_serve.http.unknown_fields import UnknownFields
+from mars_serve.http.middleware.records import RequestRecord, UnknownFields
 from rest.api_keys import FakeClock
 from rest.rest_requests import BODIES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mars_serve.api.neutral import Neutral, neutral_fields
+from mars_serve.api.bodies import Neutral
 from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 ENDPOINTS = {"completions": CompletionRequest, "chat": ChatCompletionRequest}
@@ -26,14 +26,10 @@ def field_table() -> list[str]:
 
 def _told(body: type[GenerationRequest]) -> dict[str, str]:
     """Return what the documentation says of each field of a body."""
-    refused = neutral_fields(body)
-    told = {}
+    told = {name: _refusal(neutral) for name, neutral in body.neutral.items()}
     for name, field in body.model_fields.items():
-        if name in refused:
-            told[name] = _refusal(refused[name])
-        else:
-            assert field.description, f"{name} has no docstring"
-            told[name] = " ".join(field.description.split()).replace("``", "`").replace("|", "\\|")
+        assert field.description, f"{name} has no docstring"
+        told[name] = " ".join(field.description.split()).replace("``", "`").replace("|", "\\|")
     return told
 
 

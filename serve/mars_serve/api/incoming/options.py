@@ -5,16 +5,16 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, unsupported_value
-from mars_serve.api.incoming.bad_words import BadWords
+from mars_serve.api.incoming.prompts import BadWords
 from mars_serve.api.keys import Caller
 from mars_serve.api.protocol import CompletionRequest, GenerationRequest, ServiceTier
 from mars_serve.api.text import StopRules
-from mars_serve.config.settings import LimitSettings, ModelSettings, TierSettings
+from mars_serve.config.served import ServedModel
+from mars_serve.config.settings import LimitSettings
 from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sampling, Spans
 
 NUM_SEEDS = 2**63
@@ -54,8 +54,7 @@ def tier_of(body: GenerationRequest, caller: Caller) -> ServiceTier:
 
 def decoding_options(
     body: GenerationRequest,
-    settings: ModelSettings,
-    checkpoint: Checkpoint,
+    model: ServedModel,
     caller: Caller,
     limits: LimitSettings,
     *,
@@ -68,8 +67,7 @@ def decoding_options(
 
     Args:
         body: the request's body.
-        settings: the model's settings.
-        checkpoint: the model.
+        model: the model.
         caller: the sender of the request.
         limits: the server's limits.
         spans: spans of the output, with the thresholds that the body asks for.
@@ -82,9 +80,9 @@ def decoding_options(
             the tier.
     """
     tier = tier_of(body, caller)
-    mode = _mode(body, settings, checkpoint, tier)
-    floors = _Floors.of(body, settings.tiers, caller, checkpoint, mode, tier)
-    vocabulary = len(checkpoint.tokenizer)
+    mode = _mode(body, model, tier)
+    floors = _Floors.of(body, model, caller, mode, tier)
+    vocabulary = len(model.checkpoint.tokenizer)
     sampling = _sampling(body, vocabulary, max_tokens, bad_words)
     stop_ids = frozenset(body.stop_token_ids or ())
     check_token_ids("stop_token_ids", stop_ids, vocabulary)
@@ -152,23 +150,21 @@ def stop_rules(
     )
 
 
-def modes_of(settings: ModelSettings, checkpoint: Checkpoint) -> list[Mode]:
+def modes_of(model: ServedModel) -> list[Mode]:
     """Return the modes of a model; the text alone may draft for one that knows no masks."""
-    if checkpoint.metadata is not None:
+    if model.checkpoint.metadata is not None:
         return list(Mode)
-    return [Mode.EXACT, Mode.AR] if settings.engine.num_lookup_drafts else [Mode.AR]
+    return [Mode.EXACT, Mode.AR] if model.settings.engine.num_lookup_drafts else [Mode.AR]
 
 
-def _mode(
-    body: GenerationRequest, settings: ModelSettings, checkpoint: Checkpoint, tier: ServiceTier
-) -> Mode:
+def _mode(body: GenerationRequest, model: ServedModel, tier: ServiceTier) -> Mode:
     """Return the request's mode: its own, else its tier's, else the model's setting."""
-    plain = checkpoint.metadata is None
-    lossless = modes_of(settings, checkpoint)
+    plain = model.checkpoint.metadata is None
+    lossless = modes_of(model)
     is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
     if plain and is_chosen and body.mode not in lossless:
         others = " or ".join(f"'{mode}'" for mode in lossless)
-        reason = f"{settings.name} is a plain AR checkpoint without mars.json"
+        reason = f"{model.settings.name} is a plain AR checkpoint without mars.json"
         raise unsupported_value(
             "mode" if body.mode else "confidence_threshold",
             f"{reason} and proposes no tokens by masks; use mode {others}",
@@ -176,7 +172,7 @@ def _mode(
     if plain:
         return body.mode or Mode.AR
     if tier is not ServiceTier.PRIORITY:
-        return body.mode or settings.mode
+        return body.mode or model.settings.mode
     if body.mode is Mode.THRESHOLD:
         reason = "'threshold' may lose quality and service_tier 'priority' may not"
         raise invalid_value("mode", f"{reason}; use 'exact' or 'ar', or another tier")
@@ -200,9 +196,8 @@ class _Floors:
     def of(
         cls,
         body: GenerationRequest,
-        tiers: TierSettings,
+        model: ServedModel,
         caller: Caller,
-        checkpoint: Checkpoint,
         mode: Mode,
         tier: ServiceTier,
     ) -> _Floors:
@@ -213,12 +208,12 @@ class _Floors:
         """
         if mode is not Mode.THRESHOLD:
             return cls(mode, 0.0, 0.0, None)
-        is_flex = tier is ServiceTier.FLEX
+        is_flex, tiers = tier is ServiceTier.FLEX, model.settings.tiers
         of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
         own = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
         floors = cls(mode, own, max(own, of_tier), None)
         measure, is_calibrated = body.confidence or Confidence.PROBABILITY, bool(body.calibrated)
-        known = checkpoint.calibration
+        known = model.checkpoint.calibration
         if measure is Confidence.PROBABILITY and not is_calibrated:
             return floors
         found = known.translation(measure, calibrated=is_calibrated) if known else None

@@ -1,28 +1,32 @@
-"""Tokenizes a request's prompts and checks their lengths against the model and the limits."""
+"""Tokenizes the texts of a request, and checks their lengths against the model and the limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from mars_platform.data.prompt_encoding import Encoded, TooManyTokens
 from mars_platform.errors import UserError
-from mars_serve.api.errors import ApiError, check_token_ids, invalid_value
-from mars_serve.api.incoming.sizes import (
+from mars_serve.api.bounds import (
+    TextThreads,
     check_copies,
     check_length,
     check_num_ids,
+    checked_size_of_chat,
     most_tokens,
     num_bytes,
     too_long,
 )
-from mars_serve.api.incoming.threads import TextThreads
-from mars_serve.api.incoming.truncation import Truncation
+from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, shown
 from mars_serve.api.keys import Caller
 from mars_serve.api.messages import ChatMessage, messages_for_template
-from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from mars_serve.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from mars_serve.api.text import EchoedPrompt, echo_text, echo_tokens
 from mars_serve.api.tools import RequestTools
 from mars_serve.config.served import ServedModel
@@ -30,6 +34,13 @@ from mars_serve.config.settings import LimitSettings
 
 _BYTES_OF_ID = 8
 """Bytes of text that take as long as checking and decoding a token id."""
+_MAX_BAD_TOKENS = 1024
+"""Most tokens of all bad words of a request, each form of a word counted."""
+_BYTES_OF_WORD = 256
+"""Bytes of a long text that take as long to tokenize as a bad word by itself."""
+
+BadWords = tuple[tuple[int, ...], ...]
+"""The tokens of each bad word."""
 
 
 @dataclass(frozen=True)
@@ -44,81 +55,231 @@ class Prompt:
     """The prompt's text as the response repeats it; None unless the request sets ``echo``."""
 
 
-async def completion_prompts(
-    body: CompletionRequest,
-    model: ServedModel,
-    limits: LimitSettings,
-    caller: Caller,
-    threads: TextThreads,
-    truncation: Truncation,
-) -> list[Prompt]:
-    """Tokenize the prompts of a completion, and cut them.
+@dataclass(frozen=True)
+class Truncation:
+    """How prompts are cut."""
 
-    Raises:
-        ApiError: status 400: too many outputs are requested, a prompt cannot fit, or a token id may
-            not stand in a prompt; 403: the caller may not send control tokens; 503: many long
-            prompts wait already.
+    num_kept: int | None = None
+    """Most tokens that a prompt keeps; None if it is not cut."""
+    keeps_last: bool = True
+    """Whether a prompt keeps its last tokens and not its first ones."""
+
+    def cut(self, tokens: list[int]) -> list[int]:
+        """Return the tokens that a prompt keeps."""
+        if self.num_kept is None or len(tokens) <= self.num_kept:
+            return tokens
+        return tokens[-self.num_kept :] if self.keeps_last else tokens[: self.num_kept]
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Tokenizes the texts of one request.
+
+    Its methods raise `ApiError`: status 400 for what cannot fit or may not stand in a prompt, and
+    503 while many long texts wait already.
     """
-    given = body.prompt
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    several: list[str | list[int]] = [given] if is_one else given  # type: ignore[list-item,assignment]
-    num_choices = check_num_choices(body, len(several), limits)
-    prompts, num_tokens = list[Prompt](), 0
-    for index, each in enumerate(several):
-        where = "prompt" if is_one else f"prompt[{index}]"
-        if isinstance(each, str):
-            found = _prompt_of_text(body, each, where, model, limits, caller, threads, truncation)
-            prompts.append(await found)
-        else:
-            ids = truncation.cut(each)
-            check_num_ids(where, len(ids), model, limits)
-            work = partial(_prompt_of_ids, body, ids, where, model, caller)
-            prompts.append(await threads.run(len(ids) * _BYTES_OF_ID, work))
-        num_tokens += len(prompts[-1].tokens) * (body.n or 1)
-        check_copies(where, num_tokens, num_choices)
-    return prompts
 
+    model: ServedModel
+    limits: LimitSettings
+    caller: Caller
+    threads: TextThreads
 
-async def _prompt_of_text(
-    body: CompletionRequest,
-    text: str,
-    where: str,
-    model: ServedModel,
-    limits: LimitSettings,
-    caller: Caller,
-    threads: TextThreads,
-    truncation: Truncation,
-) -> Prompt:
-    echoes = bool(body.echo)
-    found = await encode_text(
-        model,
-        text,
-        caller,
-        limits,
-        threads,
-        add_special_tokens=body.add_special_tokens is not False,
-        parses_special=bool(body.parse_special_tokens),
-        with_spans=echoes,
-        is_cut=truncation.num_kept is not None,
-        where=where,
-    )
-    ids = truncation.cut(found.ids)
-    if not echoes:
-        return Prompt(ids, where)
+    async def completion(self, body: CompletionRequest, truncation: Truncation) -> list[Prompt]:
+        """Tokenize the prompts of a completion, and cut them."""
+        given = body.prompt
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        several: list[str | list[int]] = [given] if is_one else given  # type: ignore[list-item,assignment]
+        num_choices = check_num_choices(body, len(several), self.limits)
+        prompts, num_tokens = list[Prompt](), 0
+        for index, each in enumerate(several):
+            where = "prompt" if is_one else f"prompt[{index}]"
+            if isinstance(each, str):
+                prompts.append(await self._prompt_of_text(body, each, where, truncation))
+            else:
+                prompts.append(await self._prompt_of_ids(body, each, where, truncation))
+            num_tokens += len(prompts[-1].tokens) * (body.n or 1)
+            check_copies(where, num_tokens, num_choices)
+        return prompts
 
-    def echo() -> EchoedPrompt:
-        if len(ids) < len(found.ids):
-            return echo_tokens(model.checkpoint.tokenizer, ids)
-        return echo_text(text, found.spans)
+    async def _prompt_of_text(
+        self, body: CompletionRequest, text: str, where: str, truncation: Truncation
+    ) -> Prompt:
+        echoes = bool(body.echo)
+        found = await self.text(
+            body, text, where, with_spans=echoes, is_cut=truncation.num_kept is not None
+        )
+        ids = truncation.cut(found.ids)
+        if not echoes:
+            return Prompt(ids, where)
 
-    return Prompt(ids, where, await threads.run(len(text), echo))
+        def echo() -> EchoedPrompt:
+            if len(ids) < len(found.ids):
+                return echo_tokens(self.model.checkpoint.tokenizer, ids)
+            return echo_text(text, found.spans)
 
+        return Prompt(ids, where, await self.threads.run(len(text), echo))
 
-def _prompt_of_ids(
-    body: CompletionRequest, ids: list[int], where: str, model: ServedModel, caller: Caller
-) -> Prompt:
-    check_prompt_ids(where, ids, model, caller)
-    return Prompt(ids, where, echo_tokens(model.checkpoint.tokenizer, ids) if body.echo else None)
+    async def _prompt_of_ids(
+        self, body: CompletionRequest, given: list[int], where: str, truncation: Truncation
+    ) -> Prompt:
+        ids = truncation.cut(given)
+        check_num_ids(where, len(ids), self.model, self.limits)
+
+        def checked() -> Prompt:
+            check_prompt_ids(where, ids, self.model, self.caller)
+            tokenizer = self.model.checkpoint.tokenizer
+            return Prompt(ids, where, echo_tokens(tokenizer, ids) if body.echo else None)
+
+        return await self.threads.run(len(ids) * _BYTES_OF_ID, checked)
+
+    async def text(
+        self,
+        body: CompletionRequest | TokenizeRequest,
+        text: str,
+        where: str = "prompt",
+        *,
+        with_spans: bool = False,
+        is_cut: bool = False,
+    ) -> Encoded:
+        """Return the token ids of a prompt given as text.
+
+        Args:
+            body: The body whose fields say which special tokens are added or act.
+            text: The prompt.
+            where: The body's field that holds the prompt.
+            with_spans: Whether the characters of each token are wanted, which takes more memory.
+            is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
+
+        Raises:
+            ApiError: also 403: the caller may not send control tokens.
+        """
+        size, encoder = num_bytes(text), self.model.prompts
+        most = None if is_cut else most_tokens(self.model, self.limits)
+        check_length(where, size, self.model, self.limits)
+        if body.parse_special_tokens:
+            _check_may_control(self.caller)
+
+        def encode() -> Encoded:
+            encoder.check_length(text, most)
+            encode_all = encoder.plain if body.parse_special_tokens else encoder.text
+            adds = body.add_special_tokens is not False
+            return encode_all(text, add_special_tokens=adds, with_spans=with_spans)
+
+        try:
+            found = await self.threads.run(size, encode)
+        except TooManyTokens as error:
+            raise too_long(where, str(error)) from error
+        except UserError as error:
+            raise invalid_value(where, str(error)) from error
+        if body.parse_special_tokens:
+            check_prompt_ids(where, found.ids, self.model, self.caller)
+        return found
+
+    def size_of_chat(
+        self, body: ChatCompletionRequest | TokenizeRequest, messages: Sequence[ChatMessage]
+    ) -> int:
+        """Return the bytes of a conversation's texts, as `chat` takes them."""
+        kwargs = body.chat_template_kwargs
+        return checked_size_of_chat(messages, body.tools, kwargs, self.model, self.limits)
+
+    async def chat(
+        self,
+        body: ChatCompletionRequest | TokenizeRequest,
+        messages: Sequence[ChatMessage],
+        tools: RequestTools | None,
+        *,
+        size: int,
+        is_cut: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation in the model's chat template.
+
+        Args:
+            body: The body with the template's variables.
+            messages: The conversation.
+            tools: The tools that it offers.
+            size: Bytes of all texts.
+            is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
+
+        Raises:
+            ApiError: also where the template refuses the messages, tools or variables.
+        """
+        begins, continues = body.add_generation_prompt, bool(body.continue_final_message)
+        if begins and continues:
+            reason = "the last message cannot go on where a new one begins"
+            remedy = "leave it out, or set add_generation_prompt: false"
+            raise invalid_value("continue_final_message", f"{reason}; {remedy}")
+        most = None if is_cut else most_tokens(self.model, self.limits)
+
+        def encode() -> list[int]:
+            return self.model.prompts.chat(
+                messages_for_template(messages),
+                tools.template_tools if tools else None,
+                template_kwargs=body.chat_template_kwargs,
+                add_generation_prompt=not continues if begins is None else begins,
+                continue_final_message=continues,
+                add_special_tokens=bool(body.add_special_tokens),
+                max_tokens=most,
+            )
+
+        try:
+            return await self.threads.run(size, encode)
+        except TooManyTokens as error:
+            raise too_long("messages", str(error)) from error
+        except UserError as error:  # its message begins with the field's name
+            param, _, reason = str(error).partition(": ")
+            raise invalid_value(param, reason) from error
+
+    async def bad_words(self, body: GenerationRequest) -> BadWords:
+        """Return the tokens of each bad word, as it begins a text and as it follows a space.
+
+        The second form counts only if it has as many tokens and begins with another one. Otherwise
+        the space is a token of its own, and the first form covers both.
+        Source: vLLM, ``SamplingParams.update_from_tokenizer``.
+        """
+        texts = body.bad_words or []
+        size = len(texts) * _BYTES_OF_WORD
+        return await self.threads.run(size, partial(self._encode_words, texts))
+
+    def _encode_words(self, texts: list[str]) -> BadWords:
+        words = list[tuple[int, ...]]()
+        for text in texts:
+            word, spaced = (self._tokens_of_word(before + text.lstrip()) for before in ("", " "))
+            if not word:
+                raise invalid_value("bad_words", f"{shown(text)} has no tokens; leave it out")
+            words.append(word)
+            if len(spaced) == len(word) and spaced[0] != word[0]:
+                words.append(spaced)
+        num_tokens = sum(map(len, words))
+        if num_tokens > _MAX_BAD_TOKENS:
+            reason = f"they have {num_tokens} tokens; give fewer, with at most"
+            raise invalid_value("bad_words", f"{reason} {_MAX_BAD_TOKENS} tokens")
+        return tuple(dict.fromkeys(words))
+
+    def _tokens_of_word(self, text: str) -> tuple[int, ...]:
+        try:
+            found = self.model.prompts.text(text, add_special_tokens=False, with_spans=False)
+        except UserError as error:
+            raise invalid_value("bad_words", str(error)) from error
+        return tuple(found.ids)
+
+    def truncation(self, body: GenerationRequest, default_tokens: int) -> Truncation:
+        """Return how the body's prompts are cut.
+
+        Args:
+            body: The request's body.
+            default_tokens: Output tokens for which there must be room if the body does not say.
+        """
+        wanted, most = body.truncate_prompt_tokens, most_tokens(self.model, self.limits)
+        if wanted is None:
+            return Truncation()
+        if wanted > most:
+            reason = f"{wanted} exceeds the {most} tokens that a prompt may have; lower it"
+            raise invalid_value("truncate_prompt_tokens", reason)
+        if wanted < 0:
+            num_output = body.limit[1]
+            room = self.model.max_length - (default_tokens if num_output is None else num_output)
+            wanted = max(1, min(most, room))
+        return Truncation(wanted, keeps_last=body.truncation_side != "right")
 
 
 def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller: Caller) -> None:
@@ -173,123 +334,6 @@ def echoed_message(body: ChatCompletionRequest) -> EchoedPrompt | None:
     if not body.echo or last["role"] != "assistant":
         return None
     return EchoedPrompt(last["content"])
-
-
-async def encode_chat(
-    model: ServedModel,
-    messages: Sequence[ChatMessage],
-    tools: RequestTools | None,
-    template_kwargs: Mapping[str, Any] | None,
-    limits: LimitSettings,
-    threads: TextThreads,
-    *,
-    size: int,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    add_special_tokens: bool | None = None,
-    is_cut: bool = False,
-) -> list[int]:
-    """Return the token ids of a conversation in the model's chat template.
-
-    Args:
-        model: The model.
-        messages: The conversation.
-        tools: The tools that it offers.
-        template_kwargs: Further variables of the template.
-        limits: The server's limits.
-        threads: Threads for long conversations.
-        size: Bytes of all texts.
-        add_generation_prompt: Whether the prompt ends with the header of an assistant turn; by
-            default it does unless the last message is continued.
-        continue_final_message: Whether the prompt ends where the last message's text does.
-        add_special_tokens: Whether the tokenizer adds its special tokens.
-        is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
-
-    Raises:
-        ApiError: status 400: the conversation cannot fit, or the template refuses the messages,
-            tools or variables; 503: many long prompts wait already.
-    """
-    if add_generation_prompt and continue_final_message:
-        reason = "the last message cannot go on where a new one begins"
-        raise invalid_value(
-            "continue_final_message", f"{reason}; leave it out, or set add_generation_prompt: false"
-        )
-    most = None if is_cut else most_tokens(model, limits)
-
-    def encode() -> list[int]:
-        return model.prompts.chat(
-            messages_for_template(messages),
-            tools.template_tools if tools else None,
-            template_kwargs=template_kwargs,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=bool(continue_final_message),
-            add_special_tokens=bool(add_special_tokens),
-            max_tokens=most,
-        )
-
-    try:
-        return await threads.run(size, encode)
-    except TooManyTokens as error:
-        raise too_long("messages", str(error)) from error
-    except UserError as error:  # its message begins with the field's name
-        param, _, reason = str(error).partition(": ")
-        raise invalid_value(param, reason) from error
-
-
-async def encode_text(
-    model: ServedModel,
-    text: str,
-    caller: Caller,
-    limits: LimitSettings,
-    threads: TextThreads,
-    *,
-    add_special_tokens: bool = True,
-    parses_special: bool = False,
-    with_spans: bool = False,
-    is_cut: bool = False,
-    where: str = "prompt",
-) -> Encoded:
-    """Return the token ids of a prompt given as text.
-
-    Args:
-        model: the model.
-        text: the prompt.
-        caller: the sender of the request.
-        limits: the server's limits.
-        threads: threads for long texts.
-        add_special_tokens: whether the tokenizer adds its special tokens.
-        parses_special: whether control tokens in the text act, which the caller must be allowed.
-        with_spans: whether the characters of each token are wanted, too, which takes more memory.
-        is_cut: whether the prompt will be cut, so that it may have more tokens than fit.
-        where: the body's field that holds the prompt.
-
-    Raises:
-        ApiError: status 400: the text cannot fit, it spells the mask and that is to act, or it
-            cannot be told from a control token; 403: the caller may not send control tokens; 503:
-            many long prompts wait already.
-    """
-    size, encoder = num_bytes(text), model.prompts
-    most = None if is_cut else most_tokens(model, limits)
-    check_length(where, size, model, limits)
-    if parses_special:
-        _check_may_control(caller)
-
-    def encode() -> Encoded:
-        encoder.check_length(text, most)
-        encode_all = encoder.plain if parses_special else encoder.text
-        return encode_all(text, add_special_tokens=add_special_tokens, with_spans=with_spans)
-
-    try:
-        found = await threads.run(size, encode)
-    except TooManyTokens as error:
-        raise too_long(where, str(error)) from error
-    except UserError as error:
-        raise invalid_value(where, str(error)) from error
-    if parses_special:
-        check_prompt_ids(where, found.ids, model, caller)
-    return found
 
 
 def _check_may_control(caller: Caller) -> None:

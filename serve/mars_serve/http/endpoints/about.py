@@ -158,7 +158,7 @@ def _abilities(model: ServedModel) -> dict[str, Any]:
     checkpoint, settings = model.checkpoint, model.settings
     return {
         "model": settings.name,
-        "modes": modes_of(settings, checkpoint),
+        "modes": modes_of(model),
         "mode": settings.mode if checkpoint.metadata else Mode.AR,
         "adapter": settings.adapter,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,

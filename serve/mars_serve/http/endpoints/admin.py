@@ -13,7 +13,7 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from mars_serve.api.bounds import at_most
+from mars_serve.api.bodies import at_most
 from mars_serve.api.errors import invalid_value
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import ServedModel

@@ -12,32 +12,24 @@ from hashlib import blake2b
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from mars_serve.api.bounds import TextThreads, check_copies, check_reported, most_reported
 from mars_serve.api.errors import ApiError, invalid_value
-from mars_serve.api.incoming.bad_words import BadWords, bad_words_of
 from mars_serve.api.incoming.options import decoding_options, stop_rules, tier_of, with_seed_of
 from mars_serve.api.incoming.prompts import (
+    BadWords,
     Prompt,
+    PromptReader,
     check_num_choices,
     checked_max_tokens,
-    completion_prompts,
     echoed_message,
-    encode_chat,
-)
-from mars_serve.api.incoming.sizes import (
-    check_copies,
-    check_reported,
-    checked_size_of_chat,
-    most_reported,
 )
 from mars_serve.api.incoming.spans import spans_of
 from mars_serve.api.incoming.structure import Structure, structure_of
-from mars_serve.api.incoming.threads import TextThreads
-from mars_serve.api.incoming.truncation import truncation_of
 from mars_serve.api.keys import Caller
+from mars_serve.api.limits import Places
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
 from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.outgoing.responses import ResponseBuilder
-from mars_serve.api.places import Places
 from mars_serve.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -55,8 +47,7 @@ from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.middleware.errors import as_api_error, cause_of
-from mars_serve.http.middleware.records import RequestRecord
-from mars_serve.http.unknown_fields import UnknownFields
+from mars_serve.http.middleware.records import RequestRecord, UnknownFields
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -83,11 +74,10 @@ def generation_router(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
         call = _begin(models, body, request, limits, places)
-        truncation = truncation_of(body, call.model, limits, _DEFAULT_COMPLETION_TOKENS)
-        prompts = await completion_prompts(
-            body, call.model, limits, call.caller, threads, truncation
-        )
-        bad_words = await bad_words_of(body, call.model.prompts, threads)
+        reader = PromptReader(call.model, limits, call.caller, threads)
+        truncation = reader.truncation(body, _DEFAULT_COMPLETION_TOKENS)
+        prompts = await reader.completion(body, truncation)
+        bad_words = await reader.bad_words(body)
         response = call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS, bad_words)
         return await _respond(call, response, threads, unknown)
 
@@ -99,26 +89,14 @@ def generation_router(
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         call = _begin(models, body, request, limits, places)
+        reader = PromptReader(call.model, limits, call.caller, threads)
         num_choices = check_num_choices(body, 1, limits)
-        size = checked_size_of_chat(
-            body.messages, body.tools, body.chat_template_kwargs, call.model, limits
-        )
-        truncation = truncation_of(body, call.model, limits, default_tokens=1)
+        size = reader.size_of_chat(body, body.messages)
+        truncation = reader.truncation(body, default_tokens=1)
         checkpoint = call.model.checkpoint
         tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
-        found = await encode_chat(
-            call.model,
-            body.messages,
-            tools,
-            body.chat_template_kwargs,
-            limits,
-            threads,
-            size=size,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            is_cut=truncation.num_kept is not None,
-        )
+        is_cut = truncation.num_kept is not None
+        found = await reader.chat(body, body.messages, tools, size=size, is_cut=is_cut)
         tokens = truncation.cut(found)
         check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(call.model.max_length - len(tokens), 1)
@@ -127,7 +105,7 @@ def generation_router(
             num_scored = 0 if body.prompt_logprobs is None else len(tokens)
             room = max(1, min(room, most_reported(num_choices, num_likely) - num_scored))
         prompt = Prompt(tokens, "messages", echoed_message(body))
-        bad_words = await bad_words_of(body, call.model.prompts, threads)
+        bad_words = await reader.bad_words(body)
         response = call.prepare([prompt], room, bad_words, tools)
         return await _respond(call, response, threads, unknown)
 
@@ -149,16 +127,9 @@ def _begin(
     record.model, record.stream = body.model, bool(body.stream)
     model = find_model(models, body.model)
     body.refuse_unsupported()
-    caller = request.state.caller
-    places[body.model].check(caller, body.n or 1)
-    return _Call(
-        body=body,
-        model=model,
-        caller=caller,
-        limits=limits,
-        record=record,
-        places=places[body.model],
-    )
+    caller, of_model = request.state.caller, places[body.model]
+    of_model.check(caller, body.n or 1)
+    return _Call(body, model, caller, limits, record, of_model)
 
 
 @dataclass(frozen=True)
@@ -204,8 +175,7 @@ class _Call:
             spans = spans_of(self.body, self.model, prompt.tokens, tools, structure)
             options = decoding_options(
                 self.body,
-                self.model.settings,
-                self.model.checkpoint,
+                self.model,
                 self.caller,
                 self.limits,
                 spans=spans,

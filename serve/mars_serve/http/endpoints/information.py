@@ -178,7 +178,7 @@ def _model_entry(model: ServedModel) -> ModelEntry:
         root=model.settings.path,
         max_model_len=model.max_length,
         mars=ModelAbilities(
-            modes=modes_of(model.settings, model.checkpoint),
+            modes=modes_of(model),
             block_size=metadata.block_size if metadata else None,
             adapter=model.settings.adapter,
         ),

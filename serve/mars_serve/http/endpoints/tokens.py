@@ -8,23 +8,15 @@ Source: vLLM's OpenAI-compatible server, which has the same endpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-from pydantic.config import JsonDict
 from pydantic_core import to_json
 
+from mars_serve.api.bounds import TextThreads, check_num_ids
 from mars_serve.api.errors import check_token_ids, invalid_value
-from mars_serve.api.incoming.prompts import encode_chat, encode_text
-from mars_serve.api.incoming.sizes import (
-    check_num_ids,
-    checked_size_of_chat,
-)
-from mars_serve.api.incoming.threads import TextThreads
-from mars_serve.api.keys import Caller
-from mars_serve.api.messages import Flag, Messages, TemplateKwargs, Tools
+from mars_serve.api.incoming.prompts import PromptReader
+from mars_serve.api.protocol import DetokenizeRequest, TokenizeRequest
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.text import decode
 from mars_serve.api.tools import prepare_tools
@@ -33,53 +25,7 @@ from mars_serve.config.settings import LimitSettings
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.middleware.records import RequestRecord
 
-MAX_IDS = 2**20
-"""Largest number of token ids in one request."""
-
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-_ABSENT: JsonDict = {"type": "null"}
-_NONE: JsonDict = {"type": ["array", "null"], "maxItems": 0}
-_ONE_OF: JsonDict = {  # a constraint across fields, which no single field can express
-    "oneOf": [
-        {
-            "required": ["prompt"],
-            "properties": {"prompt": {"type": "string"}, "messages": _ABSENT, "tools": _NONE},
-        },
-        {
-            "required": ["messages"],
-            "properties": {"messages": {"type": "array"}, "prompt": _ABSENT},
-        },
-    ]
-}
-
-
-class TokenizeRequest(BaseModel):
-    """Body of ``POST /tokenize``: a prompt or a conversation."""
-
-    model_config = ConfigDict(
-        extra="ignore", use_attribute_docstrings=True, json_schema_extra=_ONE_OF
-    )
-
-    model: str | None = None
-    """Name of the model; optional if the server has only one."""
-    prompt: Annotated[str, StringConstraints(max_length=2**24)] | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    """Tools that the conversation offers."""
-    add_generation_prompt: Flag | None = None
-    """End a conversation's text with the beginning of the assistant's message, as by default unless
-    ``continue_final_message`` is set."""
-    continue_final_message: Flag | None = None
-    """Leave the end of the last message open."""
-    add_special_tokens: Flag | None = None
-    """Let the tokenizer add its special tokens; by default only to a prompt, since a conversation's
-    template contains them."""
-    parse_special_tokens: Flag | None = None
-    """Let control tokens in a prompt's text act, as in ``/v1/completions``."""
-    return_token_strs: Flag | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    chat_template: None = None
-    """Only the model's own template is supported."""
 
 
 class TokenizeResponse(Shape):
@@ -91,19 +37,6 @@ class TokenizeResponse(Shape):
     tokens: list[int]
     token_strs: list[str] | None
     """The tokenizer's names of the same tokens, if requested."""
-
-
-class DetokenizeRequest(BaseModel):
-    """Body of ``POST /detokenize``."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    model: str | None = None
-    """Name of the model; optional if the server has only one."""
-    tokens: Annotated[
-        list[Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]],
-        Field(max_length=MAX_IDS, fail_fast=True),
-    ]
 
 
 class DetokenizeResponse(Shape):
@@ -136,7 +69,7 @@ def tokens_router(
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
-        tokens = await _encode(body, model, limits, request.state.caller, threads)
+        tokens = await _encode(body, PromptReader(model, limits, request.state.caller, threads))
         _charge(request, len(tokens))
 
         def answer() -> bytes:
@@ -206,41 +139,16 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _encode(
-    body: TokenizeRequest,
-    model: ServedModel,
-    limits: LimitSettings,
-    caller: Caller,
-    threads: TextThreads,
-) -> list[int]:
+async def _encode(body: TokenizeRequest, reader: PromptReader) -> list[int]:
     """Return the token ids of a body's prompt or conversation."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(
                 "tools", "a prompt has none; give messages instead, or leave it out"
             )
-        found = await encode_text(
-            model,
-            body.prompt,
-            caller,
-            limits,
-            threads,
-            add_special_tokens=body.add_special_tokens is not False,
-            parses_special=bool(body.parse_special_tokens),
-        )
-        return found.ids
+        return (await reader.text(body, body.prompt)).ids
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
-    size = checked_size_of_chat(body.messages, body.tools, body.chat_template_kwargs, model, limits)
-    return await encode_chat(
-        model,
-        body.messages,
-        prepare_tools(body.tools, None, None, model.checkpoint),
-        body.chat_template_kwargs,
-        limits,
-        threads,
-        size=size,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
-    )
+    size = reader.size_of_chat(body, body.messages)
+    tools = prepare_tools(body.tools, None, None, reader.model.checkpoint)
+    return await reader.chat(body, body.messages, tools, size=size)

@@ -9,8 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
-from mars_serve.api.limits import KeyLimits
-from mars_serve.api.places import Places
+from mars_serve.api.limits import KeyLimits, Places
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import RequestRecord
 

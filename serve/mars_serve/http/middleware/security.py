@@ -9,8 +9,7 @@ from fastapi import FastAPI
 
 from mars_platform.errors import UserError
 from mars_serve.api.keys import KeyRing
-from mars_serve.api.limits import KeyLimits
-from mars_serve.api.places import Places
+from mars_serve.api.limits import KeyLimits, Places
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.admission import AdmissionMiddleware, QueueMiddleware
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS, KeyMiddleware

@@ -26,6 +26,7 @@ from mars_serve.api.protocol import (
     GenerationRequest,
 )
 from mars_serve.api.text import StopRules
+from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings, ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans
 from mars_serve.engine.settings import EngineSettings
@@ -63,8 +64,9 @@ def options_of(
     **settings: Any,
 ) -> DecodingOptions:
     entry = ModelSettings(name="mars", path="mars", **settings)
+    model = ServedModel(entry, checkpoint, None, 0)
     return decoding_options(
-        body, entry, checkpoint, caller, limits, max_tokens=max_tokens, grammar=None, spans=spans
+        body, model, caller, limits, max_tokens=max_tokens, grammar=None, spans=spans
     )
 
 

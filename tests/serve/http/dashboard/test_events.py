@@ -9,7 +9,7 @@ import pytest
 
 from mars_serve.api.errors import ApiError
 from mars_serve.config.served import Picture
-from mars_serve.http.endpoints.dashboard.events import Watchers
+from mars_serve.http.endpoints.dashboard import Watchers
 from rest import asgi
 from rest.api_keys import bearer, key_entry
 from rest.rest_server import LoopBackend, app_of, client_of, served

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from mars_platform.data.prompt_encoding import PromptEncoder
-from mars_serve.api.incoming import sizes
+from mars_serve.api import bounds
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.outputs import StepOutput
@@ -117,7 +117,7 @@ async def test_pieces_of_a_conversation_are_counted_before_they_are_read(client,
 
 
 async def test_arguments_of_many_values_are_refused_unread(client, monkeypatch, encoders):
-    monkeypatch.setattr(sizes, "MAX_VALUES_OF_ARGUMENTS", 10)
+    monkeypatch.setattr(bounds, "MAX_VALUES_OF_ARGUMENTS", 10)
     few, many = '{"text": "[,,,,,,,,,,,,]"}', '{"a": [[], [], [], []]}'
     calls = [{**CALL, "function": {"name": "f", "arguments": each}} for each in (few, many)]
     for chosen, status in ((calls[:1], 200), (calls, 400), ([calls[1]] * 2, 400)):
@@ -171,7 +171,7 @@ async def test_the_servers_own_limit_counts_for_texts_too(models, encoders):
 
 
 async def test_copies_of_a_prompt_are_limited_together(client, monkeypatch):
-    monkeypatch.setattr(sizes, "MAX_COPIED_TOKENS", 20)
+    monkeypatch.setattr(bounds, "MAX_COPIED_TOKENS", 20)
     fits = {**COMPLETION, "prompt": [5] * 10, "n": 2}
     await client.answer(COMPLETIONS, fits)
     message = await client.refusal(COMPLETIONS, {**fits, "n": 3}, 400, "prompt")
@@ -193,15 +193,15 @@ async def test_copies_of_a_prompt_are_limited_together(client, monkeypatch):
 )
 async def test_log_probabilities_of_a_response_are_limited(client, monkeypatch, path, fields, most):
     body = {**BODIES[path], **fields}
-    monkeypatch.setattr(sizes, "MAX_REPORTED", most)
+    monkeypatch.setattr(bounds, "MAX_REPORTED", most)
     assert (await client.post(path, json=body)).status_code == 200
-    monkeypatch.setattr(sizes, "MAX_REPORTED", most - 1)
+    monkeypatch.setattr(bounds, "MAX_REPORTED", most - 1)
     message = await client.refusal(path, body, 400, "max_tokens")
     assert f"limit of {most - 1} log-probabilities" in message
 
 
 async def test_log_probabilities_limit_a_length_that_is_not_given(client, monkeypatch):
-    monkeypatch.setattr(sizes, "MAX_REPORTED", 30)
+    monkeypatch.setattr(bounds, "MAX_REPORTED", 30)
     body = {**CONVERSATION, "max_tokens": None, "logprobs": True, "top_logprobs": 4, "n": 2}
     answer = await client.answer(CHAT, body)
     assert answer["usage"]["completion_tokens"] <= 6

@@ -1,1 +1,0 @@
-"""The endpoints behind the live dashboard: its stream of figures."""
