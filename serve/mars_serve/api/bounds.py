@@ -122,7 +122,7 @@ def json_length(value: Any) -> int:
         return 0
 
 
-# Texts
+# Texts. The checks raise `ApiError` 400.
 
 
 def most_tokens(model: ServedModel, limits: LimitSettings) -> int:
@@ -131,11 +131,7 @@ def most_tokens(model: ServedModel, limits: LimitSettings) -> int:
 
 
 def check_length(where: str, num_bytes: int, model: ServedModel, limits: LimitSettings) -> None:
-    """Refuse a text that is so long that its tokens cannot fit.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Refuse a text that is so long that its tokens cannot fit."""
     most = most_tokens(model, limits)
     if num_bytes > most * BYTES_PER_TOKEN:
         reason = f"{num_bytes} bytes of text cannot fit into the limit of {most} tokens"
@@ -143,22 +139,14 @@ def check_length(where: str, num_bytes: int, model: ServedModel, limits: LimitSe
 
 
 def check_num_ids(where: str, num_ids: int, model: ServedModel, limits: LimitSettings) -> None:
-    """Refuse a list of token ids that is longer than any that fits.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Refuse a list of token ids that is longer than any that fits."""
     most = most_tokens(model, limits)
     if num_ids > most:
         raise too_long(where, f"{num_ids} tokens exceed the limit of {most}; send fewer")
 
 
 def check_copies(where: str, num_tokens: int, num_outputs: int) -> None:
-    """Refuse prompts that are too many tokens once each output has its own.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Refuse prompts that are too many tokens once each output has its own."""
     most = MAX_COPIED_TOKENS
     if num_outputs > 1 and num_tokens > most:
         reason = f"{num_tokens} prompt tokens, counted for each output, exceed the limit of {most}"
@@ -168,15 +156,8 @@ def check_copies(where: str, num_tokens: int, num_outputs: int) -> None:
 def check_reported(field: str, num_outputs: int, num_tokens: int, num_likely: int) -> None:
     """Refuse a response with more log-probabilities than may be held at once.
 
-    Args:
-        field: the body's field that limits the output tokens.
-        num_outputs: number of outputs.
-        num_tokens: tokens of each whose log-probabilities are held together, those of an echoed
-            prompt included.
-        num_likely: likely tokens that are reported beside each token.
-
-    Raises:
-        ApiError: status 400.
+    They are those of ``num_tokens`` of each output, an echoed prompt's included, and of
+    ``num_likely`` tokens beside each. ``field`` is the body's field that limits the output tokens.
     """
     if num_tokens > most_reported(num_outputs, num_likely):
         reason = f"{num_outputs} outputs of {num_tokens} tokens with {num_likely} likely ones each"
@@ -203,11 +184,7 @@ def checked_size_of_chat(
     model: ServedModel,
     limits: LimitSettings,
 ) -> int:
-    """Return the bytes of a conversation's texts; refuse one that cannot fit or be read quickly.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Return the bytes of a conversation's texts; refuse one that cannot fit or be read quickly."""
     size = num_bytes_of_chat(messages, tools, template_kwargs)
     check_length("messages", size, model, limits)
     check_arguments(messages)
@@ -215,11 +192,7 @@ def checked_size_of_chat(
 
 
 def check_arguments(messages: Sequence[ChatMessage]) -> None:
-    """Refuse tool calls whose arguments, JSON as text, would take long to read.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Refuse tool calls whose arguments, JSON as text, would take long to read."""
     texts = [text for message in messages for text in _arguments_of(message)]
     if sum(map(len, texts)) <= MAX_VALUES_OF_ARGUMENTS:
         return
@@ -280,11 +253,7 @@ class TextThreads:
         self._num_long = 0
 
     async def run(self, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do some work on a text, at once if the text is short.
-
-        Args:
-            size: bytes of the text, or a number that takes as long.
-            work: what to do; it may run in any thread.
+        """Do some work on a text of ``size`` bytes, or that takes as long: at once if it is short.
 
         Raises:
             ApiError: status 503: many long texts wait already.

@@ -59,11 +59,7 @@ def retry_after(wait_s: float, draw: Callable[[], float]) -> int:
     """Return the value of ``Retry-After`` for an expected wait.
 
     Up to half as much again is added by chance, so that clients that were refused together do not
-    come back together.
-
-    Args:
-        wait_s: expected wait in seconds.
-        draw: returns a random number in [0, 1).
+    come back together; ``draw`` returns a random number in [0, 1).
     """
     least, most, cap = _RETRY_S
     first = min(max(math.ceil(wait_s), least), most)
@@ -71,13 +67,9 @@ def retry_after(wait_s: float, draw: Callable[[], float]) -> int:
 
 
 def invalid_value(where: str, reason: str, *, code: str = "invalid_value") -> ApiError:
-    """Return the error 400 for a field whose value cannot be served.
+    """Return the error 400 for a field whose value cannot be served, with the remedy.
 
-    Args:
-        where: the field, or an item of it such as ``prompt[1]``; the error's ``param`` is the
-            field.
-        reason: the value and its remedy.
-        code: the error's ``code``.
+    For an item such as ``prompt[1]`` the error's ``param`` is the field.
     """
     param = where.partition("[")[0]
     return ApiError(400, f"{where}: {reason}", param=param, code=code)

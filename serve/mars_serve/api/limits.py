@@ -152,9 +152,7 @@ class KeyLimits:
     def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Iterator[KeyUsage]:
         """Admit a request, which counts as running within the block, and yield its key's usage.
 
-        Args:
-            caller: The key's holder, with its limits.
-            num_tokens: Returns the request's prompt and output tokens so far.
+        ``num_tokens`` returns the request's prompt and output tokens so far.
 
         Raises:
             ApiError: status 429 with the seconds to wait: one of the key's limits is reached.

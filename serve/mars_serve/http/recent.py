@@ -11,12 +11,7 @@ _Result = TypeVar("_Result")
 
 
 class Recent(Generic[_Result]):
-    """The result of a call that is made once for all who ask for it at about the same time.
-
-    Args:
-        call: Returns the result.
-        clock: Returns the time in seconds.
-    """
+    """The result of a call that is made once for all who ask for it at about the same time."""
 
     def __init__(
         self,
@@ -29,11 +24,7 @@ class Recent(Generic[_Result]):
         self._result: asyncio.Future[_Result] | None = None
 
     async def __call__(self, max_age_s: float) -> _Result:
-        """Return the result of the latest call, or of a new one if that is too old or failed.
-
-        Args:
-            max_age_s: Seconds since the beginning of a completed call for which its result counts.
-        """
+        """Return the result of the latest call, or of a new one if that failed or is too old."""
         now_s = self._clock()
         result = self._result
         if result is None or (

@@ -65,16 +65,6 @@ def decoding_options(
 ) -> DecodingOptions:
     """Return the engine's options for a request; absent fields get the model's settings.
 
-    Args:
-        body: the request's body.
-        model: the model.
-        caller: the sender of the request.
-        limits: the server's limits.
-        spans: spans of the output, with the thresholds that the body asks for.
-        max_tokens: most output tokens.
-        grammar: grammar of the output.
-        bad_words: the tokens of each of the body's bad words.
-
     Raises:
         ApiError: status 400: a field has a value that cannot be served; 403: the key does not allow
             the tier.
@@ -125,10 +115,7 @@ def stop_rules(
 ) -> StopRules:
     """Return the strings and tokens that end the output.
 
-    Args:
-        body: the request's body.
-        limits: the server's limits.
-        ends: the model's end tokens, if their text is not left out anyway.
+    ``ends`` are the model's end tokens, if their text is not left out anyway.
 
     Raises:
         ApiError: status 400: there are too many strings, or one is too long for this server.

@@ -141,14 +141,10 @@ class PromptReader:
         with_spans: bool = False,
         is_cut: bool = False,
     ) -> Encoded:
-        """Return the token ids of a prompt given as text.
+        """Return the token ids of a prompt given as text, by the body's fields on special tokens.
 
-        Args:
-            body: The body whose fields say which special tokens are added or act.
-            text: The prompt.
-            where: The body's field that holds the prompt.
-            with_spans: Whether the characters of each token are wanted, which takes more memory.
-            is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
+        A prompt that will be cut may have more tokens than fit. To find the characters of each
+        token takes more memory.
 
         Raises:
             ApiError: also 403: the caller may not send control tokens.
@@ -193,12 +189,7 @@ class PromptReader:
     ) -> list[int]:
         """Return the token ids of a conversation in the model's chat template.
 
-        Args:
-            body: The body with the template's variables.
-            messages: The conversation.
-            tools: The tools that it offers.
-            size: Bytes of all texts.
-            is_cut: Whether the prompt will be cut, so that it may have more tokens than fit.
+        One of ``size`` bytes that will be cut may have more tokens than fit.
 
         Raises:
             ApiError: also where the template refuses the messages, tools or variables.
@@ -263,12 +254,7 @@ class PromptReader:
         return tuple(found.ids)
 
     def truncation(self, body: GenerationRequest, default_tokens: int) -> Truncation:
-        """Return how the body's prompts are cut.
-
-        Args:
-            body: The request's body.
-            default_tokens: Output tokens for which there must be room if the body does not say.
-        """
+        """Return how the body's prompts are cut, by default leaving room for some output tokens."""
         wanted, most = body.truncate_prompt_tokens, most_tokens(self.model, self.limits)
         if wanted is None:
             return Truncation()
@@ -361,12 +347,7 @@ def checked_max_tokens(
 ) -> int:
     """Return the most output tokens that a choice may have, checked against all limits.
 
-    Args:
-        model: The model that generates.
-        limits: The server's limits.
-        prompt: The tokenized prompt.
-        limit: Name and value of the request's field that limits the output.
-        default: The limit if that field is absent.
+    ``limit`` is name and value of the request's field, and ``default`` the value if it is absent.
 
     Raises:
         ApiError: status 400: prompt and output are too long for the model or this server.

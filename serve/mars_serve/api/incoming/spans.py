@@ -24,18 +24,9 @@ def spans_of(
 ) -> Spans | None:
     """Return the spans of a prompt's outputs, with the thresholds that the body asks for.
 
-    An output with a grammar holds no thinking: grammars begin with the output and allow no token
-    that begins or ends thinking.
-
-    Args:
-        body: the request's body.
-        model: the model.
-        prompt: token ids of the prompt, in which a template may have begun the thinking already.
-        tools: the tools that the model may call; None if there are none.
-        structure: the grammar of the output; None without one.
-
-    Returns:
-        The spans; None if the body asks for no thresholds by span and the model does not think.
+    There are none if it asks for none and the model does not think. A template may have begun the
+    thinking in the prompt already. An output with a grammar holds no thinking: grammars begin with
+    the output and allow no token that begins or ends thinking.
 
     Raises:
         ApiError: status 400: the body asks for a threshold of a span that no output can have.

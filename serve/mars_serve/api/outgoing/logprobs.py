@@ -51,13 +51,7 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt's tokens, null for the first one.
 
-    Each is an object by token id, of the token itself and of the likeliest ones.
-
-    Args:
-        tokens: the prompt.
-        scored: log-probabilities from the second token on.
-        num_top: number of likeliest tokens to report.
-        names: names of the tokens.
+    Each is an object by token id, of the token itself and of the ``num_top`` likeliest ones.
     """
     rows: list[dict[str, Any] | None] = [None]
     for token, value in zip(tokens[1:], scored, strict=True):

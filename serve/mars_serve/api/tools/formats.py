@@ -169,12 +169,7 @@ def tag_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> dict[str, int
 
 
 def call_tokens(form: CallFormat, ids: Mapping[str, int]) -> CallTokens | None:
-    """Return the tokens that begin and end calls; None if tags of the format are no single tokens.
-
-    Args:
-        form: format of the calls.
-        ids: ids of the tags that are single tokens; see `tag_ids`.
-    """
+    """Return the tokens that begin and end calls; None unless the format's tags are such tokens."""
     begin, end = form.begin, form.end
     if begin is None or not {begin, end or begin} <= ids.keys():
         return None

@@ -42,12 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watchers:
-    """The watchers of one ingress replica, and the pictures that they get.
-
-    Args:
-        models: the models by name.
-        period_s: seconds between two events.
-    """
+    """The watchers of one ingress replica, and the pictures that they get."""
 
     def __init__(self, models: Mapping[str, ServedModel], period_s: float = _PERIOD_S) -> None:
         self._models = models
@@ -94,11 +89,7 @@ class Watchers:
             self._queues.discard(queue)
 
     async def _ask_on(self, since: dict[str, int | None]) -> None:
-        """Ask the governor once a second, as long as somebody watches.
-
-        Args:
-            since: up to which time each model's rows have been sent.
-        """
+        """Ask the governor once a second, as long as somebody watches, and note what was sent."""
         while self._queues:
             await asyncio.sleep(self._period_s)
             if not self._queues:

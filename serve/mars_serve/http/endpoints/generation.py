@@ -58,14 +58,7 @@ def generation_router(
     threads: TextThreads,
     places: Mapping[str, Places],
 ) -> APIRouter:
-    """Return the router of the endpoints that generate text.
-
-    Args:
-        models: Models by name.
-        limits: Limits on requests.
-        threads: Threads for what is too long for the event loop.
-        places: Places in the queue of each model.
-    """
+    """Return the router of the endpoints that generate text."""
     router, unknown = APIRouter(), UnknownFields()
 
     @router.post(
@@ -153,12 +146,6 @@ class _Call:
         tools: RequestTools | None = None,
     ) -> ResponseBuilder:
         """Check the request and prepare its choices.
-
-        Args:
-            prompts: The tokenized prompts.
-            default_tokens: Largest number of output tokens if the body sets none.
-            bad_words: The tokens of each bad word.
-            tools: The tools that a chat offers.
 
         Raises:
             ApiError: status 400 or 403: a field has a value that cannot be served.

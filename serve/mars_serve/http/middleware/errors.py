@@ -43,12 +43,8 @@ def as_api_error(
 ) -> ApiError:
     """Return the API error for an exception of a backend.
 
-    An unexpected exception is logged, and the response reveals nothing about it.
-
-    Args:
-        error: The exception.
-        grammar_field: Field of the request that gave its grammar.
-        wait_s: Seconds that the queue takes, as far as known.
+    An unexpected exception is logged, and the response reveals nothing about it. The engine's word
+    for a grammar gives way to the request's field, and ``wait_s`` is how long the queue takes.
     """
     if isinstance(error, ApiError):
         return error
@@ -115,12 +111,7 @@ def _refused(error: UserError, grammar_field: str | None) -> ApiError:
 
 
 def error_response(error: ApiError, draw: Callable[[], float]) -> JSONResponse:
-    """Return an error as a response.
-
-    Args:
-        error: The error.
-        draw: Returns a random number in [0, 1).
-    """
+    """Return an error as a response; ``draw`` returns a random number in [0, 1)."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(retry_after(error.retry_after_s, draw))

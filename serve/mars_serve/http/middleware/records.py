@@ -88,11 +88,7 @@ def outcome_of(record: RequestRecord, exchange: Exchange, error: BaseException |
 
 
 class UnknownFields:
-    """Names unknown fields: in each response, and once a minute for each name in a record.
-
-    Args:
-        clock: Returns the time in seconds, from any start.
-    """
+    """Names unknown fields: in each response, and once a minute for each name in a record."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

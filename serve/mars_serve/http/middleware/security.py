@@ -21,11 +21,6 @@ from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddl
 def add_security(app: FastAPI, settings: ServeSettings, places: Mapping[str, Places]) -> None:
     """Guard an application's endpoints with keys and limits, and report errors of both.
 
-    Args:
-        app: The application.
-        settings: Settings of the server.
-        places: Places in the queue of each model.
-
     Raises:
         UserError: the keys cannot be read, or are required and missing.
     """
