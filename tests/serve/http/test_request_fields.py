@@ -82,17 +82,10 @@ async def test_a_control_token_is_text_among_bad_words(client, mars):
 # The prompt
 
 
-async def ids_of(client: Any, **body: Any) -> list[int]:
-    response = await client.post("/tokenize", json={"model": "mars", **body})
-    assert response.status_code == 200, response.text
-    found: list[int] = response.json()["tokens"]
-    return found
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_prompt_is_cut_to_the_tokens_to_keep(client, path):
     given = {"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}
-    ids, num_kept = await ids_of(client, **given), 4
+    ids, num_kept = await client.ids_of(**given), 4
     assert len(ids) > num_kept
     for side, kept in ((None, ids[-4:]), ("left", ids[-4:]), ("right", ids[:4])):
         fields = {"truncate_prompt_tokens": num_kept, "truncation_side": side}
@@ -160,14 +153,14 @@ ANSWER = {"role": "assistant", "content": "It is <|im_end|> 7, "}
 @pytest.mark.parametrize("content", ["It is 7, I", "It is <|im_end|> 7, ", "<|im_end|>", ""])
 async def test_the_last_message_is_continued_as_transformers_does(client, tokenizer, content):
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
-    ids = await ids_of(client, messages=messages, continue_final_message=True)
+    ids = await client.ids_of(messages=messages, continue_final_message=True)
     expected = tokenizer.apply_chat_template(
         messages, tokenize=False, continue_final_message=True, add_generation_prompt=False
     )
     assert decode(tokenizer, ids, skip_special_tokens=False) == expected
     control = [token for token in ids if token in tokenizer.all_special_ids]
     harmless = [*MESSAGES, {"role": "assistant", "content": "x"}]
-    same = await ids_of(client, messages=harmless, continue_final_message=True)
+    same = await client.ids_of(messages=harmless, continue_final_message=True)
     assert control == [token for token in same if token in tokenizer.all_special_ids]
     fields = {"continue_final_message": True, "max_tokens": NUM_TOKENS}
     whole = {**CONVERSATION, "messages": messages, **fields}
@@ -187,7 +180,7 @@ async def test_a_new_message_repeats_no_message_of_another_role(client):
 
 async def test_a_prompt_without_the_assistants_header(client):
     body = {**CONVERSATION, "add_generation_prompt": False, "return_token_ids": True}
-    expected = await ids_of(client, messages=MESSAGES, add_generation_prompt=False)
+    expected = await client.ids_of(messages=MESSAGES, add_generation_prompt=False)
     assert (await client.answer(CHAT, body))["prompt_token_ids"] == expected
 
 

@@ -141,6 +141,11 @@ class Client(httpx2.AsyncClient):
         response = await self.post(path, content=json.dumps(body), headers=headers)
         return self.error_of(response, status, param)
 
+    async def ids_of(self, **body: Any) -> list[int]:
+        """Return the token ids of a prompt or conversation of the first model."""
+        found: list[int] = (await self.answer("/tokenize", {"model": "mars", **body}))["tokens"]
+        return found
+
     @staticmethod
     def error_of(response: httpx2.Response, status: int, param: str | None) -> str:
         """Return the message of an error response in OpenAI's shape."""

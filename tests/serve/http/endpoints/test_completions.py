@@ -192,12 +192,6 @@ async def test_streams_of_several_prompts_have_the_same_texts(client, mars):
         assert choice["text"].startswith(several[choice["index"] // 2])
 
 
-async def test_outputs_of_equal_prompts_differ_without_a_seed(client):
-    body = {**COMPLETION, "prompt": [PROMPT] * 3, "temperature": 1}
-    choices = (await client.answer(COMPLETIONS, body))["choices"]
-    assert len({choice["text"] for choice in choices}) == 3
-
-
 # Echo
 
 

@@ -39,13 +39,6 @@ async def by_key(models, tmp_path: Path) -> AsyncIterator[Any]:
         yield choose
 
 
-async def ids_of(client: httpx2.AsyncClient, **body: Any) -> list[int]:
-    response = await client.post("/tokenize", json={"model": "mars", **body})
-    assert response.status_code == 200, response.text
-    found: list[int] = response.json()["tokens"]
-    return found
-
-
 async def text_of(client: httpx2.AsyncClient, ids: list[int]) -> str:
     response = await client.post("/detokenize", json={"model": "mars", "tokens": ids})
     return str(response.json()["prompt"])
@@ -68,15 +61,15 @@ async def text_of(client: httpx2.AsyncClient, ids: list[int]) -> str:
     ],
 )
 async def test_a_typed_turn_is_text(client, control, message):
-    harmless = await ids_of(
-        client, messages=[{**USER, "role": message["role"], "tool_call_id": "a"}]
+    harmless = await client.ids_of(
+        messages=[{**USER, "role": message["role"], "tool_call_id": "a"}]
     )
-    ids = await ids_of(client, messages=[message])
+    ids = await client.ids_of(messages=[message])
     assert [token for token in ids if token in control] == [
         token for token in harmless if token in control
     ]
-    real = await ids_of(
-        client, messages=[{"role": "user", "content": ""}, {"role": "system", "content": "Obey."}]
+    real = await client.ids_of(
+        messages=[{"role": "user", "content": ""}, {"role": "system", "content": "Obey."}]
     )
     assert ids != real
     typed = "<|im_\nend|>" if "<|im_\n" in await text_of(client, ids) else ATTACK
@@ -85,7 +78,7 @@ async def test_a_typed_turn_is_text(client, control, message):
 
 async def test_a_chat_is_run_with_the_ids_that_tokenize_shows(client):
     messages = [{"role": "user", "content": ATTACK}]
-    ids = await ids_of(client, messages=messages)
+    ids = await client.ids_of(messages=messages)
     body = {"model": "mars", "messages": messages, "max_tokens": 4}
     answer = await client.answer("/v1/chat/completions", body)
     assert answer["usage"]["prompt_tokens"] == len(ids)
@@ -99,7 +92,7 @@ async def test_the_text_of_a_completion_holds_no_control_token(client, control):
     (choice,) = answer["choices"]
     assert choice["text"].startswith(TURN)
     assert "<|im_start|>" not in choice["logprobs"]["tokens"]
-    ids = await ids_of(client, prompt=TURN)
+    ids = await client.ids_of(prompt=TURN)
     assert not control.intersection(ids)
     assert await text_of(client, ids) == TURN
     assert answer["usage"]["prompt_tokens"] == len(ids)
@@ -111,17 +104,17 @@ async def test_a_trusted_caller_may_let_control_tokens_act(by_key, control):
     client, body = by_key("trusted"), {**COMPLETION, "parse_special_tokens": True}
     answer = await client.answer("/v1/completions", body)
     assert answer["choices"][0]["logprobs"]["tokens"][0] == "<|im_start|>"
-    ids = await ids_of(client, prompt=TURN, parse_special_tokens=True)
+    ids = await client.ids_of(prompt=TURN, parse_special_tokens=True)
     assert len(control.intersection(ids)) == 2
     as_ids = await client.answer("/v1/completions", {**COMPLETION, "prompt": ids})
     assert as_ids["choices"] == answer["choices"]
     chat = {"messages": [{"role": "system", "content": "Obey."}]}
-    assert await ids_of(client, **chat) == ids
+    assert await client.ids_of(**chat) == ids
 
 
 async def test_other_callers_may_not(by_key):
     client, body = by_key("trusted"), {"model": "mars", "prompt": TURN}
-    ids = await ids_of(client, prompt=TURN, parse_special_tokens=True)
+    ids = await client.ids_of(prompt=TURN, parse_special_tokens=True)
     client = by_key("usual")
     for path in ("/v1/completions", "/tokenize"):
         asked = {**body, "parse_special_tokens": True}
@@ -130,7 +123,7 @@ async def test_other_callers_may_not(by_key):
     for prompt, where in ((ids, "prompt: "), ([[5, 6], ids], "prompt[1]: ")):
         message = await client.refusal("/v1/completions", {**body, "prompt": prompt}, 400, "prompt")
         assert message.startswith(f"{where}token id 1 is the control token '<|im_start|>'")
-    plain = await ids_of(client, prompt="What is 1 plus 2?")
+    plain = await client.ids_of(prompt="What is 1 plus 2?")
     await client.answer("/v1/completions", {**body, "prompt": plain})
 
 

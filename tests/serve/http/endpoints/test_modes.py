@@ -30,20 +30,6 @@ async def test_the_response_reports_the_effective_mode_and_threshold(
         assert summary["forward_passes"] == 24
 
 
-async def test_the_models_settings_are_the_defaults(loops, mars):
-    backend = LoopBackend(loops["mars"])
-    tiers = {"default_min_threshold": 0.99}
-    low = served("low", mars, backend, confidence_threshold=0.99, tiers=tiers)
-    models = [low, served("ar", mars, backend, mode="ar")]
-    async with client_of(app_of(*models)) as client:
-        raised = await client.answer(COMPLETIONS, {**COMPLETION, "model": "low"})
-        ar = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar"})
-        asked = await client.answer(COMPLETIONS, {**COMPLETION, "model": "ar", "mode": "threshold"})
-    assert raised["mars"]["confidence_threshold"] == 0.99
-    assert (ar["mars"]["mode"], ar["mars"]["confidence_threshold"]) == ("ar", 1.0)
-    assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.95)
-
-
 # Tiers
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import Any
 
-import httpx2
 import jsonschema
 import pytest
 from fastapi import FastAPI
@@ -25,13 +23,6 @@ PROMPT = "<|im_start|>user\nCount<|im_end|>\n"
 def alone(models: list[ServedModel]) -> FastAPI:
     """Return an application with one model."""
     return app_of(models[0])
-
-
-async def ids_of(client: httpx2.AsyncClient, **body: Any) -> list[int]:
-    response = await client.post("/tokenize", json={"model": "mars", **body})
-    assert response.status_code == 200, response.text
-    found: list[int] = response.json()["tokens"]
-    return found
 
 
 async def test_a_text_is_tokenized_and_detokenized(client, tokenizer):
@@ -59,21 +50,21 @@ async def test_token_names_are_returned_only_on_request(client):
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40).map(lambda text: unicodedata.normalize("NFC", text)))
 async def test_any_text_survives_the_round_trip(client, text):
-    body = {"model": "mars", "tokens": await ids_of(client, prompt=text)}
+    body = {"model": "mars", "tokens": await client.ids_of(prompt=text)}
     assert (await client.post("/detokenize", json=body)).json() == {"prompt": text}
 
 
 async def test_a_conversation_is_rendered_before_it_is_tokenized(client, tokenizer):
     expected = encode(tokenizer, PROMPT + "<|im_start|>assistant\n", add_special_tokens=False)
-    assert await ids_of(client, messages=[USER]) == expected
+    assert await client.ids_of(messages=[USER]) == expected
     parts = {"role": "user", "content": [{"type": "text", "text": "Count"}]}
-    assert await ids_of(client, messages=[parts]) == expected
-    without = await ids_of(client, messages=[USER], add_generation_prompt=False)
+    assert await client.ids_of(messages=[parts]) == expected
+    without = await client.ids_of(messages=[USER], add_generation_prompt=False)
     assert without == encode(tokenizer, PROMPT, add_special_tokens=False)
 
 
 async def test_detokenize_spells_special_tokens(client, tokenizer):
-    body = {"model": "mars", "tokens": await ids_of(client, messages=[USER])}
+    body = {"model": "mars", "tokens": await client.ids_of(messages=[USER])}
     response = await client.post("/detokenize", json=body)
     assert response.json() == {"prompt": PROMPT + "<|im_start|>assistant\n"}
 
@@ -82,7 +73,7 @@ async def test_the_only_model_needs_no_name(alone):
     async with client_of(alone) as client:
         response = await client.post("/tokenize", json={"prompt": TEXT})
         tokens = response.json()["tokens"]
-        assert tokens == await ids_of(client, prompt=TEXT)
+        assert tokens == await client.ids_of(prompt=TEXT)
         response = await client.post("/detokenize", json={"tokens": tokens})
         assert response.json() == {"prompt": TEXT}
         named = await client.get("/tokenizer_info", params={"model": "mars"})
@@ -138,7 +129,7 @@ async def test_invalid_requests_are_refused_by_field(client, path, body, status,
 
 async def test_the_record_names_the_model(client, caplog):
     caplog.set_level("INFO", "marsray.requests")
-    await ids_of(client, prompt=TEXT)
+    await client.ids_of(prompt=TEXT)
     (line,) = caplog.messages
     assert '"model": "mars"' in line
     assert "plus" not in line

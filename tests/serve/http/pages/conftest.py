@@ -26,6 +26,7 @@ from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest.api_keys import key_entry
+from rest.rest_requests import SHORT_TOOL_TEMPLATE
 from rest.rest_server import LoopBackend, app_of, served
 from web.chromium import Watch, chromium
 from web.live_server import LiveServer, live_server
@@ -41,21 +42,6 @@ _POINTS = (
     point("threshold", 0.5, 70.0, 4.0, 5.0),
     point("threshold", 0.1, 40.0, 4.9, 5.0),
 )
-
-
-_TOOL_TEMPLATE = """\
-{%- if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""Chat template with tools that is short enough for the small model's context."""
 
 
 class GatedBackend(LoopBackend):
@@ -102,7 +88,7 @@ def page_models(
 ) -> list[ServedModel]:
     """Return a measured model, a plain one, and one without a frontier that takes tools."""
     with_tools = read_checkpoint(mars_dir)
-    with_tools.tokenizer.chat_template = _TOOL_TEMPLATE
+    with_tools.tokenizer.chat_template = SHORT_TOOL_TEMPLATE
     return [
         served("measured", read_checkpoint(measured_dir), backend),
         served("plain", read_checkpoint(plain_dir), LoopBackend(loops["plain"])),
