@@ -98,7 +98,7 @@ def _pair(argument):
 
 
 def test_the_tasks_answers_are_found_as_the_project_finds_them():
-    """The task's pattern finds the last answer, as `mars_platform.data.answers` does."""
+    """The task's pattern finds the last answer, as `mars_platform.data.conversations` does."""
     pattern = re.search(r"regex_pattern: '(.*?)'", (TASKS / "demo.yaml").read_text()).group(1)
     found = re.findall(pattern, "Answer: 3\nso 4. Answer: 5 \n")
     assert found == ["5"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.reports import EngineStatus, ReplicaReport, RequestCounts
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 
 
 def report_of(

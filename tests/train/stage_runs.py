@@ -19,7 +19,7 @@ from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import Recipe, ScratchModel
 from mars_train.run.scratch import create_model
-from mars_train.stage.history import History
+from mars_train.stage.history import TrainingHistory
 from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers, whole_parameters
 from mars_train.stage.trainer import StageTrainer
@@ -139,7 +139,7 @@ class StageOutcome:
 
     finished: bool | None
     error: str | None
-    history: History
+    history: TrainingHistory
     weights: dict[str, Tensor]
     logits: Tensor | None
     reporter: RecordingReporter
@@ -168,7 +168,7 @@ def _run_stage(job, events):
     except UserError as raised:
         error = str(raised)
     if trainer is None:
-        return StageOutcome(finished, error, History(), {}, None, reporter)
+        return StageOutcome(finished, error, TrainingHistory(), {}, None, reporter)
     weights = {name: weight.clone() for name, weight in whole_parameters(trainer.model).items()}
     logits = None
     if scaling.strategy == "ddp":

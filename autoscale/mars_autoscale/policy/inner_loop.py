@@ -15,8 +15,7 @@ from enum import StrEnum
 from mars_autoscale.model.capacity import Capacity, Rung
 from mars_autoscale.policy.decision import ANY_THRESHOLD, ThresholdRange
 from mars_autoscale.policy.settings import InnerSettings
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import LiveDecoding, Mode
 
 LOOK_PERIOD_S = 0.5
 """Seconds between two looks of a replica's inner loop."""

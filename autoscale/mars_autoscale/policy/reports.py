@@ -14,7 +14,7 @@ from mars_autoscale.audit.counts import AuditTally
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import ReplicaLoad
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 
 REPORT_VERSION = 1

@@ -13,7 +13,7 @@ from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import Dispatch, ServerQueue
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mars_platform.checkpoint.metadata import METADATA_FILE
-from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 

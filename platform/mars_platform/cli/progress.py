@@ -30,7 +30,7 @@ _RATE_WINDOW_S = 30.0
 """Seconds over which a rate is averaged."""
 
 
-class Pace:
+class ProgressRate:
     """The rate of a task over the last half minute, and the time that it leaves.
 
     Args:
@@ -84,7 +84,7 @@ class ProgressDisplay:
         self._console = console
         self._bar = bar
         self._tasks: dict[str, TaskID] = {}
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, ProgressRate] = {}
         self._last_line: dict[str, tuple[float, int]] = {}
         self._began_s = time.monotonic()
 
@@ -101,7 +101,7 @@ class ProgressDisplay:
             to_come: work that follows this task, as a number of its parts; the time that it takes
                 is told as well.
         """
-        pace = self._paces.setdefault(title, Pace()).words(done, total, to_come)
+        pace = self._paces.setdefault(title, ProgressRate()).words(done, total, to_come)
         if self._bar is None:
             self._print_line(title, done, total, ", ".join(filter(None, [detail, pace])))
             return

@@ -1,4 +1,4 @@
-"""Parses chat data: one conversation a row.
+"""Parses chat data, one conversation a row, and scores answers to it.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -6,6 +6,8 @@ Imports no Ray, torch or HTTP library.
 from __future__ import annotations
 
 import json
+import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
@@ -13,8 +15,13 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from mars_platform.config import describe_validation_error
 from mars_platform.errors import UserError
 
+ANSWER_MARK = "Answer:"
+"""Mark behind which a response states its answer, at its end."""
+_MARKS = re.compile(rf"{ANSWER_MARK}|####")
+_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?")
 
-class Turn(BaseModel):
+
+class ChatTurn(BaseModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -26,7 +33,7 @@ class Conversation(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[Turn]
+    messages: list[ChatTurn]
 
 
 def parse_conversation(text: str) -> Conversation:
@@ -79,3 +86,27 @@ def read_answer(conversation: Conversation) -> str | None:
     if not str(answer).strip():
         raise UserError("answer: must not be empty; leave it out where there is none")
     return str(answer)
+
+
+def is_correct(response: str, answer: str) -> bool:
+    """Return whether a response ends with a mark followed by exactly this answer.
+
+    The marks are ``Answer:`` and GSM8K's ``####``; the last one counts. White space around the
+    answer does not matter, and numbers are compared by value: 1,234 is 1234 and 72.0 is 72.
+    Everything else is compared exactly.
+
+    Args:
+        response: text that the model wrote.
+        answer: the expected answer, alone or at the end of a worked solution behind a mark.
+    """
+    given = _behind_mark(response)
+    return bool(given) and _value(given) == _value(_behind_mark(answer) or answer.strip())
+
+
+def _behind_mark(text: str) -> str:
+    """Return the text behind the last mark; the empty text if there is no mark."""
+    return _MARKS.split(text)[-1].strip() if _MARKS.search(text) else ""
+
+
+def _value(text: str) -> Decimal | str:
+    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else text

@@ -13,7 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI, OpenAI
 
 from mars_platform.cli.progress import ProgressDisplay
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 from mars_platform.method.mode import Mode
 
 ONE_USER, MANY_USERS = 1, 16

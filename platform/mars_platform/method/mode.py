@@ -1,11 +1,15 @@
-"""Decoding modes and confidence measures, light enough to import for the command line.
+"""Decoding modes, confidence measures, and the live parameters, light enough for the command line.
 
 Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+
+from mars_platform.errors import UserError
+from mars_platform.tier import Tier
 
 
 class Mode(StrEnum):
@@ -28,3 +32,31 @@ class Confidence(StrEnum):
     PROBABILITY = "probability"
     MARGIN = "margin"
     ENTROPY = "entropy"
+
+
+@dataclass(frozen=True)
+class LiveDecoding:
+    """How requests in mode threshold that name no τ are decoded right now.
+
+    Autoscaler, replica and engine share it.
+    """
+
+    threshold: float
+    """τ of tier default, in (0, 1]."""
+    flex_threshold: float | None = None
+    """τ of tier flex, in (0, 1]; None for the same as tier default."""
+    is_exact: bool = False
+    """Whether rows at τ = 1 run in mode exact: the same tokens, from fewer and wider passes."""
+
+    def __post_init__(self) -> None:
+        for value in (self.threshold, self.threshold_of(Tier.FLEX)):
+            if not 0.0 < value <= 1.0:
+                raise UserError(
+                    f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
+                )
+
+    def threshold_of(self, tier: Tier) -> float:
+        """Return the τ of a tier's requests."""
+        if tier is Tier.FLEX and self.flex_threshold is not None:
+            return self.flex_threshold
+        return self.threshold

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mars_autoscale.policy.reports import IngressReport, Phase, ReplicaReport
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.control.quantiles import increments
 
 SILENT_S = 5.0

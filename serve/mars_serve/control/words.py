@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mars_autoscale.policy.decision import AutoscalerDecision, Reason
 from mars_autoscale.policy.inner_loop import Cause
 from mars_autoscale.policy.reports import Phase
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.control.members import Change
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import LiveDecoding, Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes, Span
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.step_times import StepTimes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Span
 from mars_serve.engine.decoding_plan import DecodingPlan

@@ -19,7 +19,7 @@ from mars_platform.checkpoint.adapter.files import read_adapter
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
-from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import Estimate, paired_difference

@@ -22,7 +22,7 @@ from mars_autoscale.policy.outer_loop import (
 )
 from mars_autoscale.policy.reports import EngineStatus, ReplicaReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from replica_reports import report_of
 
 SETTINGS = OuterSettings(min_replicas=2, max_replicas=8, period_s=2.0)

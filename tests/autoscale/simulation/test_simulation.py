@@ -17,7 +17,7 @@ from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import Lengths, SyntheticTrace, generate
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 
 LIGHT = threshold_rung(0.9, 1.5, 2.0, 2)

@@ -32,8 +32,7 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
-from mars_platform.checkpoint.metadata import METADATA_FILE
-from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
 from mars_platform.checkpoint.tokenizer import name_mask_token
 from mars_platform.errors import UserError
 from mars_platform.method.reference import decode

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from mars_platform.cli import main as cli
-from mars_platform.cli.progress import Pace, duration, progress_display, rate_words, working
+from mars_platform.cli.progress import ProgressRate, duration, progress_display, rate_words, working
 
 
 def test_a_pace_tells_rate_and_time_left() -> None:
     now_s = 100.0
-    pace = Pace(lambda: now_s)
+    pace = ProgressRate(lambda: now_s)
     assert pace.words(10, 100) == ""
     now_s = 110.0
     assert pace.words(30, 100) == "2/s, 0:35 left"
@@ -31,7 +31,7 @@ def test_a_pace_tells_rate_and_time_left() -> None:
 
 
 def test_a_pace_that_stands_still_is_not_told() -> None:
-    pace = Pace(lambda: 5.0)
+    pace = ProgressRate(lambda: 5.0)
     assert (pace.words(1, 2), pace.words(1, 2)) == ("", "")
 
 

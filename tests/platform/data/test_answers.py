@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mars_autoscale.policy.reports import (
     RequestCounts,
 )
 from mars_autoscale.policy.settings import OuterSettings
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.board import Board

@@ -20,7 +20,7 @@ from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, SavedState
 from mars_autoscale.policy.reports import RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.governor import Governor
 from replica_reports import report_of

@@ -14,8 +14,7 @@ from decoding.engines import Engines, Models, Outputs
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.engine.adaptive.step_times import StepTimes

@@ -24,8 +24,7 @@ from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method import reference
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import (
     DecodingOptions,

@@ -16,8 +16,7 @@ from decoding.local_loop import LocalLoop
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.checkpoint.directory import SpecialTokens
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import LiveDecoding, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.outputs import StepOutput

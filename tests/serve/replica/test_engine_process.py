@@ -14,8 +14,7 @@ from decoding.local_loop import linked
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import LiveDecoding, Mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, GrammarSpec
 from mars_serve.engine.ipc.channel import ChannelClosed

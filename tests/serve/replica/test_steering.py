@@ -16,7 +16,7 @@ from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus, Phase
 from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.queueing.estimate import LateRule
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings

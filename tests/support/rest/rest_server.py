@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from decoding.local_loop import LocalLoop
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import (
     Backend,
     Explanation,

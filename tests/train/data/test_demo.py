@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 from mars_platform.errors import UserError
 from mars_train.data.demo import write_demo_data
 from mars_train.data.demo_tasks import draw_ledger, draw_short

@@ -14,7 +14,6 @@ from mars_train.data.encoding import (
     encode_rows,
     training_encoder,
 )
-from mars_train.data.first_rows import read_first_rows
 from mars_train.recipe import Recipe
 from mars_train.run.scratch import TURN_END
 
@@ -158,7 +157,7 @@ def check(tmp_path, tokenizer):
                 "output": "out",
             }
         )
-        check_first_rows(read_first_rows([str(file)]), recipe, tokenizer, vocabulary_size)
+        check_first_rows(recipe, tokenizer, vocabulary_size)
 
     return run
 
@@ -168,17 +167,29 @@ def test_first_rows_that_can_be_encoded_are_accepted(check):
     check(GOOD, LONG, "{", max_bad_rows=1)
 
 
+UNUSABLE = "none of the 2 rows read is usable: "
+
+
 @pytest.mark.parametrize(
-    ("data", "problem"),
+    ("lines", "data", "problem"),
     [
-        ({"max_length": 8}, "none of the 2 rows read is usable: "),
-        ({"vocabulary_size": 8}, "model: the data's labels are out of vocabulary: "),
-        ({"batch_size": 3}, "data.train: 2 conversations do not fill one batch of stages.ar."),
+        ([GOOD, LONG], {"max_length": 8}, UNUSABLE),
+        ([GOOD, LONG], {"vocabulary_size": 8}, "the data's labels are out of vocabulary: "),
+        ([GOOD, LONG], {"batch_size": 3}, "data.train: 2 conversations do not fill one batch of "),
+        (
+            [GOOD, "{"],
+            {"batch_size": 2, "max_bad_rows": 1},
+            "1 conversations do not fill one",
+        ),
+        (["{", ""], {"max_bad_rows": 9}, UNUSABLE),
+        ([], {}, "data.train: the files hold no row; name files with conversations"),
+        ([GOOD, "{", "{"], {"max_bad_rows": 1}, "data.train: 2 bad rows, and data.max_bad_rows al"),
+        ([GOOD, *"{" * 9], {}, "; and 6 more"),
     ],
 )
-def test_first_rows_that_cannot_be_trained_on_are_refused(check, data, problem):
+def test_first_rows_that_cannot_be_trained_on_are_refused(check, lines, data, problem):
     with pytest.raises(UserError, match=re.escape(problem)):
-        check(GOOD, LONG, **data)
+        check(*lines, **data)
 
 
 def test_only_some_of_many_rows_are_encoded_beforehand(check):
@@ -186,6 +197,15 @@ def test_only_some_of_many_rows_are_encoded_beforehand(check):
     with pytest.raises(UserError, match=r":200: no supervised token within data\.max_length = 64"):
         check(*[GOOD] * 199, too_long, max_length=64)
     check(*[GOOD] * 200, too_long, max_length=64)
+    check(*"{" * 201, max_bad_rows=200)  # more may follow
+    check(*[GOOD] * 201, batch_size=999)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(check, tmp_path):
+    (tmp_path / "more.parquet").write_bytes(b"PAR1 and then nothing")
+    sources = [str(tmp_path)]
+    with pytest.raises(UserError, match=r"more\.parquet cannot be read .*; mend the file or leave"):
+        check(GOOD, train=sources)
 
 
 def test_a_template_that_cannot_render_is_refused(check, tokenizer, monkeypatch):

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 from mars_train.data import varied_tasks
 from mars_train.data.varied_tasks import SHARES, draw_varied
 from mars_train.run.scratch import train_tokenizer

@@ -1,5 +1,5 @@
-import itertools
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -142,9 +142,19 @@ def test_a_chunk_holds_at_least_one_label(logits_seen):
 # --- gradient checkpointing, compilation and sharding ---------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.full,  # builds C++ for a minute
+        pytest.mark.skipif(shutil.which("g++") is None, reason="it needs a C++ compiler"),
+    ],
+)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.filterwarnings("ignore")  # torch's own warnings
-def test_the_compiled_objective_equals_the_eager_one_at_every_shape():
+def test_the_compiled_objective_equals_the_eager_one_at_every_shape(backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     eager = Objective(build_model(), masked=True)
     compiled = Objective(build_model(), masked=True, compile=True)
     batches = [build_batch(num, seed=num) for num in (8, 11, 5)]
@@ -163,7 +173,7 @@ def compare_sharded_with_whole():
     batches = [build_batch(seed=seed) for seed in range(size)]
     whole = Objective(build_model(), masked=True)
     expected = [gradients(whole, batch) for batch in batches]
-    for reshard, checkpointing in itertools.product([None, True], [False, True]):
+    for reshard, checkpointing in [(None, False), (True, True)]:
         objective = Objective(build_model().train(), masked=True)
         if checkpointing:
             checkpoint_layers(objective.model)
@@ -269,7 +279,7 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
         return graph.forward
 
     attend = compiled_flex_attention(0.25, backend=count)
-    shapes = [(rows, blocks) for rows in (3, 1, 2, 5) for blocks in (2, 1, 3, 4)]
+    shapes = [(rows, blocks) for rows in (3, 1) for blocks in (2, 1, 3)]
     for grad in (True, False):
         for rows, blocks in shapes:
             batch = long_batch(blocks * FLEX_MULTIPLE, rows)
@@ -282,7 +292,7 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
                 query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True
             )
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-    assert 8 < len(graphs) < 16  # behind torch's own limit, yet not one for each shape
+    assert 8 < len(graphs) < 12  # behind torch's own limit, yet not one for each shape
 
 
 @pytest.mark.parametrize("wanted", ["auto", "flex"])

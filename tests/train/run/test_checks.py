@@ -1,5 +1,6 @@
 """Refusals that come before torch is loaded or Ray started, and those that come before Ray."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from chats import GOOD, LONG, write_lines
+from chats import GOOD, LONG, chat, write_lines
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TOKENS_FILE
 from mars_train.recipe import Recipe
@@ -74,21 +75,19 @@ def change(file, **values):
 
 def test_a_usable_recipe_passes_and_nothing_is_written(content, model, tmp_path):
     content["checkpoints"] = {"storage": str(tmp_path / "out" / "checkpoints")}
-    checked = check(content)
-    assert checked.base == model
-    assert len(checked.first_rows.rows) == 3
+    assert check(content) == model
     assert not (tmp_path / "out").exists()
 
 
 def test_a_relative_path_of_a_model_is_made_absolute_for_the_workers(content, model, monkeypatch):
     monkeypatch.chdir(model.parent)
     content["model"]["base"] = model.name
-    assert check(content).base == model
+    assert check(content) == model
 
 
 def test_a_recipe_of_a_new_model_passes(content):
     content["model"] = {"scratch": {"config": {"model_type": "qwen2"}}}
-    assert check(content).base is None
+    assert check(content) is None
 
 
 def test_a_missing_model_is_refused(content, tmp_path):
@@ -140,39 +139,6 @@ def test_missing_files_are_refused_by_their_setting(content, setting, tmp_path):
     assert refusal(content).startswith(f"{setting}: there is no file or directory {tmp_path}/none")
 
 
-def test_training_rows_of_another_format_are_refused(content, tmp_path):
-    write_lines(tmp_path / "train.jsonl", GOOD, '{"text": "Hello"}', GOOD)
-    assert refusal(content).startswith("data.train: 1 bad rows, and data.max_bad_rows allows 0: ")
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("", "empty line"),
-        ('{"messages": []}', "messages: the last turn must have the role 'assistant'"),
-        (json.dumps({**json.loads(GOOD), "answer": ""}), "answer: must not be empty; leave it"),
-    ],
-)
-def test_a_bad_held_out_row_is_refused_by_its_line(content, row, problem, tmp_path):
-    file = write_lines(tmp_path / "held-out.jsonl", GOOD, row)
-    message = refusal(content)
-    assert message.startswith(f"evaluation.data: {file}:2: {problem}")
-    assert message.endswith("; mend or remove the row")
-    content["evaluation"]["max_items"] = 1
-    check(content)  # the row is not used
-
-
-def test_held_out_files_without_rows_are_refused(content, tmp_path):
-    write_lines(tmp_path / "held-out.jsonl")
-    assert refusal(content).startswith("evaluation.data: the files hold no row; ")
-
-
-def test_compressed_held_out_files_are_refused(content, tmp_path):
-    file = write_lines(tmp_path / "held-out.jsonl.gz", GOOD)
-    content["evaluation"]["data"] = [str(file)]
-    assert refusal(content) == f"evaluation.data: {file} is compressed; unpack it"
-
-
 def test_an_output_that_is_used_is_refused(content, tmp_path):
     write_lines(tmp_path / "out" / "notes.txt")
     assert refusal(content).startswith(f"output: {tmp_path / 'out'} is not empty; name a new")
@@ -204,7 +170,7 @@ def test_a_run_of_another_recipe_is_refused(content):
 def test_a_resumed_run_needs_its_tokenised_data_only(content, tmp_path):
     directory = kept(content)
     (tmp_path / "train.jsonl").unlink()
-    assert check(content).first_rows is None
+    check(content)
     (directory.data / TOKENS_FILE).unlink()
     message = refusal(content)
     assert message.startswith(f"{directory.data / TOKENS_FILE}: cannot be read")
@@ -271,9 +237,9 @@ def test_a_refused_command_imports_neither_torch_nor_ray(content, tmp_path):
 
 def prepare(content):
     directory = directory_of(content)
-    checked = check_before_start(directory)
+    base = check_before_start(directory)
     with directory.claimed():
-        return prepare_start(directory, checked, QUIET)
+        return prepare_start(directory, base, QUIET)
 
 
 def refused(content):
@@ -327,8 +293,28 @@ def test_data_that_the_template_cannot_render_is_refused(content, model):
     assert "messages: the chat template cannot render them (No such role)" in message
 
 
-def test_a_held_out_prompt_without_room_for_an_output_is_refused(content, tmp_path):
-    row = json.loads(GOOD)
-    row["messages"][0]["content"] = "Count " * 200
-    write_lines(tmp_path / "held-out.jsonl", json.dumps(row))
-    assert "leaves no room for an output in the model's context of 192" in refused(content)
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("", "empty line"),
+        (json.dumps({**json.loads(GOOD), "answer": ""}), "answer: must not be empty; leave it"),
+        (json.dumps(chat("Count " * 200, "x")), "messages: the prompt has "),
+    ],
+)
+def test_a_bad_held_out_row_is_refused_by_its_line(content, row, problem, tmp_path):
+    file = write_lines(tmp_path / "held-out.jsonl", GOOD, row)
+    assert refused(content).startswith(f"{file}:2: {problem}")
+    content["evaluation"]["max_items"] = 1
+    prepare(content)  # the row is not used
+
+
+def test_held_out_files_without_rows_are_refused(content, tmp_path):
+    write_lines(tmp_path / "held-out.jsonl")
+    assert "the files hold no row; name files with conversations" in refused(content)
+
+
+def test_compressed_held_out_files_are_read(content, tmp_path):
+    file = tmp_path / "held-out.jsonl.gz"
+    file.write_bytes(gzip.compress(GOOD.encode()))
+    content["evaluation"]["data"] = [str(file)]
+    assert len(prepare(content).held_out.items) == 1

@@ -1,12 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from histories import held_out, record
 from mars_train.run.curves import plot_curves, write_curves_page
-from mars_train.stage.history import HeldOutScore, History, ThresholdScore
+from mars_train.stage.history import HeldOutScore, ThresholdScore, TrainingHistory
 
 
 @pytest.fixture
@@ -34,24 +35,23 @@ def unchecked(step):
 
 
 HISTORIES = {
-    "scores": History(steps(*[9 / (1 + i) for i in range(200)]), [held_out(0), held_out(200)]),
-    "no scores": History(steps(3.0, 2.0, 1.0)),
-    "one step": History(steps(2.0), [held_out(0), held_out(1)]),
-    "not a number": History(steps(math.nan, 2.0, math.nan, 1.0), [held_out(0)]),
-    "nothing finite": History(steps(math.nan, math.nan)),
-    "no step": History([], [held_out(0)]),
-    "nothing": History(),
-    "ar": History(ar_steps(3.0, 2.0)),
-    "nothing checkable": History(steps(2.0), [unchecked(0), unchecked(1)]),
+    "scores": TrainingHistory(
+        steps(*[9 / (1 + i) for i in range(200)]), [held_out(0), held_out(200)]
+    ),
+    "one step": TrainingHistory(steps(2.0), [held_out(0), held_out(1)]),
+    "nothing finite": TrainingHistory(steps(math.nan, math.nan)),
+    "nothing": TrainingHistory(),
+    "ar": TrainingHistory(ar_steps(3.0, 2.0)),
+    "nothing checkable": TrainingHistory(steps(2.0), [unchecked(0), unchecked(1)]),
 }
 
 
-@pytest.mark.parametrize("case", HISTORIES)
-def test_any_history_is_drawn(tmp_path, case):
-    plot_curves({case: HISTORIES[case]}, tmp_path / "curves.png")
+def test_any_history_is_drawn(tmp_path):
+    plot_curves(HISTORIES, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")  # [height, width, 4]
-    assert picture.shape == (396, 1760, 4)
-    assert picture.min() < 0.1 < 0.9 < picture.max()
+    assert picture.shape == (396 * len(HISTORIES), 1760, 4)
+    for row in np.split(picture, len(HISTORIES)):
+        assert row.min() < 0.1 < 0.9 < row.max()
 
 
 def test_curves_show_the_figures_of_the_history(tmp_path, drawn):
@@ -74,7 +74,9 @@ def test_curves_show_the_figures_of_the_history(tmp_path, drawn):
 def test_training_loss_is_smoothed_over_finite_values(tmp_path, drawn):
     losses = [math.nan, *[3.0] * 99]
     losses[50:52] = 6.0, math.nan
-    plot_curves({"ar": History(ar_steps(*losses))}, tmp_path / "curves.png")  # windows of 2 steps
+    plot_curves(
+        {"ar": TrainingHistory(ar_steps(*losses))}, tmp_path / "curves.png"
+    )  # windows of 2 steps
     shown = list(drawn[0].axes[0].lines[0].get_ydata())
     assert math.isnan(shown[0])
     assert shown[1:50] == [3.0] * 49

@@ -28,7 +28,7 @@ from mars_train.storage.directories import Storage
 from stage_runs import MAX_LENGTH, PROBE, build_job, run_stage, write_start
 
 ADAPTER = {"rank": 4}
-SCALINGS = [(1, "ddp"), (3, "ddp"), (2, "fsdp2")]
+SCALINGS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2")]
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +115,12 @@ def test_the_mask_loss_falls_and_the_base_stays_bit_for_bit(start, straight, wor
         assert torch.equal(model.get_parameter(name), outcome.weights[name]), name
 
 
-@pytest.mark.parametrize(("workers", "strategy"), SCALINGS)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(job_of, straight, workers, strategy):
-    scaling = {"workers": workers, "strategy": strategy}
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(job_of, straight):
+    scaling = {"workers": 2, "strategy": "fsdp2"}
     assert run_stage(job_of(**scaling), stop_at=5).finished is False
     resumed = run_stage(job_of(**scaling))
     assert "step-00000005" in resumed.reporter.said[0]
-    _, uninterrupted = straight(workers, strategy)
+    _, uninterrupted = straight(**scaling)
     assert resumed.history == uninterrupted.history
     for name, weight in uninterrupted.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
@@ -158,7 +157,7 @@ def test_checkpoints_hold_what_is_trained_and_no_more(job_of):
     assert all("lora_" in name or "mask_row" in name for name in names)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_other_families_are_trained(job_of, tmp_path, family):
     start = write_start(tmp_path / "start", family=family, tie_word_embeddings=False)
     adapter = {**ADAPTER, "target_modules": ["o_proj", "down_proj"]}

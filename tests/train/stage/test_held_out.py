@@ -151,9 +151,8 @@ def test_thresholds_are_decoded_in_falling_order_from_1(scored):
     assert [each.accuracy for each in scored.thresholds] == [0.0] * 3  # the model is untrained
 
 
-@pytest.mark.parametrize("num_workers", [2, 9])  # nine leave two without a conversation
-def test_scores_do_not_depend_on_the_number_of_workers(scored, start, file, num_workers):
-    for score in run_group(score_set, num_workers, start, file, True):
+def test_scores_do_not_depend_on_the_number_of_workers(scored, start, file):
+    for score in run_group(score_set, 8, start, file, True):  # one has no conversation
         np.testing.assert_allclose(score.loss_by_depth, scored.loss_by_depth, rtol=1e-6)
         assert score.thresholds == scored.thresholds
 

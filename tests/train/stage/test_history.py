@@ -4,12 +4,12 @@ import math
 import pytest
 
 from histories import held_out, record
-from mars_train.stage.history import HeldOutScore, History, ThresholdScore, read_history
+from mars_train.stage.history import HeldOutScore, ThresholdScore, TrainingHistory, read_history
 
 
 def test_a_history_survives_writing_and_reading_exactly(tmp_path):
     losses = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 1e22]
-    history = History([record(loss) for loss in losses], [held_out(0), held_out(4)])
+    history = TrainingHistory([record(loss) for loss in losses], [held_out(0), held_out(4)])
     history.write(tmp_path / "history.json")
     again = read_history(tmp_path / "history.json")
     assert again == history
@@ -19,7 +19,9 @@ def test_a_history_survives_writing_and_reading_exactly(tmp_path):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_infinities_and_nan_are_read_as_nan(tmp_path, loss):
-    History([record(loss, gradient_norm=math.inf, skipped=True)]).write(tmp_path / "history.json")
+    TrainingHistory([record(loss, gradient_norm=math.inf, skipped=True)]).write(
+        tmp_path / "history.json"
+    )
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -34,7 +36,7 @@ def test_infinities_and_nan_are_read_as_nan(tmp_path, loss):
 
 def test_non_finite_scores_survive_writing_and_reading(tmp_path):
     score = HeldOutScore(0, [math.nan], [ThresholdScore(1.0, 0.0, 1.0)])
-    History([], [score]).write(tmp_path / "history.json")
+    TrainingHistory([], [score]).write(tmp_path / "history.json")
     (again,) = read_history(tmp_path / "history.json").scores
     assert math.isnan(again.loss_by_depth[0])
 

@@ -23,7 +23,7 @@ ALL = {
     "depth_decay": 0.8,
     "distillation": {"weight": 0.5, "target": "argmax"},
     "on_policy": {"share": 0.5},
-    "max_steps": 8,
+    "max_steps": 4,
 }
 
 
@@ -48,7 +48,7 @@ def job_of(made, tmp_path):
 
 def test_a_run_with_all_options_resumes_bit_for_bit_and_scales(job_of):
     straight = run_stage(job_of("straight"))
-    stopped = run_stage(job_of(), stop_at=5)
+    stopped = run_stage(job_of(), stop_at=3)
     assert (stopped.error, stopped.finished) == (None, False)
     resumed = run_stage(job_of())
     assert resumed.history == straight.history

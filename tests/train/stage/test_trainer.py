@@ -93,26 +93,16 @@ def flip_bit(file):
 # --- splitting a step -----------------------------------------------------------------------------
 
 
-def test_workers_and_micro_batches_do_not_change_the_losses(job_of):
-    stage = {"max_steps": 20}
-    one = run_stage(job_of("1", stage=stage, workers=1))  # accumulates 4 micro-batches
-    two = run_stage(job_of("2", stage=stage, workers=2))
-    four = run_stage(job_of("4", stage=stage, workers=4))
-    sharded = run_stage(job_of("sharded", stage=stage, workers=2, strategy="fsdp2"))
-    assert_close(two, one, 20)
-    assert_close(four, one, 20)
-    assert_close(sharded, two, 20)
+def test_workers_and_micro_batches_do_not_change_the_losses(straight):
+    one, two = straight(1), straight(2)  # one worker accumulates 4 micro-batches
+    three, sharded = straight(3), straight(2, "fsdp2")
+    assert_close(two, one, 8)
+    assert_close(three, one, 8)  # shares of 5, 5 and 6
+    assert_close(sharded, two, 8)
     assert_same_weights(sharded, two, atol=1e-5)
-    assert_same_weights(four, one, atol=1e-3)  # Adam enlarges rounding where gradients vanish
-    assert one.losses[-1] < one.losses[0] - 1
-    assert [s.num_tokens for s in four.history.steps] == [s.num_tokens for s in one.history.steps]
-
-
-def test_workers_without_a_conversation_do_not_change_the_losses(job_of):
-    stage = {"batch_size": 10, "micro_batch_size": 1, "max_steps": 6}
-    one = run_stage(job_of("1", stage=stage))
-    three = run_stage(job_of("3", stage=stage, workers=3))  # shares of 3, 3 and 4
-    assert_close(three, one, 6)
+    assert_same_weights(three, one, atol=1e-3)  # Adam enlarges rounding where gradients vanish
+    assert one.losses[-1] < one.losses[0] - 0.3
+    assert [s.num_tokens for s in three.history.steps] == [s.num_tokens for s in one.history.steps]
 
 
 def test_the_first_step_is_the_mean_over_the_labels_of_its_conversations(job_of, start, data):
@@ -161,9 +151,7 @@ def test_the_incomplete_last_batch_of_an_epoch_is_dropped(job_of):
 # --- resuming -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")]
-)
+@pytest.mark.parametrize(("workers", "strategy"), [(3, "ddp"), (2, "fsdp2")])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(job_of, straight, workers, strategy):
     scaling = {"workers": workers, "strategy": strategy}
     stopped = run_stage(job_of("resumed", **scaling), stop_at=5)
@@ -309,12 +297,11 @@ def poisoned_steps(seed):
     return [step for step in range(12) if 7 in step_rows(24, 4, seed, step)[1]]
 
 
-@pytest.mark.parametrize(("workers", "strategy"), [(2, "ddp"), (2, "fsdp2")])
-def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned, workers, strategy):
+def test_a_non_finite_step_is_skipped_and_counted(job_of, poisoned):
     job = job_of(
         stage=POISONED_STAGE,
-        workers=workers,
-        strategy=strategy,
+        workers=2,
+        strategy="fsdp2",
         checkpoints={"every_steps": 1, "keep": 99},
         **poisoned,
     )

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mars_platform.data.answers import ANSWER_MARK
+from mars_platform.data.conversations import ANSWER_MARK
 
 _THINGS = ["apples", "bells", "books", "cards", "coins", "cups", "hats", "pens", "shells", "stamps"]
 _MAX_CHANGE = 5

@@ -6,6 +6,7 @@ Imports no Ray.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -15,12 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.tokenizer import read_tokenizer
 from mars_platform.data.conversations import Conversation
+from mars_platform.data.files import find_files, parse_row, read_rows
 from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
 from mars_platform.data.rendering import render_turns
 from mars_platform.errors import UserError, one_line
-from mars_train.data.files import parse_row
-from mars_train.data.first_rows import FirstRows
-from mars_train.data.row_report import RowCounts
+from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
 from mars_train.recipe import Recipe
 
 ENCODED_SCHEMA = pa.schema(
@@ -33,8 +33,8 @@ ENCODED_SCHEMA = pa.schema(
         ("reason", pa.string()),  # null if used
     ]
 )
-_ENCODED_ROWS = 200
-"""Most of the first rows that are encoded before all of them: a fraction of a second's work."""
+_FIRST_ROWS = 200
+"""Rows that are encoded before all others: a fraction of a second's work."""
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -50,25 +50,35 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_first_rows(
-    first: FirstRows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
 ) -> None:
-    """Refuse data whose first rows a model's tokenizer and chat template cannot encode.
+    """Refuse data whose first rows show already that it is unusable; reading all of it takes long.
 
     Raises:
-        UserError: see `FirstRows.check` and `check_vocabulary`.
+        UserError: a file cannot be read, too many of the rows are bad, or all of them are too few;
+            see `check_vocabulary` as well.
     """
-    rows, dropped, max_token_id = first.rows[:_ENCODED_ROWS], list[str](), 0
-    encoder, data = training_encoder(tokenizer), recipe.data
-    for row in rows:
-        content = {"line": row.line, "content": row.content}
-        columns = _encode_row(content, encoder, data.loss_on, data.max_length)
+    data, counts, dropped = recipe.data, RowCounts(), list[str]()
+    encoder, files = training_encoder(tokenizer), find_files(data.train)
+    rows = ((file, *row) for file in files for row in read_rows(file))
+    first = list(islice(rows, _FIRST_ROWS + 1))
+    for file, line, content in first[:_FIRST_ROWS]:
+        if line == 0:
+            raise UserError(f"data.train: {file} {content.decode()}; mend the file or leave it out")
+        row = {"line": line, "content": content}
+        columns = _encode_row(row, encoder, data.loss_on, data.max_length)
         if columns["status"] == "dropped":
-            dropped.append(f"{row.file}:{row.line}: {columns['reason']}")
-        max_token_id = max([max_token_id, *columns["input_ids"]])
-    counts = RowCounts(num_examples=len(rows) - len(dropped), num_bad=len(dropped))
-    encoded = FirstRows(rows, are_all=first.are_all and len(rows) == len(first.rows))
-    encoded.check(counts, dropped, recipe)
-    check_vocabulary(max_token_id, vocabulary_size)
+            dropped.append(f"{file}:{line}: {columns['reason']}")
+            counts.num_bad += 1
+        else:
+            counts.num_examples += 1
+            counts.max_token_id = max(counts.max_token_id, *columns["input_ids"])
+    are_all = len(first) <= _FIRST_ROWS
+    if are_all or counts.num_bad > data.max_bad_rows:
+        refuse_bad_data(counts, data.max_bad_rows, dropped)
+    if are_all:
+        refuse_few_rows(counts.num_examples, recipe)
+    check_vocabulary(counts.max_token_id, vocabulary_size)
 
 
 def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:

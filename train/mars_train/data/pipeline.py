@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
 
+from mars_platform.data.files import absolute_url, find_files, read_rows
 from mars_platform.errors import UserError, one_line
 from mars_train.data.encoding import encode_rows
-from mars_train.data.files import absolute_url, find_files, read_rows
 from mars_train.data.row_report import REPORT_FILE, RowCounts, RowReport, refuse_bad_data
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import DataSettings

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from mars_platform.config import Settings, describe_validation_error
 from mars_platform.errors import UserError, one_line
-from mars_train.storage.disk import sync
+from mars_train.storage.directories import sync
 
 HEADER_FILE, INDEX_FILE = "store.json", "index.npy"
 TOKENS_FILE, SUPERVISED_FILE = "tokens.bin", "supervised.bin"

@@ -13,18 +13,18 @@ from rich.console import Console
 
 from mars_platform.cli.pictures import house_style, write_pictures
 from mars_platform.cli.report import Column, finish_axes, table_of, write_picture
-from mars_train.stage.history import History
+from mars_train.stage.history import TrainingHistory
 
 _SMOOTHED_SHARE = 50
 
 
-def plot_curves(histories: Mapping[str, History], path: Path) -> None:
+def plot_curves(histories: Mapping[str, TrainingHistory], path: Path) -> None:
     """Plot the curves of stages into a file, whose suffix gives the format; see `picture_of`."""
     with house_style():
         write_picture(path, picture_of(histories))
 
 
-def write_curves_page(title: str, histories: Mapping[str, History], path: Path) -> None:
+def write_curves_page(title: str, histories: Mapping[str, TrainingHistory], path: Path) -> None:
     """Write an HTML page with the curves of stages, and the last scores of each."""
 
     def show(console: Console) -> None:
@@ -47,7 +47,7 @@ def write_curves_page(title: str, histories: Mapping[str, History], path: Path) 
     write_pictures(draw, title=title, show=show, plot=None, page=path)
 
 
-def picture_of(histories: Mapping[str, History]) -> Figure:
+def picture_of(histories: Mapping[str, TrainingHistory]) -> Figure:
     """Draw one row per stage: loss, loss by depth, accuracy, tokens per forward pass.
 
     Args:
@@ -65,7 +65,7 @@ def picture_of(histories: Mapping[str, History]) -> Figure:
     return figure
 
 
-def _draw_losses(axis: Any, stage: str, history: History) -> None:
+def _draw_losses(axis: Any, stage: str, history: TrainingHistory) -> None:
     axis.set_title(f"stage {stage}: training loss, nats")
     axis.set_yscale("log")
     steps = range(1, len(history.steps) + 1)
@@ -76,7 +76,7 @@ def _draw_losses(axis: Any, stage: str, history: History) -> None:
             axis.plot(steps, _smoothed(losses), label=label)
 
 
-def _draw_depths(axis: Any, history: History) -> None:
+def _draw_depths(axis: Any, history: TrainingHistory) -> None:
     axis.set_title("held-out loss by depth, nats")
     axis.set_yscale("log")
     steps = [score.step for score in history.scores]
@@ -86,7 +86,7 @@ def _draw_depths(axis: Any, history: History) -> None:
         axis.plot(steps, losses, marker=".", label=f"depth {depth}")
 
 
-def _draw_thresholds(axis: Any, history: History, figure: str, title: str) -> None:
+def _draw_thresholds(axis: Any, history: TrainingHistory, figure: str, title: str) -> None:
     axis.set_title(title)
     for index in range(len(history.scores[0].thresholds) if history.scores else 0):
         values = [getattr(score.thresholds[index], figure) for score in history.scores]

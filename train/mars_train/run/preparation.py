@@ -10,10 +10,9 @@ from rich.console import Console
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.data.files import read_conversations
 from mars_platform.errors import UserError
 from mars_train.data.encoding import check_first_rows, check_tokenizer
-from mars_train.data.files import read_conversations
-from mars_train.run.checks import Checked
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.scratch import create_model
 from mars_train.stage.held_out import HeldOutSet, read_held_out
@@ -28,12 +27,12 @@ class Start:
     """Conversations to score the model on; None for no scoring."""
 
 
-def prepare_start(directory: RunDirectory, checked: Checked, console: Console) -> Start:
+def prepare_start(directory: RunDirectory, base: Path | None, console: Console) -> Start:
     """Keep the recipe, create the model if there is none, and read the held-out set.
 
     Args:
         directory: the directory of the run; it is cleared if the run is refused.
-        checked: the parts of the recipe that have been checked.
+        base: directory of the model to start from; None for a new one.
         console: the console to print to.
 
     Raises:
@@ -42,14 +41,12 @@ def prepare_start(directory: RunDirectory, checked: Checked, console: Console) -
     recipe = directory.recipe
     with directory.cleared_if_refused():
         directory.keep_recipe()
-        checkpoint = read_checkpoint(checked.base or _new_model(directory, console))
+        checkpoint = read_checkpoint(base or _new_model(directory, console))
         _check_family(checkpoint)
         recipe.data.check_context(checkpoint.max_length)
         check_tokenizer(checkpoint.tokenizer)
-        if checked.first_rows is not None:
-            check_first_rows(
-                checked.first_rows, recipe, checkpoint.tokenizer, checkpoint.config.vocab_size
-            )
+        if not directory.data.exists():
+            check_first_rows(recipe, checkpoint.tokenizer, checkpoint.config.vocab_size)
         held_out = None
         if recipe.evaluation is not None:
             held_out = read_held_out(recipe.evaluation, recipe.data, checkpoint)

@@ -31,7 +31,7 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
         Stopped: the process was told to terminate; the run can be resumed.
     """
     directory = RunDirectory(recipe, recipe.output.resolve())
-    checked = check_before_start(directory)
+    base = check_before_start(directory)
     with directory.claimed():
         if directory.is_resumed():
             console.print(f"resuming the run in {directory.path}", highlight=False)
@@ -39,7 +39,7 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
         # that take transformers come before Ray starts.
         from mars_train.run.preparation import prepare_start
 
-        start = prepare_start(directory, checked, console)
+        start = prepare_start(directory, base, console)
         from mars_train.run.stages import train_stages
 
         train_stages(directory, start, console)

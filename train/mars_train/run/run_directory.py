@@ -19,7 +19,7 @@ from mars_platform.config import load_settings
 from mars_platform.errors import UserError
 from mars_train.data.row_report import REPORT_FILE
 from mars_train.recipe import Recipe, TrainedStage
-from mars_train.stage.history import HISTORY_FILE, History, read_history
+from mars_train.stage.history import HISTORY_FILE, TrainingHistory, read_history
 
 _RECIPE, _LOCK = "recipe.yaml", ".lock"
 _LEFT_BY_REFUSALS = {REPORT_FILE, _LOCK}
@@ -72,7 +72,7 @@ class RunDirectory:
         """Copy of the recipe."""
         return self.path / _RECIPE
 
-    def histories(self) -> dict[str, History]:
+    def histories(self) -> dict[str, TrainingHistory]:
         """Return the history of each stage that is trained, by the stage's name and in order."""
         stages = self.recipe.trained_stages
         files = {stage.name: self.trained(stage) / HISTORY_FILE for stage in stages}

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.errors import UserError
-from mars_train.stage.history import HISTORY_FILE, History, read_history
-from mars_train.stage.job import Reporter, StageJob
+from mars_train.stage.history import HISTORY_FILE, TrainingHistory, read_history
+from mars_train.stage.job import HostConnection, StageJob
 from mars_train.stage.parallel import Workers
 from mars_train.stage.stored_state import CHECKPOINT_PREFIX, STATE_FILE, refuse_other_run
 from mars_train.storage.directories import SaveFailed, Storage
@@ -29,7 +29,7 @@ class TrainingState:
     optimizer: AdamW
     """Optimizer, with its moments already allocated for every parameter that is trained."""
     schedule: LambdaLR
-    history: History
+    history: TrainingHistory
 
     @property
     def step(self) -> int:
@@ -56,7 +56,7 @@ class Checkpoints:
     """The checkpoints of one stage; all workers call every method together."""
 
     def __init__(
-        self, job: StageJob, fingerprint: str, workers: Workers, reporter: Reporter
+        self, job: StageJob, fingerprint: str, workers: Workers, reporter: HostConnection
     ) -> None:
         self._job, self._fingerprint = job, fingerprint
         self._workers, self._reporter = workers, reporter

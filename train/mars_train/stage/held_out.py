@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.data.files import find_files, read_checked_rows
 from mars_platform.method.mode import Mode
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
@@ -27,7 +29,6 @@ from mars_serve.measure.evaluation.decoding import (
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import score
 from mars_train.data.encoding import encode_conversation, training_encoder
-from mars_train.data.files import find_files, read_conversations
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
 from mars_train.recipe import DataSettings, EvaluationSettings
@@ -55,19 +56,17 @@ def read_held_out(
     Raises:
         UserError: a file is missing, or any row is bad.
     """
-    found = find_files(settings.data, "evaluation.data")
-    files = [Path(file) for file in found]
+    files = [Path(file) for file in find_files(settings.data, "evaluation.data")]
     items = read_items(
         files,
         checkpoint.tokenizer,
         max_length=checkpoint.max_length,
         max_items=settings.max_items,
     )
-    conversations = read_conversations(found, "evaluation.data")
     encoder = training_encoder(checkpoint.tokenizer)
     rows = [
         encode_conversation(encoder, conversation, data.loss_on, data.max_length)
-        for conversation, _ in zip(conversations, items, strict=False)
+        for _, conversation, _ in islice(read_checked_rows(files, "evaluation.data"), len(items))
     ]
     return HeldOutSet(items, rows)
 

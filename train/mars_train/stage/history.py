@@ -70,7 +70,7 @@ class HeldOutScore:
 
 
 @dataclass
-class History:
+class TrainingHistory:
     """Steps and scores of a stage, oldest first."""
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -86,9 +86,9 @@ class History:
         path.write_bytes(_FILE.dump_json(self) + b"\n")
 
 
-_FILE = TypeAdapter(History)
+_FILE = TypeAdapter(TrainingHistory)
 
 
-def read_history(path: Path) -> History:
-    """Read a file that `History.write` wrote."""
+def read_history(path: Path) -> TrainingHistory:
+    """Read a file that `TrainingHistory.write` wrote."""
     return _FILE.validate_json(path.read_bytes())

@@ -69,7 +69,7 @@ class Notice:
     """Save a checkpoint and end."""
 
 
-class Reporter(Protocol):
+class HostConnection(Protocol):
     """A worker's connection to its host; the first three methods act on rank 0 only."""
 
     def progress(self, progress: Progress) -> None:

@@ -40,8 +40,8 @@ from mars_train.recipe import MarsStage, TrainedStage
 from mars_train.stage.adapter import add_adapter
 from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
-from mars_train.stage.history import HISTORY_FILE, History, StepRecord
-from mars_train.stage.job import Notice, Reporter, StageJob
+from mars_train.stage.history import HISTORY_FILE, StepRecord, TrainingHistory
+from mars_train.stage.job import HostConnection, Notice, StageJob
 from mars_train.stage.parallel import Workers, whole_parameters
 from mars_train.stage.progress import Progress
 from mars_train.storage.directories import SaveFailed, Storage
@@ -60,7 +60,7 @@ class StageTrainer:
     objective_type = Objective
     """Class of the objective, which a subclass may change."""
 
-    def __init__(self, job: StageJob, workers: Workers, reporter: Reporter) -> None:
+    def __init__(self, job: StageJob, workers: Workers, reporter: HostConnection) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter
         recipe = job.recipe
         set_seed(recipe.seed)
@@ -85,7 +85,7 @@ class StageTrainer:
         return self.state.step
 
     @property
-    def history(self) -> History:
+    def history(self) -> TrainingHistory:
         """Records and scores of the stage so far."""
         return self.state.history
 
@@ -186,7 +186,7 @@ class StageTrainer:
             }
         num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, self.total_steps)
-        return TrainingState(self.model, optimizer, schedule, History())
+        return TrainingState(self.model, optimizer, schedule, TrainingHistory())
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     switch({"use_reentrant": False})
 
 
-def warn_of_slow_bfloat16(workers: Workers, reporter: Reporter) -> None:
+def warn_of_slow_bfloat16(workers: Workers, reporter: HostConnection) -> None:
     """Warn, from the first worker, of a run in mixed precision that bfloat16 makes slower."""
     if workers.rank != 0 or workers.precision != "bf16" or workers.device.type != "cpu":
         return

@@ -34,7 +34,6 @@ from mars_platform.checkpoint.manifest import (
     verify,
 )
 from mars_platform.errors import UserError
-from mars_train.storage.disk import sync
 
 _PARTIAL = ".partial-"
 _REFUSED = ".refused-"
@@ -318,3 +317,12 @@ def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEn
     for file in entries:
         sync(directory / file)
     return entries
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk, to survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

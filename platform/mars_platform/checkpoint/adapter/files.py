@@ -33,8 +33,7 @@ from mars_platform.checkpoint.adapter.settings import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
-from mars_platform.checkpoint.metadata import MASK_TOKEN, METADATA_FILE
-from mars_platform.checkpoint.references import ADAPTER_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, MASK_TOKEN, METADATA_FILE
 from mars_platform.checkpoint.tokenizer import mask_id, read_tokenizer
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from mars_autoscale.traces.files import TraceRequest
-from mars_platform.data.conversations import parse_conversation, read_answer
+from mars_platform.data.files import read_checked_rows
 from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 
@@ -83,33 +83,18 @@ class LoadPlan:
 
 
 def read_questions(path: Path, most: int) -> list[Question]:
-    """Read the first ``most`` conversations of a JSONL file, as ``marsray eval`` does.
+    """Read the first ``most`` conversations of a file, as ``marsray eval`` does.
 
     Raises:
         UserError: the file cannot be read or holds no row, or a row is bad; names file and line.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            questions = [
-                _question(f"{path}:{line}", text)
-                for line, text in enumerate(islice(file, most), start=1)
-            ]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--data: {path} cannot be read ({reason}); check the file") from error
+    questions = [
+        Question(source, [message.model_dump() for message in row.messages[:-1]], answer)
+        for source, row, answer in islice(read_checked_rows([path], "--data"), most)
+    ]
     if not questions:
         raise UserError(f"--data: {path} holds no row; name a file with conversations")
     return questions
-
-
-def _question(source: str, text: str) -> Question:
-    try:
-        row = parse_conversation(text)
-        answer = read_answer(row)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    messages = [message.model_dump() for message in row.messages[:-1]]
-    return Question(source, messages, answer)
 
 
 def made_up_requests(

@@ -15,7 +15,7 @@ from statistics import fmean
 import httpx
 from pydantic import ValidationError
 
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 from mars_serve.bench.load.answers import LiveModel, StreamEvent, ThresholdAnswer
 from mars_serve.bench.load.plan import LoadPlan, PlannedRequest
 

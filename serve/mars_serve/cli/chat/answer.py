@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Choice:
+class DecodingChoice:
     """How answers are decoded; None leaves it to the model, or to the server."""
 
     mode: str | None = None
@@ -36,12 +36,12 @@ class Part:
     """On the last part: the mode and τ that were used, and why the answer ended."""
 
 
-class Model(Protocol):
+class ChatModel(Protocol):
     """A model that continues conversations."""
 
     name: str
 
-    def answer(self, messages: Sequence[Message], choice: Choice) -> Iterator[Part]:
+    def answer(self, messages: Sequence[Message], choice: DecodingChoice) -> Iterator[Part]:
         """Yield the parts of the next answer; closing the iterator ends it.
 
         Raises:

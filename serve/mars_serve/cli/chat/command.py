@@ -17,7 +17,7 @@ from mars_serve.measure.options import Adapter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mars_serve.cli.chat.answer import Model
+    from mars_serve.cli.chat.answer import ChatModel
 
 _PROMPT = "> "
 
@@ -62,15 +62,15 @@ def chat(
     from rich.console import Console
 
     from mars_platform.errors import UserError
-    from mars_serve.cli.chat.answer import Choice
-    from mars_serve.cli.chat.conversation import Conversation
+    from mars_serve.cli.chat.answer import DecodingChoice
+    from mars_serve.cli.chat.conversation import ChatConversation
 
     if threshold is not None and not 0.0 < threshold <= 1.0:
         raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
     found = _model(target, model, adapter, key_env)
     console, errors = Console(), Console(stderr=True)
-    choice = Choice(mode, threshold, max_tokens, temperature)
-    conversation = Conversation(found, console, choice=choice, system=system, as_json=as_json)
+    choice = DecodingChoice(mode, threshold, max_tokens, temperature)
+    conversation = ChatConversation(found, console, choice=choice, system=system, as_json=as_json)
     if sys.stdin.isatty():
         hint = f"{found.name}; /help shows the commands, Ctrl-D ends the chat"
         errors.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -79,7 +79,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def _model(target: str, model: str | None, adapter: Path | None, key_env: str | None) -> Model:
+def _model(target: str, model: str | None, adapter: Path | None, key_env: str | None) -> ChatModel:
     """Return the model of a server, or load one.
 
     Raises:

@@ -15,7 +15,7 @@ from rich.console import Console
 from mars_platform.cli.shading import ShadedStream
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.cli.chat.answer import Choice, Figures, Message, Model
+from mars_serve.cli.chat.answer import ChatModel, DecodingChoice, Figures, Message
 
 HELP = """\
 /mode [ar|threshold|exact]  decode in another mode; without one, in the model's own
@@ -28,15 +28,15 @@ several lines."""
 _QUOTES = '"""'
 
 
-class Conversation:
+class ChatConversation:
     """The messages so far, and how the next answer is decoded."""
 
     def __init__(
         self,
-        model: Model,
+        model: ChatModel,
         console: Console,
         *,
-        choice: Choice,
+        choice: DecodingChoice,
         system: str = "",
         as_json: bool = False,
     ) -> None:

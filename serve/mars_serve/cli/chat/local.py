@@ -18,7 +18,7 @@ from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import OutputText, StopRules
-from mars_serve.cli.chat.answer import Choice, Message, Part
+from mars_serve.cli.chat.answer import DecodingChoice, Message, Part
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -59,8 +59,8 @@ class LocalModel:
         )
         self._ids = count()
 
-    def answer(self, messages: Sequence[Message], choice: Choice) -> Iterator[Part]:
-        """Yield the parts of the next answer; see `mars_serve.cli.chat.answer.Model`."""
+    def answer(self, messages: Sequence[Message], choice: DecodingChoice) -> Iterator[Part]:
+        """Yield the parts of the next answer; see `mars_serve.cli.chat.answer.ChatModel`."""
         ids = self._prompts.chat(list(messages))
         room = self._max_length - len(ids)
         if room < 1:

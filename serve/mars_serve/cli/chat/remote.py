@@ -12,7 +12,7 @@ from openai import OpenAI
 from mars_platform.cli.addresses import parsed_address, without_version
 from mars_platform.cli.shading import printable
 from mars_platform.errors import UserError, one_line
-from mars_serve.cli.chat.answer import Choice, Message, Part
+from mars_serve.cli.chat.answer import DecodingChoice, Message, Part
 
 _TIMEOUT_S = 600.0
 _CONNECT_S = 10.0
@@ -55,8 +55,8 @@ class RemoteModel:
             raise UserError(f"--model: {url} has no {model}; it has {', '.join(names)}")
         self.name = model or names[0]
 
-    def answer(self, messages: Sequence[Message], choice: Choice) -> Iterator[Part]:
-        """Yield the parts of the next answer; see `mars_serve.cli.chat.answer.Model`."""
+    def answer(self, messages: Sequence[Message], choice: DecodingChoice) -> Iterator[Part]:
+        """Yield the parts of the next answer; see `mars_serve.cli.chat.answer.ChatModel`."""
         extra = {
             "mode": choice.mode,
             "confidence_threshold": choice.threshold,

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from mars_autoscale.audit.counts import AuditOutcome
 from mars_platform.errors import UserError
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput

@@ -14,7 +14,7 @@ from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import Credit
 from mars_platform.errors import UserError
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed

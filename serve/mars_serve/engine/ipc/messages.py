@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.estimate import LateRule
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.ipc.listener import Address
 from mars_serve.engine.outputs import StepOutput

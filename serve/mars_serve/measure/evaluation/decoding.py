@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.metadata import locate_model
 from mars_platform.checkpoint.number_type import NumberType, stored_dtype
-from mars_platform.data.answers import is_correct
+from mars_platform.data.conversations import is_correct
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import decode

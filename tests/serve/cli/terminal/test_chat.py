@@ -21,13 +21,13 @@ from mars_platform.cli.main import run
 from mars_platform.cli.shading import ShadedStream, printable
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.cli.chat.answer import Choice, Message, Model, Part
-from mars_serve.cli.chat.conversation import Conversation
+from mars_serve.cli.chat.answer import ChatModel, DecodingChoice, Message, Part
+from mars_serve.cli.chat.conversation import ChatConversation
 from mars_serve.cli.chat.local import LocalModel
 from mars_serve.cli.chat.remote import RemoteModel, server_url
 from mars_serve.cli.completion import generate_once
 
-SHORT = Choice(mode="ar", max_tokens=12)
+SHORT = DecodingChoice(mode="ar", max_tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def local(mars_dir: Path) -> LocalModel:
     return LocalModel(str(mars_dir))
 
 
-def talk(model: Model, *lines: str, **options: Any) -> tuple[str, Conversation]:
+def talk(model: ChatModel, *lines: str, **options: Any) -> tuple[str, ChatConversation]:
     console = Console(file=io.StringIO(), width=200)
-    conversation = Conversation(model, console, **{"choice": SHORT, **options})
+    conversation = ChatConversation(model, console, **{"choice": SHORT, **options})
     conversation.run(lines)
     return console.file.getvalue(), conversation  # type: ignore[attr-defined]
 
@@ -58,7 +58,7 @@ def test_commands_change_how_answers_are_decoded(local: LocalModel) -> None:
     text, conversation = talk(
         local, "/mode threshold", "/tau 0.25", "/system Be brief.", "What is 1 plus 1?", "/help"
     )
-    assert conversation.choice == Choice("threshold", 0.25, max_tokens=12)
+    assert conversation.choice == DecodingChoice("threshold", 0.25, max_tokens=12)
     assert [each["role"] for each in conversation.messages] == ["system", "user", "assistant"]
     assert "mode threshold, τ 0.25" in text
     assert "Ctrl-D" in text
@@ -93,7 +93,7 @@ def test_an_interrupt_ends_the_answer_and_keeps_its_beginning(local: LocalModel)
 
         name = "interrupting"
 
-        def answer(self, messages: Sequence[Message], choice: Choice) -> Iterator[Part]:
+        def answer(self, messages: Sequence[Message], choice: DecodingChoice) -> Iterator[Part]:
             for number, part in enumerate(local.answer(messages, choice)):
                 if number == 2:
                     os.kill(os.getpid(), signal.SIGINT)

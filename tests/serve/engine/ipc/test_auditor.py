@@ -14,8 +14,7 @@ from decoding.engines import output_of, prompt_of, run
 from decoding.local_loop import LocalLoop
 from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.live import LiveDecoding
-from mars_platform.method.mode import Confidence, Mode
+from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import (

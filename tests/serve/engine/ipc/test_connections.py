@@ -15,7 +15,7 @@ from decoding.failing_engines import ControlledEngine, SlowEngine
 from decoding.local_loop import LOOPBACK, LocalLoop, linked
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc import listener

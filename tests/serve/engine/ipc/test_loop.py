@@ -16,7 +16,7 @@ from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.decoding_options import (
     FinishReason,
     GrammarKind,

@@ -14,7 +14,7 @@ from mars_autoscale.policy.inner_loop import Cause, InnerLoopDecision
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.policy.settings import OuterSettings
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import Picture
 from replica_reports import report_of
 from rest.api_keys import key_entry

@@ -18,7 +18,7 @@ from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import RequestCounts
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.audit import AuditedOutputs, Audits

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.live import LiveDecoding
+from mars_platform.method.mode import LiveDecoding
 from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS
 from rest.rest_server import LoopBackend, app_of, client_of, served
 

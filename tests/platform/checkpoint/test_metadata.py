@@ -8,7 +8,7 @@ import pytest
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
-from mars_platform.checkpoint.references import refuse_foreign_files
+from mars_platform.checkpoint.metadata import refuse_foreign_files
 from mars_platform.errors import UserError
 
 INDEX = "model.safetensors.index.json"

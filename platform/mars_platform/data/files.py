@@ -1,6 +1,6 @@
 """Finds files of conversations and reads their rows: JSONL, plain or compressed, and Parquet.
 
-Imports no Ray or torch.
+Imports no Ray, torch or HTTP library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from fsspec.core import url_to_fs
 
-from mars_platform.data.conversations import Conversation, parse_conversation
+from mars_platform.data.conversations import Conversation, parse_conversation, read_answer
 from mars_platform.errors import UserError, one_line
 
 _PARQUET = ".parquet"
@@ -88,6 +88,27 @@ def read_conversations(
             yield conversation
 
 
+def read_checked_rows(
+    files: Iterable[str | Path], setting: str
+) -> Iterator[tuple[str, Conversation, str | None]]:
+    """Yield the name of each row, as ``file:line``, its conversation, and its answer if it has one.
+
+    Bad rows are never skipped: two models must be scored on the same items.
+
+    Raises:
+        UserError: a file cannot be read, or a row is bad; the latter names file and line.
+    """
+    for file in files:
+        for line, content in read_rows(str(file)):
+            if line == 0:
+                raise UserError(f"{setting}: {file} {content.decode()}; check the file")
+            try:
+                conversation = parse_row(content)
+                yield f"{file}:{line}", conversation, read_answer(conversation)
+            except UserError as error:
+                raise UserError(f"{file}:{line}: {error}") from error
+
+
 def read_rows(url: str) -> Iterator[tuple[int, bytes]]:
     """Yield line number, from 1, and content of each row of a file.
 
@@ -121,15 +142,17 @@ def _contents(url: str) -> Iterator[bytes]:
         if path.endswith(_PARQUET):
             yield from _parquet_rows(handle)
             return
-        codec = next(codec for suffix, codec in _CODECS.items() if path.endswith(suffix))
+        codec = next((_CODECS[suffix] for suffix in _CODECS if path.endswith(suffix)), None)
         yield from io.BufferedReader(pa.CompressedInputStream(handle, codec)) if codec else handle
 
 
 def _parquet_rows(handle: IO[bytes]) -> Iterator[bytes]:
     file = pyarrow.parquet.ParquetFile(handle)
-    if "messages" not in file.schema_arrow.names:
-        raise ValueError(f"no column messages among {', '.join(file.schema_arrow.names)}")
-    for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=["messages"]):
+    names = file.schema_arrow.names
+    if "messages" not in names:
+        raise ValueError(f"no column messages among {', '.join(names)}")
+    columns = [name for name in ("messages", "answer") if name in names]
+    for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=columns):
         for row in batch.to_pylist():
-            # A value that JSON cannot hold, such as bytes, becomes null and makes the row bad.
-            yield json.dumps(row, default=lambda _: None).encode()
+            # A value that JSON cannot hold, such as bytes, becomes a list, which makes the row bad.
+            yield json.dumps(row, default=lambda _: []).encode()

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from chats import GOOD, chat, write_lines
+from mars_platform.data.files import find_files, read_conversations, read_rows
 from mars_platform.errors import UserError
-from mars_train.data.files import find_files, read_conversations, read_rows
 
 KINDS = r"\(\.jsonl, \.jsonl\.gz, \.jsonl\.zst, \.parquet\)"
 
@@ -101,6 +101,24 @@ def test_compressed_files_are_read_and_cut_ones_reported(tmp_path, suffix, compr
     assert problem.startswith(b"cannot be read")
 
 
+BROKEN = {
+    "foot.parquet": lambda file: file.write_bytes(b"PAR1 and then nothing"),
+    "empty.parquet": lambda file: file.touch(),
+    "column.parquet": lambda file: pq.write_table(pa.table({"text": ["a"], "id": [1]}), file),
+    "plain.jsonl.zst": lambda file: file.write_text(GOOD),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_reported(tmp_path, name):
+    BROKEN[name](tmp_path / name)
+    ((line, problem),) = read(tmp_path / name)
+    assert line == 0
+    assert problem.startswith(b"cannot be read")
+    if name == "column.parquet":
+        assert problem.endswith(b" (no column messages among text, id)")
+
+
 def test_parquet_rows_are_read_as_json(tmp_path):
     rows = [chat("Count", f"answer {number}") | {"id": number} for number in range(600)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet", row_group_size=70)
@@ -126,4 +144,4 @@ def test_parquet_bytes_are_not_read_as_text(tmp_path):
     table = pa.table({"messages": pa.array([chat(b"Count", b"one")["messages"]], kind)})
     pq.write_table(table, tmp_path / "chat.parquet")
     ((_, content),) = read(tmp_path / "chat.parquet")
-    assert [message["content"] for message in json.loads(content)["messages"]] == [None, None]
+    assert [message["content"] for message in json.loads(content)["messages"]] == [[], []]
