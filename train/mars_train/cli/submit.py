@@ -138,7 +138,7 @@ def _local_files(setting: str, source: str, working_dir: Path) -> list[Path]:
     """Return the files of a relative path; none for a model's id on the hub."""
     path = working_dir / source
     if setting != "model.base":
-        from mars_train.data.files import find_files  # takes a second to import
+        from mars_platform.data.files import find_files  # takes a second to import
 
         return [Path(file) for file in find_files([str(path)], setting)]
     if not path.is_dir() and (source.startswith((".", "~")) or source.count("/") != 1):
