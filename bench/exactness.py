@@ -9,41 +9,27 @@ go through an ordinary forward pass without cache, in the given type and in floa
 logit of mode ar's next token minus that of mode exact's. It should be at most a few roundings in
 bfloat16, and about as small in float32, with either sign; a wide gap is an error of the engine.
 Mode ar with one conversation after the other is measured too, since its steps also differ in shape.
-
-With ``--adapter DIR`` all of this runs with the adapter. Mode ar is then compared with the model
-without it, log-probabilities bit for bit, and mode threshold with the plain decoder, which is slow,
-for the first ``--plain`` conversations. The layers of both engines are packed alike, since other
-layouts round otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import operator
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
-from unittest.mock import patch
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from mars_platform.checkpoint.adapted import load_weights, read_model
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
-from mars_platform.method import reference
+from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.cli.report import output_console
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
-from mars_serve.engine.engine import Engine
-from mars_serve.engine.execution import forward
-from mars_serve.engine.execution.linear import pack_linears
-from mars_serve.engine.outputs import TokenLogprob
-from mars_serve.engine.request import Request
+from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
     DecodedItem,
@@ -55,8 +41,6 @@ from mars_serve.measure.evaluation.items import EvalItem, read_items
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
-_THRESHOLD = 0.9
-"""Confidence from which on mode threshold takes a token, where it is compared."""
 
 
 @dataclass(frozen=True)
@@ -92,28 +76,18 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 32,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter.")] = None,
-    plain: Annotated[int, typer.Option(min=0, help="Most items for the plain decoder.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Decode in modes ar and exact and measure the gaps where they part."""
     torch.set_num_threads(threads)
-    checkpoint = read_model(model, adapter)
+    checkpoint = read_checkpoint(model)
     items = read_items(
         data, checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=max_items
     )
-    engine_of = partial(
-        evaluation_engine,
-        items=items,
-        max_tokens=max_tokens,
-        max_num_seqs=batch,
-        exact=True,
-        dtype=_DTYPES[dtype],
-        device=device,
-    )
-    with patch.object(forward, "pack_linears", pack_all):
-        engine = engine_of(checkpoint)
-        alone = engine_of(read_checkpoint(model)) if adapter is not None else None
+    engine = evaluation_engine(
+        checkpoint, items, max_tokens=max_tokens, max_num_seqs=batch, exact=True,
+        dtype=_DTYPES[dtype], device=device,
+    )  # fmt: skip
     run = partial(run_setting, engine, max_tokens=max_tokens)
     baseline = run(items, ONE_TOKEN)
     decoded = {
@@ -121,95 +95,21 @@ def main(
         for outcomes in (Outcomes.ALL, Outcomes.LAST)
     }
     decoded["ar, one by one"] = [run([item], ONE_TOKEN)[0] for item in items]
-    of_adapter = dict[str, int]()
-    if alone is not None:
-        found, expected = (log_probs(each, items, max_tokens) for each in (engine, alone))
-        of_adapter = {
-            "num_alike": sum(map(operator.eq, found, expected)),
-            "num_log_probs": sum(map(len, expected)),
-            **as_plain_decoder(engine, checkpoint, items[:plain], max_tokens, _DTYPES[dtype]),
-        }
-    del engine, alone, run  # frees the weights before others are loaded
-    assert checkpoint.path is not None
-    reader = LogitReader(checkpoint.path, dtype, device)
+    del engine, run  # frees the weights before others are loaded
+    reader = LogitReader(checkpoint.own_path, dtype, device)
     partings = [
         reader.parting(way, item, ours, theirs)
         for way, results in decoded.items()
         for item, ours, theirs in zip(items, baseline, results, strict=True)
         if ours.tokens != theirs.tokens
     ]
+    num_tokens = sum(each.num_tokens for each in baseline)
     if as_json:
-        figures = {"dtype": dtype, "num_items": len(items), "num_tokens": num_tokens(baseline)}
-        figures |= of_adapter
+        figures = {"dtype": dtype, "num_items": len(items), "num_tokens": num_tokens}
         typer.echo(json.dumps({**figures, "partings": [asdict(each) for each in partings]}))
         return
-    typer.echo(f"{len(items)} outputs, {num_tokens(baseline)} tokens in mode ar, {dtype}")
-    if of_adapter:
-        typer.echo(
-            "{num_alike} have the tokens and all bits of {num_log_probs} log-probabilities of the "
-            "model without the adapter; mode threshold equals the plain decoder in {num_as_plain} "
-            "of {num_plain}, {num_several} of their {num_passes} passes gave several "
-            "tokens".format(**of_adapter)
-        )
+    typer.echo(f"{len(items)} outputs, {num_tokens} tokens in mode ar, {dtype}")
     print_table(partings, decoded, len(items), dtype)
-
-
-def pack_all(model: torch.nn.Module, *, timed: bool) -> None:
-    """Pack every layer, whatever is faster: two engines have to compute alike, bit for bit."""
-    del timed
-    pack_linears(model, timed=False)
-
-
-def log_probs(
-    engine: Engine, items: Sequence[EvalItem], max_tokens: int
-) -> list[list[tuple[int, TokenLogprob]]]:
-    """Decode the items in mode ar, and return each item's tokens with their log-probabilities."""
-    found = [list[tuple[int, TokenLogprob]]() for _ in items]
-    for index, item in enumerate(items):
-        length = min(max_tokens, engine.max_length - len(item.prompt))
-        options = DecodingOptions(length, Mode.AR, num_logprobs=2)
-        engine.add(Request(str(index), list(item.prompt), options))
-    while engine.has_work:
-        for output in engine.step():
-            found[int(output.request_id)] += zip(output.tokens, output.logprobs, strict=True)
-    return found
-
-
-def as_plain_decoder(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    items: Sequence[EvalItem],
-    max_tokens: int,
-    dtype: torch.dtype,
-) -> dict[str, int]:
-    """Count the items whose tokens in mode threshold are those of the plain decoder."""
-    assert checkpoint.metadata is not None
-    block_size, mask = checkpoint.metadata.block_size, checkpoint.metadata.mask_token_id
-    setting = DecodingSetting(Mode.THRESHOLD, _THRESHOLD, window=block_size)
-    decoded = run_setting(engine, items, setting, max_tokens=max_tokens)
-    model = load_weights(checkpoint, dtype=dtype).to(engine.device)
-    expected = [
-        reference.decode(
-            model,
-            item.prompt,
-            checkpoint.special,
-            max_tokens=min(max_tokens, engine.max_length - len(item.prompt)),
-            threshold=_THRESHOLD,
-            num_masks=block_size,
-            mask_token_id=mask,
-        )
-        for item in items
-    ]
-    passes = [tokens for each in expected for tokens in each.passes]
-    return {
-        "num_plain": len(items),
-        "num_as_plain": sum(
-            list(ours.tokens) == theirs.tokens
-            for ours, theirs in zip(decoded, expected, strict=True)
-        ),
-        "num_passes": len(passes),
-        "num_several": sum(len(tokens) > 1 for tokens in passes),
-    }
 
 
 class LogitReader:
@@ -251,11 +151,6 @@ def _distance(value: float, dtype: str) -> float:
     return float(2.0 ** (math.floor(math.log2(value)) - _MANTISSA_BITS[dtype]))
 
 
-def num_tokens(outcomes: Iterable[DecodedItem]) -> int:
-    """Return the number of output tokens of all items."""
-    return sum(outcome.num_tokens for outcome in outcomes)
-
-
 def print_table(
     partings: Sequence[Parting], ways: Iterable[str], num_items: int, dtype: str
 ) -> None:
@@ -274,10 +169,7 @@ def print_table(
             first = [way, share] if index == 0 else ["", ""]
             table.add_row(*first, name, *_spread(values))
         table.add_section()
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100
-    console.print(table)
+    output_console(100).print(table)
 
 
 def _spread(values: Sequence[float]) -> list[str]:

@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
 
 @contextmanager
 def running(
-    command: list[str], ready_url: str, log: Path, environment: Mapping[str, str] | None = None
+    command: list[str], ready_url: str, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of the block, which begins when the server is ready.
 
@@ -33,13 +33,14 @@ def running(
     Raises:
         CommandFailed: The server ended or was not ready in time; the message names the log.
     """
-    signal.signal(signal.SIGTERM, _exit)  # runs the block below when the benchmark is terminated
+    # runs the block below when the benchmark is terminated
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - a command of the caller's, no shell
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **environment},
             start_new_session=True,
         )
     try:
@@ -57,13 +58,6 @@ def own_ray_cluster(directory: str) -> dict[str, str]:
     Args:
         directory: Directory of Ray's files; its path must be short, since it holds Unix sockets.
     """
-    return {
-        "RAY_TMPDIR": directory,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        "RAY_ADDRESS": "",
-    }
-
-
-def _exit(number: int, _: object) -> None:
-    sys.exit(128 + number)
+    token = secrets.token_hex(16)
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ADDRESS": ""}
+    return {"RAY_TMPDIR": directory, **own}

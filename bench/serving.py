@@ -1,13 +1,15 @@
-"""Measures served decoding beside vLLM for CPUs, ``transformers serve`` and the bare engine.
+"""Measures served decoding beside the bare engine and other servers.
 
-    python -m bench.serving --dtype bfloat16 --vllm VENV/bin/vllm \\
-        --transformers VENV/bin/transformers --out serving.json
+    python -m bench.serving --dtype bfloat16 --out serving.json \\
+        --other "vLLM=VENV/bin/vllm serve {model} --dtype bfloat16 --max-model-len 2048" \\
+        --other "SGLang=VENV/bin/python -m sglang.launch_server --model {model} --device cpu"
 
 A round starts each server alone, measures it with each number of clients and ends it. The next
 round does the same in another order, and the table shows medians over the rounds. All servers get
 the same prompts by ``/v1/completions`` and stream greedily. With ``--draws`` marsray's engines draw
-how many tokens a pass accepts (`bench.draws`), for weights that are random. vLLM and transformers
-need an environment of their own.
+how many tokens a pass accepts (`bench.draws`), for weights that are random. Other servers need an
+environment of their own; ``--port`` is added to their command, and they are ready once ``/health``
+answers.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
-import psutil
 import typer
 from bench.bare_engine import Level
 from bench.servers import SERVE, running
@@ -52,7 +55,6 @@ _BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048
 _ROOT = Path(__file__).parent.parent
 _DRAWING = {"PYTHONPATH": f"{_ROOT / 'bench' / 'drawing_engines'}:{_ROOT}"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
-_ENGINE = "mars_serve.replica.engine_main"
 _MODES = [Mode.AR, Mode.THRESHOLD, Mode.EXACT]
 
 
@@ -88,6 +90,20 @@ class Server:
     """Further fields of requests, by the mode that they choose."""
     environment: dict[str, str] = field(default_factory=dict)
 
+    def measure(self, load: Load, levels: Sequence[Level], log: Path) -> list[dict[str, Any]]:
+        """Start the server, measure each mode with each number of clients, and end it."""
+        port, runs = free_port(), []
+        address = f"http://127.0.0.1:{port}"
+        command = [*self.command, "--port", str(port)]
+        with running(command, f"{address}{self.ready_path}", log, self.environment):
+            for mode, fields in self.modes.items():
+                for level in levels:
+                    sending = load.run(address, {"model": self.model, **fields}, level)
+                    name = f"{self.name} {mode}".strip()
+                    figures = asyncio.run(sending)
+                    runs.append({"name": name, "clients": level.num_clients, **figures})
+        return runs
+
 
 @dataclass(frozen=True)
 class Load:
@@ -105,43 +121,33 @@ class Load:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=1200)
         async with aiohttp.ClientSession(address, connector=connector, timeout=timeout) as session:
-            await self._send(session, fields, level.num_clients, level.num_clients)
-            begin, cpu_s = time.perf_counter(), time.process_time()
-            sent = await self._send(session, fields, level.num_clients, level.num_requests)
+
+            async def send(num_requests: int) -> list[tuple[float, int]]:
+                waiting, answers = iter(range(num_requests)), list[tuple[float, int]]()
+
+                async def client() -> None:
+                    for index in waiting:  # shared: each client takes the next one
+                        prompt = self.prompts[index % len(self.prompts)]
+                        body = {"prompt": prompt, "max_tokens": self.max_tokens, **fields}
+                        answers.append(await _complete(session, body))
+
+                await asyncio.gather(*(client() for _ in range(level.num_clients)))
+                return answers
+
+            await send(level.num_clients)
+            begin = time.perf_counter()
+            answers = await send(level.num_requests)
             seconds = time.perf_counter() - begin
-        num_tokens = sum(each.num_tokens for each in sent)
+        num_tokens = sum(each for _, each in answers)
         return {
             "tokens_per_s": num_tokens / seconds,
-            "first_token_ms": 1e3 * statistics.median(each.first_s for each in sent),
-            "client_cpu_share": (time.process_time() - cpu_s) / seconds,
-            "output_tokens": num_tokens / len(sent),
+            "first_token_ms": 1e3 * statistics.median(first_s for first_s, _ in answers),
+            "output_tokens": num_tokens / len(answers),
         }
 
-    async def _send(
-        self,
-        session: aiohttp.ClientSession,
-        fields: dict[str, Any],
-        num_clients: int,
-        num_requests: int,
-    ) -> list[_Answer]:
-        waiting, answers = iter(range(num_requests)), list[_Answer]()
 
-        async def client() -> None:
-            for index in waiting:  # shared: each client takes the next one
-                body = {"prompt": self.prompts[index % len(self.prompts)], **fields}
-                answers.append(await _complete(session, body | {"max_tokens": self.max_tokens}))
-
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-        return answers
-
-
-@dataclass(frozen=True)
-class _Answer:
-    first_s: float
-    num_tokens: int
-
-
-async def _complete(session: aiohttp.ClientSession, body: dict[str, Any]) -> _Answer:
+async def _complete(session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[float, int]:
+    """Stream a completion; return the seconds to its first token and the number of its tokens."""
     body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     begin, first_s, num_tokens = time.perf_counter(), 0.0, 0
     async with session.post("/v1/completions", json=body) as response:
@@ -155,101 +161,25 @@ async def _complete(session: aiohttp.ClientSession, body: dict[str, Any]) -> _An
                 first_s = first_s or time.perf_counter() - begin
             if event.get("usage"):
                 num_tokens = event["usage"]["completion_tokens"]
-    return _Answer(first_s, num_tokens)
-
-
-class _CpuTime:
-    """CPU time of a server's processes, without its engine's and from the start of the block."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = psutil.Process(process.pid)
-
-    def __enter__(self) -> _CpuTime:
-        self._before = self._by_process()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        after = self._by_process()
-        self.seconds = sum(spent - self._before.get(pid, 0.0) for pid, spent in after.items())
-
-    def _by_process(self) -> dict[int, float]:
-        spent = {}
-        for each in [self._process, *self._process.children(recursive=True)]:
-            try:
-                if _ENGINE not in each.cmdline():
-                    times = each.cpu_times()
-                    spent[each.pid] = times.user + times.system
-            except psutil.NoSuchProcess:
-                continue
-        return spent
+    return first_s, num_tokens
 
 
 def _servers(
-    model: Path,
-    dtype: str,
-    vllm: Path | None,
-    transformers: Path | None,
-    num_threads: int | None,
-    *,
-    modes: list[Mode],
-    draws: bool,
-) -> list[Server]:
+    model: Path, dtype: str, num_threads: int | None, modes: Sequence[Mode], others: Sequence[str],
+    *, draws: bool,
+) -> list[Server]:  # fmt: skip
     ours = [*SERVE, "--model", f"mars={model}", "--set", f"models.0.dtype={dtype}"]
     if num_threads is not None:
         ours += ["--set", f"models.0.num_threads={num_threads}"]
-    fields = {str(mode): {"mode": str(mode)} for mode in modes}
+    fields: dict[str, dict[str, Any]] = {str(mode): {"mode": str(mode)} for mode in modes}
     if Mode.THRESHOLD in modes:
         fields[Mode.THRESHOLD] |= {"confidence_threshold": 0.95}
-    environment = _DRAWING if draws else {}
-    servers = [Server("marsray", ours, "/ready", "mars", fields, environment)]
-    theirs = [str(model), "--dtype", dtype, "--host", "127.0.0.1"]
-    if vllm is not None:
-        command = [str(vllm), "serve", *theirs, "--max-model-len", "2048"]
-        servers.append(Server("vLLM", command, "/health", str(model), environment=_OFFLINE))
-    if transformers is not None:
-        command = [str(transformers), "serve", *theirs, "--device", "cpu"]
-        served = Server("transformers", command, "/health", str(model), environment=_OFFLINE)
-        servers.append(served)
+    servers = [Server("marsray", ours, "/ready", "mars", fields, _DRAWING if draws else {})]
+    for other in others:
+        name, _, command = other.partition("=")
+        split = [part.format(model=model) for part in shlex.split(command)]
+        servers.append(Server(name, split, "/health", str(model), environment=_OFFLINE))
     return servers
-
-
-def _measure_server(
-    server: Server, load: Load, levels: list[Level], log: Path
-) -> list[dict[str, Any]]:
-    port, runs = free_port(), []
-    address = f"http://127.0.0.1:{port}"
-    command = [*server.command, "--port", str(port)]
-    with running(command, f"{address}{server.ready_path}", log, server.environment) as process:
-        for mode, fields in server.modes.items():
-            for level in levels:
-                with _CpuTime(process) as cpu:
-                    sending = load.run(address, {"model": server.model, **fields}, level)
-                    figures = asyncio.run(sending)
-                num_sent = level.num_clients + level.num_requests
-                figures["other_cpu_ms_per_request"] = 1e3 * cpu.seconds / num_sent
-                name = f"{server.name} {mode}".strip()
-                runs.append({"name": name, "clients": level.num_clients, **figures})
-    return runs
-
-
-def _measure_bare(
-    model: Path,
-    dtype: str,
-    levels: list[Level],
-    max_tokens: int,
-    num_threads: int,
-    *,
-    modes: list[Mode],
-    draws: bool,
-) -> list[dict[str, Any]]:
-    """Measure the engine in a process of its own."""
-    command = [sys.executable, "-m", "bench.bare_engine", str(model), "--dtype", dtype]
-    command += [f"--max-tokens={max_tokens}", f"--threads={num_threads}", *["--draws"] * draws]
-    command += [f"--mode={mode}" for mode in modes]
-    for level in levels:
-        command.append(f"--level={level.num_clients}:{level.num_requests}")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def _prompts(model: Path, num_tokens: int, count: int) -> list[str]:
@@ -263,29 +193,21 @@ def _prompts(model: Path, num_tokens: int, count: int) -> list[str]:
     ]
 
 
-def _medians(runs: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, float]]:
+def _table(runs: list[dict[str, Any]], levels: Sequence[Level]) -> Table:
+    """Draw medians of tokens/s and, behind the stroke, of milliseconds to the first token."""
     groups = defaultdict(list)
     for run in runs:
         groups[run["name"], run["clients"]].append(run)
-    return {
-        key: {
-            name: statistics.median(run[name] for run in group)
-            for name, value in group[0].items()
-            if isinstance(value, float)
-        }
-        for key, group in groups.items()
-    }
-
-
-def _table(medians: dict[tuple[str, int], dict[str, float]], levels: list[Level]) -> Table:
-    """Draw tokens/s and, behind the stroke, milliseconds to the first token."""
     table = Table("", *(f"{level.num_clients} clients" for level in levels))
-    for name in dict.fromkeys(name for name, _ in medians):
+    for name in dict.fromkeys(run["name"] for run in runs):
         cells = []
         for level in levels:
-            row = medians.get((name, level.num_clients), {})
-            first = f" / {row['first_token_ms']:.0f}" if "first_token_ms" in row else ""
-            cells.append(f"{row['tokens_per_s']:,.1f}{first}" if row else "")
+            found = groups[name, level.num_clients]
+            speed, first_ms = (
+                statistics.median(run[key] for run in found)
+                for key in ("tokens_per_s", "first_token_ms")
+            )
+            cells.append(f"{speed:,.1f} / {first_ms:.0f}")
         table.add_row(name, *cells)
     return table
 
@@ -295,9 +217,8 @@ def main(
         Path | None, typer.Argument(help="MARS checkpoint; by default 100M random weights.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Number type of the weights.")] = "bfloat16",
-    vllm: Annotated[Path | None, typer.Option(help="Program; without it, left out.")] = None,
-    transformers: Annotated[
-        Path | None, typer.Option(help="Program; without it, left out.")
+    other: Annotated[
+        list[str] | None, typer.Option(help="NAME=COMMAND of another server; may be repeated.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 3,
     level: Annotated[
@@ -332,20 +253,22 @@ def main(
         model = model.resolve()
         prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
         load = Load(prompts, max_tokens)
-        servers = _servers(model, dtype, vllm, transformers, threads, modes=modes, draws=draws)
+        servers = _servers(model, dtype, threads, modes, other or [], draws=draws)
+        bare = [sys.executable, "-m", "bench.bare_engine", str(model), f"--dtype={dtype}"]
+        bare += [f"--max-tokens={max_tokens}", f"--threads={threads or os.cpu_count() or 1}"]
+        bare += [f"--mode={each}" for each in modes] + ["--draws"] * draws
+        bare += [f"--level={each.num_clients}:{each.num_requests}" for each in levels]
         for number in range(rounds):
-            num_bare = threads or os.cpu_count() or 1
-            found = _measure_bare(
-                model, dtype, levels, max_tokens, num_bare, modes=modes, draws=draws
-            )
+            done = subprocess.run(bare, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+            found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
             turn = number % len(servers)
             for server in servers[turn:] + servers[:turn]:
-                found += _measure_server(server, load, levels, log)
+                found += server.measure(load, levels, log)
             runs += [{"round": number, **run} for run in found]
-            console.print(f"round {number + 1} of {rounds}", _table(_medians(found), levels))
+            console.print(f"round {number + 1} of {rounds}", _table(found, levels))
             if out is not None:
                 out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    Console().print(_table(_medians(runs), levels))
+    Console().print(_table(runs, levels))
 
 
 if __name__ == "__main__":

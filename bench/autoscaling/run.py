@@ -1,7 +1,7 @@
 """Measures autoscaling of a live server beside Ray Serve's own policy, and beside the simulator.
 
-    python -m bench.autoscaling.run burst MODEL --data eval.jsonl --plot burst.svg --json out.json
-    python -m bench.autoscaling.run check MODEL --data eval.jsonl --plot check.svg
+    python -m bench.autoscaling.run burst MODEL --data eval.jsonl --json out.json
+    python -m bench.autoscaling.run check MODEL --data eval.jsonl --json out.json
 
 The model needs a frontier.json. Its points are kept, and its step times are replaced by those of a
 larger model, `t0 * (1 + positions / K)`. Replicas then wait for most of the time, so that several
@@ -17,41 +17,40 @@ requests with their real lengths.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
 
-from bench.autoscaling.check import Side, draw_check, live_side, simulate, simulated_side
-from bench.autoscaling.figures import (
-    Figures,
-    Window,
-    draw_burst,
-    figures_of,
-    finite,
-    json_of,
-    table_of,
-)
 from bench.autoscaling.live import (
+    NUM_WARM_UP,
+    OBJECTIVE_TTFT_S,
     Bench,
-    Cluster,
     Contender,
     Pace,
     Run,
-    mean_output_tokens,
     paced_copy,
     run,
 )
+from bench.autoscaling.watch import replica_s
 from rich.console import Console
-from rich.table import Table
 
 from mars_autoscale.model.frontier import Frontier
+from mars_autoscale.policy.lengths import counts_of
+from mars_autoscale.simulation import figures as simulated_figures
+from mars_autoscale.simulation.policies import Joint
+from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import Lengths, Spike, SyntheticTrace, generate
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.cli.report import Column, output_console, table_of, write_json
+from mars_platform.data.conversations import parse_conversation
+from mars_serve.bench.load.figures import client_figures
+from mars_serve.bench.load.report import figures_json, lateness_warning
 
 _JOINT = Contender("joint", "joint", 1.0)
 _CONTENDERS = (
@@ -61,182 +60,229 @@ _CONTENDERS = (
     Contender("Ray Serve, τ = .95", "ongoing_requests", 0.95),
 )
 _NAMES = tuple(each.name for each in _CONTENDERS)
-_WIDTH = 160
+_NUM_SIZED = 200
+"""Number of conversations from which the mean output length is estimated."""
+_SPECS = {"attainment": ".1%", "burst_attainment": ".1%", "accuracy": ".1%", "threshold": ".3f"}
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A bench that is ready to run, with its frontier and its load."""
+class Figures:
+    """Figures of a server's or a simulator's run; None if there is nothing to measure."""
 
-    bench: Bench
-    frontier: Frontier
-    rate_per_s: float
-    """Requests per second outside of bursts."""
-    work: Path
-    console: Console
+    attainment: float | None
+    """Share of requests whose first token came within the objective."""
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    """Infinite if one request in a hundred was not served."""
+    threshold: float | None
+    """Mean of the live τ over time and replicas."""
+    replica_s: float
+    """Replica-seconds during the trace, counted from each replica's order to its end."""
+    ready_replica_s: float | None = None
+    burst_attainment: float | None = None
+    """The share in time of the requests that were sent during the last burst."""
+    accuracy: float | None = None
+    """Share of right answers among those."""
+    rejected: int = 0
 
-    def run(
-        self, contender: Contender, number: int, spikes: Sequence[Spike], duration_s: float
-    ) -> tuple[Run, Figures]:
-        """Replay a trace whose seed is the round's number; its last spike is the burst."""
-        trace = self._trace(spikes, duration_s, number)
-        done = run(self.bench, contender, trace, number, self.work)
-        figures = figures_of(done, _window(spikes[-1]), duration_s)
-        self.console.print(f"round {number + 1}, {contender.name}: {figures}", soft_wrap=True)
-        for problem in figures.problems():
-            self.console.print(f"it does not count: {problem}", style="bold red")
-        return done, figures
 
-    def _trace(self, spikes: Sequence[Spike], duration_s: float, seed: int) -> list[TraceRequest]:
-        """Return a trace; its lengths are not used, since prompts and outputs have their own."""
-        length = Lengths(mean=1, max=1)
-        settings = SyntheticTrace(
-            duration_s=duration_s,
-            mean_rate_per_s=self.rate_per_s,
-            spikes=tuple(spikes),
-            prompt=length,
-            output=length,
+def live_figures(done: Run, burst: Spike, duration_s: float) -> Figures:
+    """Return the figures of a server's run.
+
+    Args:
+        done: The run.
+        burst: The burst whose requests are also counted by themselves.
+        duration_s: Length of the trace; replicas are counted until its end.
+    """
+    figures, end_s = done.load.figures, burst.at_s + burst.for_s
+    inside = [each for each in done.load.replayed.sent if burst.at_s <= each.sent_s < end_s]
+    burst_figures = client_figures(inside, OBJECTIVE_TTFT_S, figures.duration_s)
+    live = [each.live_threshold for each in figures.samples if each.live_threshold is not None]
+    billed, ready = (
+        replica_s(done.seen, numbers, done.began_s, done.began_s + duration_s)
+        for numbers in (
+            [each.num_billed for each in done.seen],
+            [each.num_ready for each in done.seen],
         )
-        return generate(settings, seed)
-
-    def write(self, file: Path | None, content: dict[str, Any]) -> None:
-        """Write results to a file, together with the setting in which they were measured."""
-        if file is None:
-            return
-        told = {
-            "hardware": self.frontier.hardware,
-            "points": [f"{each.mode} {each.threshold:g}" for each in self.frontier.points],
-            "rate_per_s": self.rate_per_s,
-            **asdict(self.bench.cluster),
-        }
-        file.write_text(json.dumps({"setting": told, **content}, indent=1) + "\n", "utf-8")
-
-
-def _stage(arguments: argparse.Namespace, work: Path, console: Console) -> Stage:
-    pace = Pace(arguments.t0_s, arguments.positions_to_double, arguments.prefill)
-    model, data = arguments.model.resolve(), arguments.data.resolve()
-    frontier = paced_copy(model, work / "model", pace, exact=not arguments.no_exact)
-    cluster = Cluster(arguments.max_num_seqs, arguments.max_replicas, arguments.cold_start_s)
-    capacity = frontier.capacity(cluster.max_num_seqs)
-    mean_output = mean_output_tokens(model, data)
-    rate = arguments.busy * capacity.tokens_per_s(capacity.base()) / mean_output
-    console.print(
-        f"{rate:.2f} requests a second, of {mean_output:.1f} tokens by the data's answers"
     )
-    bench = Bench(work / "model", data, cluster, arguments.max_tokens, arguments.log.resolve())
-    return Stage(bench, frontier, rate, work, console)
+    return Figures(
+        figures.all.slo_attainment,
+        figures.all.ttft_p50_s,
+        figures.all.ttft_p99_s,
+        fmean(live) if live else None,
+        billed,
+        ready,
+        burst_figures.slo_attainment,
+        burst_figures.accuracy.value if burst_figures.accuracy else None,
+        figures.all.rejected,
+    )
 
 
-def burst(arguments: argparse.Namespace, stage: Stage) -> Table:
-    """Run each policy in each round."""
-    figures, runs = defaultdict[str, list[Figures]](list), list[dict[str, Any]]()
-    spike = Spike(at_s=40, for_s=60, times=arguments.times)
-    chosen = [each for each in _CONTENDERS if each.name in (arguments.policy or _NAMES)]
-    for number in _numbers(arguments):
-        start = number % len(chosen)
-        for contender in chosen[start:] + chosen[:start]:
-            done, found = stage.run(contender, number, [spike], arguments.seconds)
-            figures[contender.name].append(found)
-            runs.append(json_of(done, found))
-            stage.write(arguments.json, {"runs": runs})
-            if arguments.plot is not None and contender is _JOINT and not figures[_JOINT.name][1:]:
-                draw_burst(done, _window(spike), arguments.plot)
-    shown = {each.name: figures[each.name] for each in chosen}
-    return table_of(shown, f"{arguments.rounds} rounds: median (least-most)")
+def problems(done: Run) -> list[str]:
+    """Return the reasons for which a run does not count; none if it counts."""
+    found = [lateness_warning(done.load.figures)]
+    found.append("computing took too much of the paced time" if done.is_too_slow else None)
+    failed = done.load.figures.all.failed
+    found.append(f"{failed} requests failed" if failed else None)
+    return [each for each in found if each]
 
 
-def check(arguments: argparse.Namespace, stage: Stage) -> Table:
-    """Run the server, then simulate its requests."""
-    sides, runs = list[tuple[Side, Side]](), list[dict[str, Any]]()
-    duration_s = 60.0 * arguments.minutes
-    spikes = _bursts(duration_s)
-    for number in _numbers(arguments):
-        done, found = stage.run(_JOINT, number, spikes, duration_s)
-        simulated = simulate(done, stage.bench, _JOINT, stage.frontier)
-        window = _window(spikes[-1])
-        live, copy = live_side(done, window, found.replica_s), simulated_side(simulated, window)
-        sides.append((live, copy))
-        told = {"server": finite(asdict(live)), "simulator": finite(asdict(copy))}
-        seen = [asdict(each) for each in simulated.result.samples]
-        runs.append(json_of(done, found) | told | {"simulated_samples": seen})
-        stage.write(arguments.json, {"runs": runs})
-        if arguments.plot is not None and number == arguments.first_round - 1:
-            draw_check(done, simulated, arguments.plot)
-    return _check_table(sides)
+def simulate(done: Run, bench: Bench, frontier: Frontier) -> Figures:
+    """Simulate the requests that a server got, as they were sent, under the joint policy.
 
-
-def _bursts(duration_s: float) -> list[Spike]:
-    """Return a smaller and a larger burst, each of at most a minute."""
-    length = min(60.0, 0.2 * duration_s)
-    return [
-        Spike(at_s=0.15 * duration_s, for_s=length, times=2.5),
-        Spike(at_s=0.5 * duration_s, for_s=length, times=5),
+    Requests that were not served get the mean length.
+    """
+    settings = bench.settings(_JOINT)
+    autoscaling, tiers = settings.autoscaling, settings.tiers
+    assert autoscaling is not None, "the model is autoscaled"
+    floors = {
+        "floor_threshold": max(autoscaling.floor_threshold, tiers.default_min_threshold),
+        "flex_floor_threshold": max(autoscaling.flex_floor_threshold, tiers.flex_min_threshold),
+    }
+    outer = autoscaling.model_copy(update=floors)
+    replicas = ReplicaSettings(
+        min=1, max=outer.max_replicas, initial=1, cold_start_s=outer.cold_start_s
+    )
+    sent = done.load.replayed.sent
+    usual = round(fmean(each.num_tokens for each in sent if each.num_tokens))
+    trace = [
+        TraceRequest(
+            each.sent_s, each.request.prompt_tokens, each.num_tokens or usual, each.request.tier
+        )
+        for each in sent
     ]
+    capacity = frontier.capacity(bench.max_num_seqs)
+    result = Simulation(
+        trace,
+        capacity,
+        replicas,
+        Joint(capacity, outer, outer.inner),
+        objective_ttft_s=OBJECTIVE_TTFT_S,
+        lengths=counts_of([usual] * NUM_WARM_UP, num_begun=NUM_WARM_UP),
+        begin_s=-10.0,  # the server was idle while the load test started
+    ).run()
+    found = simulated_figures.figures_of(
+        result, measured_from_s=0.0, objective_ttft_s=OBJECTIVE_TTFT_S
+    )
+    return Figures(
+        found.slo_attainment,
+        found.ttft_p50_s,
+        found.ttft_p99_s,
+        fmean(each.threshold for each in result.samples),
+        result.replica_seconds,
+        rejected=round(found.rejected),
+    )
 
 
-def _window(spike: Spike) -> Window:
-    return Window(spike.at_s, spike.at_s + spike.for_s)
+def mean_output_tokens(model: Path, data: Path) -> float:
+    """Return the mean length in tokens of the data's answers, which a model trained on them has."""
+    tokenizer = read_checkpoint(str(model)).tokenizer
+    with data.open(encoding="utf-8") as file:
+        talks = [parse_conversation(line) for line in islice(file, _NUM_SIZED)]
+    answers = [talk.messages[-1].content for talk in talks]
+    return fmean(len(tokenizer.encode(each, add_special_tokens=False)) + 1 for each in answers)
 
 
-def _check_table(sides: Sequence[tuple[Side, Side]]) -> Table:
-    table = Table("figure", "server", "simulator", "ratio of each round", title="medians of rounds")
-    for name in [field.name for field in fields(Side)]:
-        pairs = [(getattr(live, name), getattr(copy, name)) for live, copy in sides]
-        ratios = [f"{copy / live:.2f}" if live else "" for live, copy in pairs]
-        middle = [f"{median(values):.3g}" for values in zip(*pairs, strict=True)]
-        table.add_row(name, *middle, " ".join(ratios))
-    return table
+def trace_of(
+    rate_per_s: float, spikes: Sequence[Spike], duration_s: float, seed: int
+) -> list[TraceRequest]:
+    """Return a trace; its lengths are not used, since prompts and outputs have their own."""
+    length = Lengths(mean=1, max=1)
+    settings = SyntheticTrace(
+        duration_s=duration_s,
+        mean_rate_per_s=rate_per_s,
+        spikes=tuple(spikes),
+        prompt=length,
+        output=length,
+    )
+    return generate(settings, seed)
 
 
-def _numbers(arguments: argparse.Namespace) -> range:
-    """Return the numbers of the rounds, from 0."""
-    first: int = arguments.first_round - 1
-    return range(first, first + arguments.rounds)
+def print_figures(rows: dict[str, list[Figures]], title: str) -> None:
+    """Print the median over the rounds of each figure, with its least and largest value."""
+    columns = [
+        Column(name.replace("_", " "), lambda row, n=name: _cell(row[1], n))
+        for name in (each.name for each in fields(Figures))
+    ]
+    columns.insert(0, Column("", lambda row: row[0]))
+    output_console(160).print(table_of(columns, rows.items(), title=title))
+
+
+def _cell(found: Sequence[Figures], name: str) -> str | None:
+    values = [value for each in found if (value := getattr(each, name)) is not None]
+    if not values:
+        return None
+    spec = _SPECS.get(name, ".2f" if name.startswith("ttft") else ".0f")
+    middle, low, high = (f"{each:{spec}}" for each in (median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    add = common.add_argument
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("command", choices=["burst", "check"])
     add("model", type=Path, help="checkpoint directory with frontier.json")
     add("--data", type=Path, required=True, help="conversations, JSONL, with answers to check")
     add("--rounds", type=int, default=3, help="number of rounds")
-    add("--first-round", type=int, default=1, help="number and seed of the first round")
+    add("--seconds", type=float, default=330, help="length of a run")
+    add("--times", type=float, default=5, help="load of the burst over that outside")
+    add("--policy", action="append", choices=_NAMES, help="policy of burst; by default all")
     add("--no-exact", action="store_true", help="leave mode exact out of the frontier")
     add("--t0-s", type=float, default=0.05, help="seconds of a step without positions")
     add("--positions-to-double", type=float, default=128, help="positions that double the time")
     add("--prefill", type=float, default=20_000, help="prompt tokens per second")
-    add("--slots", dest="max_num_seqs", type=int, default=8, help="most requests of a replica")
+    add("--slots", type=int, default=8, help="most requests of a replica")
     add("--max-replicas", type=int, default=3, help="most replicas")
     add("--busy", type=float, default=0.55, help="load outside bursts, in replicas at τ = 1")
     add("--cold-start-s", type=float, default=30, help="seconds from order to service")
     add("--max-tokens", type=int, default=100, help="most output tokens of a request")
-    add("--plot", type=Path, help="picture of the joint policy's first round")
     add("--json", type=Path, help="JSON file for every run")
     add("--log", type=Path, default=Path("autoscaling.log"), help="file for the servers' output")
-    raw, style = argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("burst", parents=[common], formatter_class=style)
-    one.add_argument("--seconds", type=float, default=330, help="length of a run")
-    one.add_argument("--times", type=float, default=5, help="load of the burst over that outside")
-    one.add_argument("--policy", action="append", choices=_NAMES, help="policy; by default all")
-    one.set_defaults(command=burst)
-    other = commands.add_parser("check", parents=[common], formatter_class=style)
-    other.add_argument("--minutes", type=float, default=10, help="length of a run")
-    other.set_defaults(command=check)
     return parser
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    console = Console(stderr=True)
+    """Replay the rounds of a command, and print its table."""
+    chosen, console = _parser().parse_args(), Console(stderr=True)
+    is_check, seconds = chosen.command == "check", chosen.seconds
+    length_s = min(60.0, 0.2 * seconds)
+    spikes = [Spike(at_s=0.12 * seconds, for_s=length_s, times=chosen.times)]
+    if is_check:
+        spikes = [Spike(at_s=0.15 * seconds, for_s=length_s, times=2.5), *spikes]
+        spikes[1] = spikes[1].model_copy(update={"at_s": 0.5 * seconds})
+    names = ["joint"] if is_check else chosen.policy or _NAMES
+    contenders = [each for each in _CONTENDERS if each.name in names]
+    found, runs = defaultdict[str, list[Figures]](list), list[dict[str, object]]()
     with tempfile.TemporaryDirectory(prefix="autoscaling-") as directory:
-        stage = _stage(arguments, Path(directory), console)
-        table = arguments.command(arguments, stage)
-    output = Console()
-    if not output.is_terminal:
-        output.width = _WIDTH
-    output.print(table)
+        work, model = Path(directory), chosen.model.resolve()
+        pace = Pace(chosen.t0_s, chosen.positions_to_double, chosen.prefill)
+        frontier = paced_copy(model, work / "model", pace, exact=not chosen.no_exact)
+        bench = Bench(
+            work / "model", chosen.data.resolve(), chosen.slots, chosen.max_replicas,
+            chosen.cold_start_s, chosen.max_tokens, chosen.log.resolve(),
+        )  # fmt: skip
+        capacity = frontier.capacity(bench.max_num_seqs)
+        rate_per_s = capacity.tokens_per_s(capacity.base()) / mean_output_tokens(model, bench.data)
+        rate_per_s *= chosen.busy
+        for number in range(chosen.rounds):
+            start = number % len(contenders)
+            trace = trace_of(rate_per_s, spikes, seconds, seed=number)
+            for contender in contenders[start:] + contenders[:start]:
+                done = run(bench, contender, trace, work)
+                figures = {contender.name: live_figures(done, spikes[-1], seconds)}
+                if is_check:
+                    figures["simulator"] = simulate(done, bench, frontier)
+                for name, each in figures.items():
+                    found[name].append(each)
+                console.print(f"round {number + 1}, {figures}", soft_wrap=True)
+                for problem in problems(done):
+                    console.print(f"it does not count: {problem}", style="bold red")
+                told = {"round": number, "figures": figures, "seen": done.seen}
+                runs.append(told | {"load": figures_json(done.load)})
+                if chosen.json is not None:
+                    write_json(chosen.json, {"options": vars(chosen), "runs": runs})
+    print_figures(found, f"{chosen.rounds} rounds at {rate_per_s:.2f} requests a second outside")
 
 
 if __name__ == "__main__":
