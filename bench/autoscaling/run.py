@@ -47,7 +47,7 @@ from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import Lengths, Spike, SyntheticTrace, generate
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_platform.cli.report import Column, output_console, table_of, write_json
+from mars_platform.cli.report import Column, figure_column, output_console, table_of, write_json
 from mars_platform.data.conversations import parse_conversation
 from mars_serve.bench.load.figures import client_figures
 from mars_serve.bench.load.report import figures_json, lateness_warning
@@ -201,7 +201,7 @@ def trace_of(
 def print_figures(rows: dict[str, list[Figures]], title: str) -> None:
     """Print the median over the rounds of each figure, with its least and largest value."""
     columns = [
-        Column(name.replace("_", " "), lambda row, n=name: _cell(row[1], n))
+        figure_column(name.replace("_", " "), lambda row, n=name: _cell(row[1], n))
         for name in (each.name for each in fields(Figures))
     ]
     columns.insert(0, Column("", lambda row: row[0]))
