@@ -78,6 +78,11 @@ class PacedEngine(Engine):
             self._due = None
         return step
 
+    def cancel(self, request_id: str) -> None:
+        super().cancel(request_id)
+        if not self.has_work:
+            self._due = None
+
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         if step is None:
             return super().finish_step(step)
