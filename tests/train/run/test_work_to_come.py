@@ -17,5 +17,6 @@ def test_the_work_to_come_counts_the_streams_of_later_stages():
         }
     )
     found = [work_to_come(recipe, stage, 100) for stage in recipe.stages]
-    # 100 conversations, 50 responses, 50 conversations of three streams, 100 of two
-    assert found == [(50 + 150 + 200) / 100, (150 + 200) / 50, 200 / 150, 0]
+    # 100 conversations, 50 responses of twice the work, 50 conversations of three streams and 100
+    # of two
+    assert found == [(100 + 150 + 200) / 100, (150 + 200) / 100, 200 / 150, 0]

@@ -90,7 +90,6 @@ class Generation:
         shards: storage of the shards.
         results: storage of the finished stages, on local disk.
         console: console for progress and messages.
-        to_come: work of the stages that follow, as a multiple of this one's.
     """
 
     recipe: Recipe
@@ -101,7 +100,6 @@ class Generation:
     shards: Storage
     results: Storage
     console: Console
-    to_come: float = 0.0
 
     def run(self, terminated: Callable[[], bool]) -> None:
         """Write the token store of the stage, unless it is there.
@@ -187,8 +185,7 @@ class Generation:
         writers = [create.remote(job) for _ in range(num_writers)]
         # A shard goes to a writer that runs, because the cluster may not hold all of them yet.
         running = {writer.start.remote(): writer for writer in writers}
-        waiting, done = deque(missing), total - len(missing)
-        title, detail = f"stage {self.stage.name}", "shards of responses"
+        waiting, title, done = deque(missing), f"stage {self.stage.name}", total - len(missing)
         try:
             with progress_display(self.console) as display:
                 while done < total:
@@ -197,13 +194,13 @@ class Generation:
                             f"stage {self.stage.name} is stopped with {done} of {total} shards; "
                             "the same command resumes it"
                         )
-                    display.update(title, done, total, detail, to_come=self.to_come * total)
+                    display.update(title, done, total, "shards of responses")
                     for finished in ray.wait(list(running), timeout=_POLL_S)[0]:
                         writer = running.pop(finished)
                         done += self._num_written(finished)
                         if waiting:
                             running[writer.write.remote(waiting.popleft())] = writer
-                display.update(title, done, total, detail, to_come=self.to_come * total)
+                display.update(title, done, total, "shards of responses")
         finally:
             for writer in writers:
                 ray.kill(writer)  # frees the memory of its GPU for the workers of the next stage

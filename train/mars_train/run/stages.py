@@ -140,7 +140,6 @@ class _Run:
             shards=Storage(self.storage.path(stage.name)),
             results=Storage(str(self.directory.stages)),
             console=self.console,
-            to_come=self._to_come(stage),
         )
         generation.run(terminated)
         self.storage.remove(stage.name)
@@ -188,7 +187,7 @@ class _Run:
         assert isinstance(result.return_value, StageResult)
         return result.return_value
 
-    def _to_come(self, stage: Stage) -> float:
+    def _to_come(self, stage: TrainedStage) -> float:
         return work_to_come(self.recipe, stage, len(TokenStore(self.directory.data)))
 
     def _base(self, stage: TrainedStage) -> str:
@@ -280,10 +279,10 @@ def work_to_come(recipe: Recipe, stage: Stage, num_rows: int) -> float:
 def _work(stage: Stage, num_rows: int) -> int:
     """Return the expected work of a stage, in streams of tokens that go through the model.
 
-    Writing a response takes about as long as training on one.
+    Writing a response takes about twice as long as training on one.
     """
     if isinstance(stage, GenerateStage):
-        return len(rows_to_answer(stage, num_rows))
+        return 2 * len(rows_to_answer(stage, num_rows))
     conversations = num_steps(stage, num_rows) * stage.batch_size
     if not isinstance(stage, MarsStage):
         return conversations
