@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mars_platform.config import load_settings
+from mars_train.recipe import Recipe
 from shell import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +44,8 @@ def test_the_data_of_the_example_of_training_are_checkable(tmp_path: Path) -> No
     rows = [json.loads(line) for line in (tmp_path / "held-out.jsonl").read_text().splitlines()]
     assert len(rows) == 160
     assert all(row["messages"][-1]["content"].endswith(f"Answer: {row['answer']}") for row in rows)
+
+
+def test_the_long_recipe_of_the_demo_is_valid() -> None:
+    recipe = load_settings(ROOT / "examples" / "demo" / "recipe.yaml", Recipe)
+    assert [stage.objective for stage in recipe.stages] == ["ar", "generate", "mars"]

@@ -18,7 +18,7 @@ def demo(
     svg: Annotated[Path | None, typer.Option(help="Draw the results into this SVG file.")] = None,
     items: Annotated[
         int, typer.Option(min=10, max=10_000, help="Held-out questions to ask.")
-    ] = 300,
+    ] = 200,
     serve: Annotated[
         bool, typer.Option("--serve", help="Keep the server up afterwards, until Ctrl-C.")
     ] = False,

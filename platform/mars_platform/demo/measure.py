@@ -18,10 +18,10 @@ from mars_platform.method.mode import Mode
 
 ONE_USER, MANY_USERS = 1, 16
 """Numbers of users that ask at once. A user asks the next question when one is answered."""
-_MOST_ITEMS_OF_ONE_USER = 40
+_MOST_ITEMS_OF_ONE_USER = 18
 _ROUNDS = 3
 _MAX_TOKENS = 160
-_WARM_UP_ITEMS = 32
+_WARM_UP_ITEMS = 16
 
 
 @dataclass(frozen=True)

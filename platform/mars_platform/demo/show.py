@@ -37,7 +37,7 @@ from mars_platform.demo.table import (
 )
 from mars_platform.errors import Stopped, UserError
 
-_NUM_EXAMPLES = 20_000
+_NUM_EXAMPLES = 19_500
 _LONGEST_TEMPORARY = 25
 """Longest path under which Ray's Unix sockets keep to the 107 bytes that their paths may have."""
 _SVG_WIDTH = 80
@@ -106,12 +106,12 @@ def _make_model(demo: _Demo) -> None:
     ``work/model``.
     """
     work = demo.work
-    demo.console.rule("1  data")
+    demo.console.rule("1 of 4  data")
     with demo.timed("data"):
         counts = ["--examples", str(_NUM_EXAMPLES)]
         counts += ["--eval-examples", str(demo.options.num_items)]
         run_command(["data", "demo", "--out", str(work / "data"), *counts], demo.environment)
-    demo.console.rule("2  training: AR fine-tuning, then MARS, on Ray Train")
+    demo.console.rule("2 of 4  training on Ray Train: AR model, its answers, masks")
     with (
         demo.timed("train"),
         as_file(files("mars_platform.demo") / "recipe.yaml") as recipe,
@@ -124,7 +124,7 @@ def _make_model(demo: _Demo) -> None:
 
 def _serve(demo: _Demo) -> None:
     """Serve both models, measure them and show what was found."""
-    demo.console.rule("3  serving on Ray Serve, asked over REST with the openai client")
+    demo.console.rule("3 of 4  serving on Ray Serve, asked over REST with the openai client")
     # the pages show the first one first
     models = {MARS_MODEL: demo.work / "model", AR_MODEL: demo.work / "train" / "stages" / "ar"}
     items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
@@ -154,7 +154,7 @@ def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:
     console = demo.console
     with demo.timed("measure"), progress_display() as display:
         results = asyncio.run(measure(server.base_url, SETTINGS, items, display))
-    console.rule("4  result")
+    console.rule("4 of 4  result")
     passes = stream_passes(server.base_url, SHOWN, items[0])
     _print_results(console, items[0].question, passes, results)
     if demo.options.svg is not None:

@@ -20,7 +20,7 @@ SHOWN = DemoSetting(MARS_MODEL, Mode.THRESHOLD, 0.95)
 """Setting of the one answer that is printed pass by pass."""
 _ONE_TOKEN = DemoSetting(MARS_MODEL, Mode.AR, 1.0)
 _EXACT = DemoSetting(MARS_MODEL, Mode.EXACT, 1.0)
-_THRESHOLDS = (0.95, 0.9, 0.8, 0.5)
+_THRESHOLDS = (0.95, 0.8, 0.5)
 SETTINGS = [
     AR_SFT,
     _ONE_TOKEN,

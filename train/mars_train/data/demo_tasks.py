@@ -22,6 +22,9 @@ _LOWEST = 10 + _NUM_SHORT_CHANGES * _MAX_CHANGE  # totals keep two digits
 _HIGHEST = 99 - _NUM_SHORT_CHANGES * _MAX_CHANGE
 
 _NUM_LEDGER_CHANGES = 8
+_MAX_LEDGER_CHANGE = 3
+"""Largest change of a ledger. A tiny model learns sums with few different changes in far fewer
+steps."""
 _WEIGHTS = (0.6, 0.25, 0.15)
 """Shares of the three wordings. The tokenizer gives those of one place equal numbers of tokens, so
 that the wording moves no digit to another place."""
@@ -62,7 +65,7 @@ def draw_ledger(rng: random.Random, difficulty: int) -> Task:
     thing, total = rng.choice(_THINGS), rng.randint(20, 89)
     start, changes, totals = total, list[int](), list[int]()
     while len(changes) < _NUM_LEDGER_CHANGES:
-        change = rng.choice([1, -1]) * rng.randint(1, _MAX_CHANGE)
+        change = rng.choice([1, -1]) * rng.randint(1, _MAX_LEDGER_CHANGE)
         if 10 <= total + change <= 99:  # two digits
             total += change
             changes.append(change)
