@@ -48,12 +48,19 @@ def repeated_choices(
     return choices(logits.expand(count, -1), rows)
 
 
-def p_value(draws: list[int], shares: Tensor) -> float:
-    """Return the p-value of Pearson's chi-square test."""
-    counts = torch.bincount(torch.tensor(draws), minlength=len(shares)).double()
-    expected = shares.double() / shares.double().sum() * len(draws)
-    possible = expected > 0
-    assert counts[~possible].sum() == 0
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
+def p_value(counts: Tensor, shares: Tensor) -> float:
+    """Return the p-value of Pearson's chi-square test; rare outcomes are pooled."""
+    assert counts[shares == 0].sum() == 0
+    expected = shares[shares > 0].double() / shares.double().sum() * counts.sum()
+    found, is_rare = counts[shares > 0].double(), expected < 5
+    if is_rare.any():
+        found = torch.cat([found[~is_rare], found[is_rare].sum()[None]])
+        expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+    statistic = ((found - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def p_value_of_draws(draws: list[int], shares: Tensor) -> float:
+    """Return the p-value of tokens that were drawn one by one."""
+    return p_value(torch.bincount(torch.tensor(draws), minlength=len(shares)), shares)

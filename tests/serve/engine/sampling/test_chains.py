@@ -101,14 +101,6 @@ def test_depth_by_depth_equals_one_depth_at_a_time(sampling: Sampling) -> None:
     assert together == [*apart[:split], *by_plain, *apart[split:]]
 
 
-def test_min_tokens_counts_the_depths_before() -> None:
-    logits = torch.zeros(6, VOCABULARY)
-    logits[:, 5] = 3.0  # an end token
-    logits[:, 8] = 2.0
-    row = sampled_row(Sampling(min_tokens=4), list(range(6)), num_output=1)
-    assert choices(logits, [row]) == [8, 8, 8, 5, 5, 5]
-
-
 def test_a_grammar_sees_what_was_chosen_before() -> None:
     seen = []
 
