@@ -249,31 +249,6 @@ def look_some_way(look: object, source: random.Random) -> list[int]:
     return ahead
 
 
-def test_looking_ahead_with_changed_tokens(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    matcher = compiler.compile(regex("[ab]{2}c|bd")).matcher()
-    a, b, c, d = (encode(tokenizer, text)[0] for text in "abcd")
-    look = matcher.allowed_after
-
-    def after(tokens: list[int]) -> list[int] | None:
-        mask = look(tokens)
-        return None if mask is None else mask.nonzero().flatten().tolist()
-
-    assert after([]) == [a, b]
-    assert after([a]) == [a, b]
-    assert after([a, b]) == [c]
-    assert after([a, b, d]) is None
-    assert after([a, b, d, c]) is None
-    assert after([b]) == [a, b, d]
-    assert after([b, a, c]) is not None
-    assert matcher.advance([b]) == 1
-    assert after([]) == [a, b, d]
-    assert after([d]) is not None
-    matcher.rollback(1)
-    assert allowed(matcher) == [a, b]
-
-
 def test_advance_stops_at_the_first_token_that_does_not_fit(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ends: set[int]
 ) -> None:
@@ -428,18 +403,6 @@ def test_a_cached_grammar_is_the_same_object(
     compiler.compile(regex("b"))  # the one that was used longest ago goes
     assert compiler.compile(regex("a")) is one
     assert compiler.compile(lark('start: "a"')) is not two
-
-
-def test_requests_with_one_grammar_do_not_disturb_each_other(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    grammar = compiler.compile(regex("ab|cd"))
-    one, two = grammar.matcher(), grammar.matcher()
-    a, b, c, d = (encode(tokenizer, text)[0] for text in "abcd")
-    assert one.advance([a]) == 1
-    assert allowed(two) == [a, c]
-    assert two.advance([c]) == 1
-    assert (allowed(one), allowed(two)) == ([b], [d])
 
 
 def test_after_a_limit_the_grammar_is_compiled_anew(

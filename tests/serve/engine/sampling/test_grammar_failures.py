@@ -9,7 +9,13 @@ import pytest
 from decoding.engines import output_of, run
 from decoding.grammar_specs import ambiguous, regex
 from decoding.modes import AR, EXACT, THRESHOLD
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    Sampling,
+)
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -104,3 +110,18 @@ def test_a_checked_request_is_added_without_compiling(
     engine.add(request)
     assert request.matcher is matcher
     engine.cancel(request.id)
+
+
+@pytest.mark.parametrize("kind", [AR, EXACT[0], THRESHOLD], ids=["ar", "exact", "threshold"])
+def test_a_grammar_that_leaves_no_token_ends_its_request_behind_what_fits(
+    engine: Engine, prompts: list[list[int]], kind: DecodingOptions
+) -> None:
+    """After the digits only the mask fits, which is never emitted."""
+    assert engine.checkpoint.metadata is not None
+    mask = engine.checkpoint.metadata.mask_token_id
+    grammar = GrammarSpec(GrammarKind.LARK, f'start: "4444" <[{mask}]>', frozenset({mask}))
+    request = Request("victim", list(prompts[0]), replace(kind, grammar=grammar))
+    last = ended(engine, request)
+    assert last.finish_reason is FinishReason.REFUSED
+    assert (last.error or "").startswith("grammar: ")
+    assert engine.checkpoint.tokenizer.decode(output_of(request)) == "4444"
