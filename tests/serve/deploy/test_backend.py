@@ -24,8 +24,6 @@ from waiting import soon
 
 NUM_TOKENS = 6
 
-Proxies = Callable[[LocalReplica], StallingProxy]
-
 
 @pytest.fixture
 async def backend(handle: ReplicaHandle, start) -> AsyncIterator[ReplicaBackend]:
@@ -310,15 +308,6 @@ async def test_an_overdue_engine_gives_back_what_waits_and_keeps_what_runs(
     await soon(lambda: is_free(overdue))
 
 
-async def test_a_draining_replica_gets_no_new_requests(backend, handle, start) -> None:
-    handle.replicas += [draining := start("a"), other := start("b")]
-    await known(backend, "a", "b")
-    draining.loop.tell(Condition(is_draining=True))
-    await known(backend, "b")
-    await asyncio.gather(*(backend.complete(request(f"r{index}")) for index in range(6)))
-    assert (len(engine_of(draining).sent), len(engine_of(other).sent)) == (0, 6)
-
-
 async def test_other_errors_end_a_request(backend, handle, start) -> None:
     """Another replica would only say the same, or get the load of one that is full."""
     replicas = [start(name, max_requests=1) for name in "ab"]
@@ -337,22 +326,3 @@ async def test_other_errors_end_a_request(backend, handle, start) -> None:
     for replica in replicas:
         engine_of(replica).may_step.set()
     await asyncio.gather(*running)
-
-
-async def test_closing_the_stream_cancels_the_request(backend, handle, start) -> None:
-    handle.replicas.append(replica := start("a", SlowEngine))
-    stream = backend.stream(request(max_tokens=200))
-    await anext(stream)
-    assert not is_free(replica)
-    await stream.aclose()
-    await soon(lambda: is_free(replica))
-
-
-async def test_cancelling_a_whole_response_cancels_the_request(backend, handle, start) -> None:
-    handle.replicas.append(replica := start("a", SlowEngine))
-    running = asyncio.create_task(backend.complete(request(max_tokens=200)))
-    await soon(lambda: replica.loop.engine.status().num_running)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    await soon(lambda: is_free(replica))

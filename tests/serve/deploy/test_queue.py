@@ -25,12 +25,12 @@ from clusters.local_replicas import LocalReplica, ReplicaHandle
 from decoding.failing_engines import SlowEngine
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import reserve_of
-from mars_autoscale.queueing.placement import TOKENS_PER_REQUEST
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.deploy.queue import _SPARE_SHARE, RequestQueue, Turn
 from mars_serve.engine.ipc.loop import DeadlineMissed, QueueFull, QueueTimeout
+from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from waiting import soon
@@ -102,46 +102,6 @@ async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> No
     give_up(queue, turn, wanted)
     assert not wanted.is_announced
     assert len(await backend.complete(wanted)) == 1
-    await assert_all_is_back(backend, replica)
-
-
-async def test_late_requests_give_way_to_those_that_can_begin_in_time(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=1))
-    now_s = 100.0
-    backend._queue = RequestQueue(MODEL, backend._links, lambda: now_s)
-    blocks = await block(backend, replica)
-    waiting = await spawn_waiting(backend, request("old", deadline_s=1e-9))
-    waiting += await spawn_waiting(backend, request("long", deadline_s=2e9))
-    now_s = time.monotonic() + 1e3
-    unblock(replica)
-    await asyncio.gather(*blocks, *waiting)
-    assert ids_at(replica)[len(blocks) :] == ["long", "old"]
-    await assert_all_is_back(backend, replica)
-
-
-async def test_prompts_wait_before_a_replica_that_has_many_to_compute(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=8, num_pages=256))
-    queue = backend._queue
-    queue._max_num_seqs = 5
-    engine_of(replica).may_step.clear()
-    num_prompt = TOKENS_PER_REQUEST // 4  # each counts as a request and a quarter
-    prompts = [spawn(backend, request(f"{index}", prompt=num_prompt)) for index in range(6)]
-    await soon(lambda: len(ids_at(replica)) == 4 and len(queue) == 2)
-    unblock(replica)
-    await asyncio.gather(*prompts)
-    await assert_all_is_back(backend, replica)
-
-
-async def test_what_is_more_than_a_replica_runs_waits_before_it(start, ingress) -> None:
-    backend = await ingress(replica := start("a", SlowEngine, max_num_seqs=2))
-    running = [spawn(backend, request(f"{index}", 4)) for index in range(12)]
-    await soon(lambda: len(backend._queue) == 12 - 2)
-    most_requests = 0
-    while not all(task.done() for task in running):
-        most_requests = max(most_requests, replica.loop.engine.status().num_requests)
-        await asyncio.sleep(0.005)
-    assert most_requests == 2, "so few need none at hand for when another ends"
-    assert all(len(task.result()) >= 1 for task in running)
     await assert_all_is_back(backend, replica)
 
 
@@ -328,6 +288,33 @@ async def test_what_waits_for_a_replica_that_dies_runs_once_elsewhere(start, ing
     await assert_all_is_back(backend, sound)
 
 
+async def test_a_replica_drains_though_requests_wait_for_others(start, ingress) -> None:
+    """It ends once it reports no requests, so it must not count those that it will not get."""
+    ending, staying = (start(name, SlowEngine, max_num_seqs=1) for name in "ab")
+    backend = await ingress(ending, staying)
+    running = [spawn(backend, request(f"{index}", 12)) for index in range(20)]
+    loops = ending.loop, staying.loop
+    await soon(lambda: ending.loop.status().num_waiting > 4)
+    ending.loop.tell(Condition(is_draining=True))
+    await soon(lambda: not ending.loop.status().num_requests)
+    assert staying.loop.status().num_waiting > 4, "they wait for the other one"
+    outputs = await asyncio.gather(*running)
+    assert [sum(len(each.tokens) for each in output) for output in outputs] == [12] * 20
+    await soon(lambda: sum(loop.activity.load.counts.arrived for loop in loops) == 20)
+
+
+async def test_requests_that_find_an_engine_gone_are_sent_elsewhere_once(start, ingress) -> None:
+    """The event loop does not learn of the engine's end before they try it."""
+    dying, sound = (start(name, max_num_seqs=2) for name in "ab")
+    backend = await ingress(dying, sound)
+    engine_of(dying).fails_between_steps = True
+    dying.loop.stop()
+    sent = [request(f"{index}") for index in range(20)]
+    outputs = await asyncio.gather(*map(backend.complete, sent))
+    assert all(len(each) == 1 for each in outputs)
+    assert max(each.num_moves for each in sent) == 1
+
+
 # Refusals
 
 
@@ -422,21 +409,6 @@ async def test_reports_of_replicas_count_what_waits_before_them_once(start, ingr
     await soon(lambda: all(isinstance(loop.activity, RequestTelemetry) for loop in loops))
     await soon(lambda: totals() == (num, num * 5, num))
     await soon(lambda: sum(loop.status().num_requests for loop in loops) == 0)
-
-
-async def test_the_shares_of_what_waits_add_up(start, ingress) -> None:
-    replicas = [start(name, SlowEngine, max_num_seqs=1) for name in "ab"]
-    backend = await ingress(*replicas)
-    running = [spawn(backend, request(f"{index}", 200)) for index in range(11)]
-    await soon(lambda: len(backend._queue) == 11 - 2)
-    loops = [replica.loop for replica in replicas]
-    await soon(lambda: sorted(loop.status().num_waiting for loop in loops) == [4, 5])
-    assert [loop.status().num_running for loop in loops] == [1, 1]
-    for task in running:
-        task.cancel()
-    await asyncio.wait(running)
-    await soon(lambda: not any(loop.status().num_requests for loop in loops))
-    await assert_all_is_back(backend, *replicas)
 
 
 async def test_the_time_in_the_queue_includes_the_wait_before_the_replica(start, ingress) -> None:

@@ -91,23 +91,6 @@ def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
         start_engine(settings_of(tmp_path), 1)
 
 
-async def test_a_killed_engine_ends_its_requests(mars_dir):
-    loop = start_engine(settings_of(mars_dir), 1)
-    stream = loop.stream(request("running", 200, mode=Mode.AR))
-    await anext(stream)
-    (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
-    child.send_signal(signal.SIGKILL)
-    with pytest.raises(EngineDied):
-        await asyncio.wait_for(all_of(stream), 5)
-    assert not loop.is_alive
-    for call in (loop.status, lambda: loop.set_live(LiveDecoding(0.5))):
-        with pytest.raises(EngineDied):
-            call()
-    with pytest.raises(EngineDied):
-        await collect(loop, request("later"))
-    loop.stop()
-
-
 async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
     """Each connection tells which of its requests a step may have held."""
     settings = settings_of(mars_dir)
@@ -131,6 +114,9 @@ async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
     await soon(lambda: not starter.is_alive)
     for link in links:
         assert not link.is_alive
+        for call in (link.status, lambda link=link: link.set_live(LiveDecoding(0.5))):
+            with pytest.raises(EngineDied):
+                call()
         with pytest.raises(EngineDied):
             await collect(link, request("later"))
         link.stop()

@@ -16,7 +16,6 @@ from decoding.local_loop import LocalLoop
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.decoding_options import (
     FinishReason,
     GrammarKind,
@@ -55,18 +54,6 @@ class HangingEngine(Engine):
     def finish_step(self, step: Step | None) -> list[StepOutput]:
         self.may_go_on.wait(30)
         return super().finish_step(step)
-
-
-class FailingEngine(Engine):
-    """An engine that fails at its third step."""
-
-    num_steps = 0
-
-    def begin_step(self) -> Step | None:
-        self.num_steps += 1
-        if self.num_steps == 3:
-            raise RuntimeError("out of memory")
-        return super().begin_step()
 
 
 class OverlappingEngine(Engine):
@@ -186,14 +173,6 @@ async def test_a_request_beyond_the_limit_is_refused(make_loop: Loops) -> None:
     await soon(lambda: has_all_pages(loop.engine))
 
 
-async def test_refusing_a_request_does_not_affect_the_engine(make_loop: Loops) -> None:
-    loop = make_loop()
-    with pytest.raises(UserError, match=r"^max_tokens: "):
-        await collect(loop, long_request("long", max_tokens=1000))
-    assert has_all_pages(loop.engine)
-    assert len(await collect(loop, long_request("short", max_tokens=3))) == 3
-
-
 async def test_a_failing_request_raises_and_the_others_go_on(
     make_loop: Loops, tiny_model: Callable[[str], PreTrainedModel]
 ) -> None:
@@ -210,18 +189,6 @@ async def test_a_failing_request_raises_and_the_others_go_on(
     assert sum(len(output.tokens) for output in results[1]) == 8
     assert loop.is_alive
     assert has_all_pages(loop.engine)
-
-
-async def test_a_failing_engine_ends_every_stream(make_loop: Loops) -> None:
-    loop = make_loop(FailingEngine)
-    tasks = [asyncio.create_task(collect(loop, long_request(name))) for name in "abc"]
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
-    assert [type(result) for result in results] == [EngineDied] * 3
-    await soon(lambda: not loop.is_alive)
-    with pytest.raises(EngineDied):
-        await collect(loop, long_request("d"))
-    with pytest.raises(EngineDied):
-        loop.status()
 
 
 async def test_stopping_ends_streams_and_refuses_later_requests(make_loop: Loops) -> None:
@@ -296,23 +263,6 @@ async def test_the_first_output_reports_prefix_hits_and_waiting_time(
 
 
 # Live decoding
-
-
-async def test_a_new_threshold_applies_to_running_requests(make_loop: Loops) -> None:
-    loop = make_loop(SlowEngine)
-    assert loop.live.threshold == 0.95
-    loop.set_live(LiveDecoding(1.0))
-    stream = loop.stream(long_request("live", max_tokens=40, threshold=None))
-    first = await anext(stream)
-    loop.set_live(LiveDecoding(0.5))
-    rest = [output.threshold async for output in stream]
-    assert first.threshold == 1.0
-    assert rest == sorted(rest, reverse=True)
-    assert rest[-1] == loop.live.threshold == 0.5
-    for value in (0.0, 1.1, float("nan")):
-        with pytest.raises(UserError, match="confidence_threshold: "):
-            loop.set_live(LiveDecoding(value))
-    assert loop.live.threshold == 0.5
 
 
 # Compiling grammars
