@@ -50,14 +50,6 @@ TRACE = SyntheticTrace(
     prompt=Lengths(mean=300, sigma=0.5, max=2000),
     output=Lengths(mean=150, sigma=0.5, max=1000),
 )
-BURSTS = SyntheticTrace(
-    duration_s=1800,
-    mean_rate_per_s=0.4,
-    spikes=tuple(Spike(at_s=at, for_s=15, times=80) for at in range(100, 1800, 200)),
-    prompt=Lengths(mean=2000, sigma=0.3, max=4000),
-    output=Lengths(mean=25, max=100),
-)
-"""Recurring prompt-bound bursts that keep four or five replicas busy for 15 s each."""
 
 
 def config_of(**changes):
@@ -152,21 +144,6 @@ def test_the_joint_policy_keeps_tiers_apart():
     assert default.quality_loss_mean < flex.quality_loss_mean < 12.6
     assert priority.slo_attainment >= default.slo_attainment > flex.slo_attainment
     assert flex.rejected >= default.rejected >= priority.rejected == 0
-
-
-def test_a_prompt_bound_load_costs_no_quality():
-    lengths = {"prompt": Lengths(mean=4000, max=8000), "output": Lengths(mean=10, max=50)}
-    assert simulate_joint(trace_of(**lengths), config_of()).quality_loss_mean <= 0.1
-
-
-def test_recurring_bursts_of_prompts_find_replicas():
-    trace = generate(BURSTS, seed=0)
-    forgetful, joint = (
-        simulate_joint(trace, config_of(outer={"burst_memory_s": memory_s}))
-        for memory_s in (0.0, 1200.0)
-    )
-    assert joint.slo_attainment > forgetful.slo_attainment + 0.2
-    assert joint.quality_loss_mean <= 0.1
 
 
 # The command

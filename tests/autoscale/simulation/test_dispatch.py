@@ -124,29 +124,6 @@ def test_a_slot_is_free_for_one_step_at_most_while_requests_wait(seed):
             assert all(running + waiting >= 4 for running, waiting in loads)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_tiers_are_strict_across_replicas(seed):
-    """One of a higher tier may only be passed over on its way to another replica's next step."""
-    result, _ = simulate(random_trace(seed), "server", {0.0: 3})
-    assert most_passed_over(result.served) <= 3
-    assert most_passed_over(simulate(random_trace(seed), "ray", {0.0: 3})[0].served) > 10
-
-
-def most_passed_over(served):
-    """Return how many requests of higher tiers wait at most while another begins."""
-
-    def num_passed_over(other):
-        begin_s = other.first_token_s - LONGEST_STEP_S  # or later
-        return sum(
-            each.request.tier.rank > other.request.tier.rank
-            and each.request.arrival_s < begin_s
-            and each.first_token_s > other.first_token_s + LONGEST_STEP_S
-            for each in served
-        )
-
-    return max(num_passed_over(other) for other in served)
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
     """By hand: a request takes a full batch 20 / 4 steps of .055 s, and may wait for 1 s."""

@@ -213,34 +213,6 @@ def test_every_request_is_served_once_and_the_time_is_billed():
     assert result.replica_seconds == pytest.approx(8 * trace[-1].arrival_s)
 
 
-def test_replicas_are_ordered_for_long_outputs_while_the_first_still_run():
-    """By hand: 4 requests/s of 1,500 tokens keep 8.4 replicas busy; none ends within 33 s."""
-    capacity = Capacity(linear_step_time(0.02, 128), (AR,), 16, 20_000.0)
-    trace = [TraceRequest(i / 4, 0, 1_500) for i in range(4 * 32)]
-    policy = Joint(capacity, OuterSettings(max_replicas=40), InnerSettings())
-    limits = ReplicaSettings(min=1, max=40, initial=1, cold_start_s=60)
-    samples = Simulation(trace, capacity, limits, policy).run().samples
-    ordered = {each.time_s: each.num_ready + each.num_starting for each in samples}
-    assert ordered[10.0] >= 4
-    assert ordered[30.0] >= 9
-
-
-def test_what_is_known_of_outputs_at_the_start_orders_no_replicas_for_longer_ones():
-    """Without it, each is taken to be of the usual length until some have ended."""
-    trace = [TraceRequest(2.0 * index, 0, 8) for index in range(20)]
-    outer = OuterSettings(max_replicas=4, period_s=1.0)
-
-    def most(**options):
-        policy = Joint(ONE_ROW, outer, InnerSettings())
-        limits = ReplicaSettings(max=4, initial=1)
-        samples = Simulation(trace, ONE_ROW, limits, policy, **options).run().samples
-        return max(each.num_ready + each.num_starting for each in samples[:4])
-
-    known = counts_of([8] * 8, num_begun=8)
-    assert most() == 4
-    assert most(lengths=known) <= 2
-
-
 def test_a_cluster_that_was_idle_before_the_trace_knows_that_its_rate_was_low():
     """Without it, three requests of the first second are taken for a rate of 3/s."""
     trace = [TraceRequest(time_s, 0, 8) for time_s in (0.2, 0.4, 0.6, *range(4, 40, 4))]

@@ -27,8 +27,6 @@ from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.evaluation.scoring import score
 
 CAREFUL, HASTY = DecodingSetting(Mode.THRESHOLD, 0.3), DecodingSetting(Mode.THRESHOLD, 0.05)
-EXACT = DecodingSetting(Mode.EXACT, 1.0, outcomes=Outcomes.ALL)
-EXACT_LAST = replace(EXACT, outcomes=Outcomes.LAST)
 SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, 3}))
 MAX_TOKENS = 24
 
@@ -104,24 +102,6 @@ def test_outputs_equal_the_reference(
     assert (total == 1.0) == (setting.threshold == 1.0)
 
 
-@pytest.mark.parametrize("setting", [ONE_TOKEN, HASTY])
-def test_outputs_do_not_depend_on_the_batch(
-    items: list[EvalItem], run: Run, setting: DecodingSetting
-) -> None:
-    shown: list[tuple[int, str]] = []
-    together = run(items, setting, on_progress=lambda *each: shown.append(each))
-    seen = [num_done for num_done, _ in shown]
-    num_tokens = sum(each.num_tokens for each in together)
-    num_passes = sum(each.num_passes for each in together)
-    assert shown[-1][1].endswith(f"{num_tokens / num_passes:.2f} tokens a pass")
-    assert seen == sorted(set(seen))
-    assert 3 < len(seen) <= seen[-1] == len(items)
-    assert run([], setting) == []
-    assert together == run(items, setting, max_num_seqs=1)
-    assert together == run(items, setting, max_num_seqs=40)
-    assert together == [run([item], setting)[0] for item in items]
-
-
 def test_one_engine_runs_several_settings(
     model: PreTrainedModel, checkpoint: Checkpoint, items: list[EvalItem], run: Run
 ) -> None:
@@ -177,21 +157,6 @@ def test_a_plain_checkpoint_decodes_only_in_mode_ar(
     assert outcomes == run(items, ONE_TOKEN)
     with pytest.raises(UserError, match=r"^mode: .*'ar'"):
         run_setting(engine, items, HASTY, max_tokens=MAX_TOKENS)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("setting", [EXACT, EXACT_LAST])
-def test_mode_exact_gives_the_same_output_as_mode_ar(
-    items: list[EvalItem], run: Run, setting: DecodingSetting, temperature: float
-) -> None:
-    sampling = Sampling(temperature=temperature, top_p=0.9, seed=7)
-    ours = run(items, replace(setting, sampling=sampling))
-    theirs = run(items, replace(ONE_TOKEN, sampling=sampling))
-    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
-    found = score(ours, theirs)
-    assert found.identical == 1.0
-    assert found.tokens_per_forward.value > 1.0
-    assert (temperature > 0) == (theirs != run(items, ONE_TOKEN))
 
 
 def test_a_draw_depends_on_the_item_and_the_seed(items: list[EvalItem], run: Run) -> None:
