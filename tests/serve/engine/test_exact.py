@@ -22,7 +22,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.batch import BatchRow
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes
+from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import Launched
 from mars_serve.engine.execution.proposals import unpack
@@ -76,7 +76,7 @@ def test_every_layout_gives_the_output_of_mode_ar(
 ) -> None:
     kinds = {**LAYOUTS, **OTHERS}
     num_passes, num_tokens = defaultdict[str, int](int), defaultdict[str, int](int)
-    for shift in range(0, len(kinds), 3):
+    for shift in range(0, len(kinds), 4):
         names = list(islice(cycle(kinds), shift, shift + len(prompts)))
         requests = [
             Request(str(index), list(prompt), kinds[name])
@@ -93,24 +93,6 @@ def test_every_layout_gives_the_output_of_mode_ar(
     assert per_pass["ar"] == per_pass["no masks"] == 1.0
     assert min(per_pass[name] for name in ("free", "all", "last")) > 1.5
     assert 1.0 < per_pass["last 1"] < per_pass["all 1"] < per_pass["all 2"] < per_pass["all"]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
-def test_short_outputs_feed_no_mask_that_could_not_be_used(
-    engine: Engine, prompts: list[list[int]], expected: list[list[int]], max_tokens: int
-) -> None:
-    options = replace(LAYOUTS["all"], max_tokens=max_tokens)
-    requests = [Request(str(i), list(prompt), options) for i, prompt in enumerate(prompts[:20])]
-    passes = run(engine, requests)
-    for request, tokens in zip(requests, expected, strict=False):
-        assert output_of(request) == tokens[:max_tokens]
-        assert request.finish_reason is FinishReason.LENGTH
-        outputs, num_given = passes[request.id], 0
-        for output in outputs:
-            num_given += len(output.tokens)
-            assert num_given <= max_tokens
-        # A mask proposes a draft for the next pass, behind a token that this pass gives.
-        assert outputs[0].num_masks == min(max(0, max_tokens - 2), engine.window)
 
 
 # Fed positions
@@ -181,7 +163,7 @@ def plain_drafts(
     return logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["all", "last", "free", "all 2"])
+@pytest.mark.parametrize("name", ["all", "last", "all 2"])
 def test_each_group_proposes_what_a_plain_pass_does(
     engine: Engine,
     model: PreTrainedModel,
@@ -189,7 +171,7 @@ def test_each_group_proposes_what_a_plain_pass_does(
     prompts: list[list[int]],
     name: str,
 ) -> None:
-    requests = [Request(str(i), list(prompts[i]), LAYOUTS[name]) for i in range(5)]
+    requests = [Request(str(i), list(prompts[i]), LAYOUTS[name]) for i in range(3)]
     for request in requests:
         engine.add(request)
     outcomes = set[int]()
@@ -218,7 +200,7 @@ def test_each_committed_token_is_fed_once(
 ) -> None:
     engine = Engine(checkpoint, EngineSettings(max_num_seqs=4, num_pages=60))
     engine.adapt_windows(TIMES)
-    for prompt in prompts[:20]:
+    for prompt in prompts[:8]:
         request = Request("one", list(prompt), LAYOUTS[name])
         num_drafts, outputs = 0, list[StepOutput]()
         engine.add(request)

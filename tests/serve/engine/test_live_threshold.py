@@ -18,7 +18,6 @@ from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.engine.adaptive.step_times import StepTimes
-from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.decoding_options import DecodingOptions, Span, Spans
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
@@ -111,17 +110,19 @@ def test_a_live_threshold_is_translated_to_the_requests_own_confidence(
 TRACE = [0.05] * 4 + [1.0] * 3 + [0.1] * 3 + [0.02]
 
 
-def test_passes_are_those_of_the_thresholds_that_they_report(
-    model: PreTrainedModel, make_engine: Engines
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_passes_are_those_of_the_thresholds_that_they_report_down_to_the_floor(
+    model: PreTrainedModel, make_engine: Engines, floor: float
 ) -> None:
-    requests = requests_with(LIVE)
+    requests = requests_with(replace(LIVE, min_threshold=floor))
     outputs = run(make_engine(model, SPECIAL), requests, TRACE)
     for request in requests:
         found = outputs[request.id]
         assert [output.tokens for output in found] == replayed(model, request, found)
     first = outputs["r0"]
-    assert [output.threshold for output in first[: len(TRACE)]] == TRACE[: len(first)]
-    assert any(len(output.tokens) > 1 for output in first[:4])
+    expected = [max(value, floor) for value in TRACE]
+    assert [output.threshold for output in first[: len(TRACE)]] == expected[: len(first)]
+    assert floor or any(len(output.tokens) > 1 for output in first[:4])
 
 
 def test_masks_end_and_return_with_the_very_next_step(
@@ -130,17 +131,6 @@ def test_masks_end_and_return_with_the_very_next_step(
     outputs = run(make_engine(model, SPECIAL), requests_with(LIVE, 1), [1.0, 0.9, 1.0, 0.9, 1.0])
     masks = [output.num_masks for output in outputs["r0"][:5]]
     assert masks == [0, BLOCK_SIZE, 0, BLOCK_SIZE, 0]
-
-
-def test_a_kept_choice_of_windows_ends_with_the_threshold() -> None:
-    """A choice of masks is kept for several short steps, but not when the live τ changes."""
-    times = StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4)))
-    chooser, (row,) = WindowChooser(times, BLOCK_SIZE, clock=lambda: 0.0), requests_with(LIVE, 1)
-    assert chooser.choose([row]) == [(0,)]
-    row.follow(LiveDecoding(0.5))
-    assert chooser.choose([row]) == [(0,)]
-    chooser.expire()
-    assert chooser.choose([row]) == [(BLOCK_SIZE,)]
 
 
 def test_an_engine_that_adapts_windows_feeds_masks_at_once(
@@ -154,33 +144,13 @@ def test_an_engine_that_adapts_windows_feeds_masks_at_once(
     assert [output.num_masks > 0 for output in outputs["r0"][:5]] == [0, 0, 1, 1, 0]
 
 
-def test_pinned_neighbours_do_not_notice(model: PreTrainedModel, make_engine: Engines) -> None:
-    requests = requests_with(replace(LIVE, threshold=0.1), 3)
-    found = run(make_engine(model, SPECIAL), requests + requests_with(LIVE, 2, "live"), TRACE)
-    alone = run(make_engine(model, SPECIAL), requests_with(replace(LIVE, threshold=0.1), 3))
-    for name, outputs in alone.items():
-        passes = [(output.tokens, output.num_masks, output.threshold) for output in outputs]
-        assert passes == [
-            (output.tokens, output.num_masks, output.threshold) for output in found[name]
-        ]
-
-
-def test_a_floor_holds(model: PreTrainedModel, make_engine: Engines) -> None:
-    requests = requests_with(replace(LIVE, min_threshold=0.3), 2)
-    outputs = run(make_engine(model, SPECIAL), requests, TRACE)
-    expected = [max(value, 0.3) for value in TRACE]
-    assert [output.threshold for output in outputs["r0"][: len(TRACE)]] == expected
-    for request in requests:
-        found = outputs[request.id]
-        assert [output.tokens for output in found] == replayed(model, request, found)
-
-
 @pytest.mark.parametrize("mode", [Mode.AR, Mode.EXACT])
-def test_lossless_modes_follow_nothing(
+def test_lossless_modes_follow_neither_a_live_threshold_nor_spans(
     model: PreTrainedModel, make_engine: Engines, mode: Mode
 ) -> None:
-    options = replace(LIVE, mode=mode)
-    still = run(make_engine(model, SPECIAL), requests_with(options))
+    _, options = spans_with(make_engine(model, SPECIAL), thinking=0.05)
+    options = replace(options, mode=mode)
+    still = run(make_engine(model, SPECIAL), requests_with(replace(options, spans=None)))
     moved = run(make_engine(model, SPECIAL), requests_with(options), TRACE)
     assert still == moved
     assert {output.threshold for outputs in moved.values() for output in outputs} == {1.0}
@@ -321,34 +291,6 @@ def test_exact_stands_in_for_a_live_one_in_its_spans_alone(
         for output in outputs[request.id]:
             assert output.num_masks == 0 or span is Span.ANSWER
             span = spans.of_tokens(span, output.tokens)[-1]
-
-
-@pytest.mark.parametrize("mode", [Mode.AR, Mode.EXACT])
-def test_lossless_modes_pay_no_heed_to_spans(
-    model: PreTrainedModel, make_engine: Engines, mode: Mode
-) -> None:
-    _, options = spans_with(make_engine(model, SPECIAL), thinking=0.05)
-    outputs = run(make_engine(model, SPECIAL), requests_with(replace(options, mode=mode)))
-    plain = run(make_engine(model, SPECIAL), requests_with(replace(options, mode=mode, spans=None)))
-    assert outputs == plain
-
-
-def test_masks_return_with_the_very_next_step_of_a_laxer_span(
-    model: PreTrainedModel, make_engine: Engines
-) -> None:
-    spans, options = spans_with(make_engine(model, SPECIAL), thinking=0.05, answer=1.0)
-    engine = make_engine(model, SPECIAL)
-    engine.adapt_windows(StepTimes((1, 64), (0, 1), ((1e-4, 1e-4), (1e-4, 1e-4))))
-    neighbours = requests_with(replace(LIVE, max_tokens=40, threshold=0.9), 1, "n")
-    outputs = run(engine, requests_with(options, 3) + neighbours)  # choices are kept
-    changes = set[tuple[Span, bool]]()
-    for name in ("r0", "r1", "r2"):
-        before = span = spans.start
-        for output in outputs[name][:-2]:  # the last passes need no masks
-            if span is not before:
-                changes.add((span, output.num_masks > 0))
-            before, span = span, spans.of_tokens(span, output.tokens)[-1]
-    assert changes == {(Span.THINKING, True), (Span.ANSWER, False)}
 
 
 def test_a_plain_model_refuses_to_follow(model: PreTrainedModel, make_engine: Engines) -> None:

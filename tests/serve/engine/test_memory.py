@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from decoding.local_loop import LocalLoop
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
-from mars_platform.method.mode import Mode
 from mars_serve.engine.admission import Deadlines
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
@@ -69,44 +68,7 @@ def test_no_request_holds_more_than_a_page_beyond_its_tokens(
     assert most > 20
 
 
-def test_a_shared_prefix_is_cached_and_computed_once(
-    model: PreTrainedModel, make_engine: Engines
-) -> None:
-    """32 concurrent requests share 512 tokens, in a pool too small to hold these twice."""
-    prefix, own, max_tokens = prompt(512, 0), 20, 10
-    pages_of_one = -(-(own + max_tokens) // PAGE)
-    engine = make_engine(
-        model,
-        SPECIAL,
-        num_pages=512 // PAGE + 32 * pages_of_one + 1,
-        page_size=PAGE,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,
-    )
-    requests = [
-        Request(str(i), prefix + prompt(own, 1 + i), DecodingOptions(max_tokens, Mode.AR))
-        for i in range(32)
-    ]
-    for request in requests:
-        engine.add(request)
-    num_cached, most = 0, 0
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-        status = engine.status()
-        most = max(most, status.num_pages - status.num_free_pages)
-        if status.num_running == 32 and not num_cached:
-            shared = {tuple(request.pages[: 512 // PAGE]) for request in requests}
-            if all(request.num_cached >= 512 for request in requests):
-                assert len(shared) == 1
-                num_cached = 512
-    assert num_cached == 512
-    assert most <= 512 // PAGE + 32 * pages_of_one
-    assert engine.status().num_prefix_hit_tokens == 31 * 512
-    assert engine.status().num_preemptions == 0
-
-
-async def test_nothing_grows_over_five_thousand_requests(
+async def test_nothing_grows_over_thousands_of_requests(
     model: PreTrainedModel, make_engine: Engines
 ) -> None:
     engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_num_seqs=16)
@@ -126,11 +88,11 @@ async def test_nothing_grows_over_five_thousand_requests(
     async def serve(first: int, count: int) -> None:
         await asyncio.gather(*(client(first + number, count // 20) for number in range(20)))
 
-    await serve(0, 1_000)
+    await serve(0, 500)
     gc.collect()
     objects, memory = len(gc.get_objects()), process.memory_info().rss
     threads = threading.active_count()
-    await serve(20, 4_000)
+    await serve(20, 2_000)
     gc.collect()
     assert len(gc.get_objects()) < objects + 500
     assert process.memory_info().rss < memory + 8 * 2**20

@@ -56,7 +56,6 @@ SIZES = [
         "num_lookup_drafts": 3,
     },
 ]
-CAPACITY = min(size["num_pages"] * size["page_size"] for size in SIZES)
 
 
 @dataclass(frozen=True)
@@ -206,13 +205,15 @@ _LOOKED_UP = [
 """Requests whose prompts repeat themselves, so that drafts are looked up at their ends."""
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("part", [1, pytest.param(2, marks=pytest.mark.full)])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
     engines: list[Engine],
     solo: Engine,
     seen: Counter[str],
+    part: int,
     arrivals: list[Arrival],
     live: list[float],
     which: int,

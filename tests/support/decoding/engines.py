@@ -78,7 +78,7 @@ def oracle(
         prompt_of(request),
         special,
         max_tokens=options.max_tokens,
-        threshold=1.0 if options.mode is Mode.AR else options.threshold,
+        threshold=options.threshold if options.mode is Mode.THRESHOLD else 1.0,
         num_masks=num_masks,
         mask_token_id=mask,
     ).passes

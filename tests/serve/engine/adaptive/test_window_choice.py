@@ -30,20 +30,17 @@ def step_times(
 
 TABLES = {
     "cpu": step_times({1: 0.012, 8: 0.013, 16: 0.016, 32: 0.022, 64: 0.035, 128: 0.060}),
-    "uneven": step_times({1: 0.010, 3: 0.0145, 4: 0.0125, 8: 0.0125, 32: 0.022, 128: 0.060}),
     "gpu": step_times({1: 0.0080, 64: 0.0083, 128: 0.0090, 256: 0.0105, 512: 0.0165}, 1e-8),
     "stairs": step_times(
         {8: 0.010, 9: 0.011, 32: 0.011, 33: 0.013, 64: 0.013, 65: 0.02, 128: 0.02, 129: 0.036}
     ),
     "linear": step_times({1: 0.001, 2: 0.002, 64: 0.064}),
-    "affine": step_times({1: 0.0066, 65: 0.0962}),
     "adapter": step_times({1: 0.009, 8: 0.012, 64: 0.030}, mask_s=0.0043),
 }
 CPU = TABLES["cpu"]
 PAPER = 0.452  # geometric acceptance: 1.79 tokens per forward pass with four masks
 ACCEPTANCE = {
     "none": [0.0],
-    "low": [0.2],
     "paper": [PAPER],
     "high": [0.9],
     "mixed": [0.9, 0.0, PAPER, 0.2],
@@ -131,7 +128,7 @@ def test_chosen_windows_are_as_fast_as_the_best_fixed_one_and_never_slower_than_
     # Where the first mask is dear, no row takes any once they seem not to pay, and only the trials
     # tell that they do.
     least = 0.95 if times.mask_s == 0 else 0.92
-    for num_rows in (1, 4, 16, 64):
+    for num_rows in (1, 8, 64):
         simulation = Simulation(np.resize(ACCEPTANCE[kind], (1, num_rows)), 800, seed=num_rows)
         rate, _ = simulation.chosen(times)
         fixed = [simulation.fixed(times, window) for window in range(MAX_WINDOW + 1)]

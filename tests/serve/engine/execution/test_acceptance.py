@@ -147,61 +147,6 @@ def test_many_logits_equal_the_rule(vocabulary):
 # --- known values ---------------------------------------------------------------------------------
 
 
-def test_rows_stop_by_their_own_threshold_and_measure():
-    """The same proposals (.5 .3 .2) in each row: margin .2, entropy exp(-1.0297) = .3571."""
-    logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(12, 1)
-    cases = [
-        (Confidence.PROBABILITY, 0.49, 3),
-        (Confidence.PROBABILITY, 0.51, 1),
-        (Confidence.MARGIN, 0.19, 3),
-        (Confidence.MARGIN, 0.21, 1),
-        (Confidence.ENTROPY, 0.357, 3),
-        (Confidence.ENTROPY, 0.358, 1),
-    ]
-    sure = {Confidence.PROBABILITY: 0.5, Confidence.MARGIN: 0.2, Confidence.ENTROPY: 0.3571}
-    for measure, threshold, count in cases:
-        others = [(Confidence.PROBABILITY, 0.3, 5), (Confidence.ENTROPY, 1.0, 1)]
-        mixed = [(measure, threshold, count), *others]
-        rows = rows_of([3, 5, 4], [each[1] for each in mixed], [each[0] for each in mixed])
-        results = runs_of(logits.clone(), rows, NONE)
-        assert [tokens for tokens, _ in results] == [[1] * each[2] for each in mixed]
-        for (_, found), each in zip(results, mixed, strict=True):
-            assert found == pytest.approx([sure[each[0]]] * each[2], abs=1e-4)
-
-
-def test_confidence_equal_to_the_threshold_passes():
-    logits = torch.tensor([[0.0, 1e4]] * 3)  # certain by every measure
-    for measure in MEASURES:
-        [(tokens, sure)] = runs_of(logits.clone(), rows_of([3], [1.0], [measure]), NONE)
-        assert (tokens, sure) == ([1, 1, 1], [1.0, 1.0, 1.0])
-
-
-def test_a_row_without_masks_gives_one_token():
-    logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]).log()
-    rows = rows_of([1, 2], [0.5, 0.5], [MEASURES[0]] * 2)
-    assert [tokens for tokens, _ in runs_of(logits, rows, NONE)] == [[0], [0, 0]]
-    alone = rows_of([1], [0.5], [MEASURES[0]])
-    assert [tokens for tokens, _ in runs_of(logits[:1], alone, NONE)] == [[0]]
-
-
-def test_banned_tokens_are_not_chosen_but_count_in_the_confidence():
-    logits = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.1, 0.6, 0.1, 0.2]]).log()
-    for measure, sure in [
-        (Confidence.PROBABILITY, [0.3, 0.6]),
-        (Confidence.MARGIN, [0.0, 0.4]),  # the banned token is likelier
-    ]:
-        rows = rows_of([2], [0.3], [measure])
-        [(tokens, found)] = runs_of(logits.clone(), rows, BANNED)
-        assert tokens == [2, 1]
-        assert found == pytest.approx(sure)
-
-
-def test_equal_logits_give_the_first_token():
-    logits = torch.zeros(2, 50)
-    [(tokens, _)] = runs_of(logits, rows_of([2], [0.001], [MEASURES[0]]), BANNED)
-    assert tokens == [1, 1]
-
-
 # --- damaged logits -------------------------------------------------------------------------------
 
 

@@ -150,15 +150,6 @@ def test_logits_equal_eager_ones_after_larger_and_smaller_steps(tiny_model: Mode
     assert capture.num_replayed == 42
 
 
-def test_the_smallest_step_after_a_full_one_equals_an_eager_one(tiny_model: Models) -> None:
-    capture = CountingCapture()
-    pair, requests = Pair(tiny_model("llama"), capture), new_requests()
-    for _ in range(3):
-        pair.assert_equal(feed(requests, [(NUM_MASKS + 1, NUM_MASKS, True)] * MAX_ROWS))
-        pair.assert_equal(feed(requests, [(0, 0, False)] * 4 + [(1, 0, True)]))
-    assert capture.num_replayed == 6
-
-
 def test_steps_that_fit_no_shape_run_eagerly(tiny_model: Models) -> None:
     capture = CountingCapture()
     pair, requests = Pair(tiny_model("qwen2"), capture), new_requests()

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
-from decoding.engines import Engines, Models, oracle, passes_of, run
+from decoding.engines import Engines, Models, oracle, output_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.position_budget import PositionBudget
@@ -58,38 +58,25 @@ def requests(mode: Mode | None = None) -> list[Request]:
     return [make_request(str(row), prompt, 14, **settings) for row, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("holds", [8, 30])
-def test_steps_that_do_not_fit_run_in_parts(
-    tiny_model: Models, make_engine: Engines, caplog: pytest.LogCaptureFixture, holds: int
+@pytest.mark.parametrize(("mode", "holds"), [(None, 8), (Mode.AR, 30), (Mode.EXACT, 12)])
+def test_steps_that_do_not_fit_run_in_parts_and_give_the_same_output(
+    tiny_model: Models,
+    make_engine: Engines,
+    caplog: pytest.LogCaptureFixture,
+    mode: Mode | None,
+    holds: int,
 ) -> None:
     model, memory = tiny_model("qwen2"), Memory(holds)
     engine = make_engine(memory.limit(model), SPECIAL, num_pages=150, max_num_seqs=6)
-    batch = requests()
-    passes = passes_of(run(engine, batch))
+    batch = requests(mode)
+    run(engine, batch)
     assert {request.finish_reason for request in batch} == {FinishReason.LENGTH}
     for request in batch:
-        if request.num_prompt > 1:
-            assert [t for each in passes[request.id] for t in each] == [
-                t for each in oracle(model, request, SPECIAL) for t in each
-            ]
+        expected = oracle(model, request, SPECIAL)
+        assert output_of(request) == [token for each in expected for token in each]
     assert engine.status().num_out_of_memory == len(memory.refused) > 0
     assert len(memory.refused) < 12  # later steps are smaller
     assert "ran out of the device's memory; steps have at most" in caplog.text
-
-
-@pytest.mark.parametrize("mode", [Mode.AR, Mode.EXACT])
-def test_short_memory_changes_no_output(
-    tiny_model: Models, make_engine: Engines, mode: Mode
-) -> None:
-    model, outputs = tiny_model("qwen2"), []
-    for holds in (1000, 12):
-        memory = Memory(holds)
-        engine = make_engine(memory.limit(model), SPECIAL, num_pages=150, max_num_seqs=6)
-        batch = requests(mode)
-        run(engine, batch)
-        outputs.append([request.tokens for request in batch])
-        assert bool(memory.refused) == (holds == 12)
-    assert outputs[0] == outputs[1]
 
 
 def test_a_request_that_never_fits_ends_with_the_remedy_and_the_engine_goes_on(
