@@ -135,16 +135,6 @@ def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
     assert num_kept == num_replicas * CAPACITY.max_num_seqs + num_waiting
 
 
-def test_what_comes_behind_a_backlog_is_in_time_though_the_backlog_is_not():
-    trace = [TraceRequest(0.0, 0, 10) for _ in range(60)]  # one replica takes 8 s for them
-    trace += [TraceRequest(3.0 + 0.5 * i, 0, 10) for i in range(6)]
-    served = simulate(trace, "server", {0.0: 1})[0].served
-    assert max(each.ttft_s for each in served[60:]) < 1
-    assert 7 < max(each.ttft_s for each in served[:60]) < 11, "late ones are not forgotten"
-    in_order = simulate(trace, "ray", {0.0: 1})[0].served
-    assert min(each.ttft_s for each in in_order[60:]) > 2
-
-
 def test_prompts_wait_in_the_queue_and_not_in_a_batch():
     """A prompt of 1,000 tokens takes 1 s, and as much load as half of the slots."""
     trace = [TraceRequest(0.0, 1000, 2) for _ in range(4)]

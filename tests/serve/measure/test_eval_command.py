@@ -150,18 +150,6 @@ def test_calibrated_confidence_is_compared_with_the_threshold(
     assert raw["tokens_per_forward"]["value"] > 1.0 == corrected["tokens_per_forward"]["value"]
 
 
-def test_the_table_names_outcomes_and_sampling(
-    taught_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--data", str(data), "--mode", "exact", "--temperature", "0.5"]
-    assert cli.run(["eval", str(taught_dir), *arguments, "--max-tokens", "8"]) == 0
-    output = capsys.readouterr()
-    printed = " ".join(output.out.split())
-    assert "│ exact │ all │" in printed
-    assert "Sampled at temperature 0.5, top-p 1, seed 0" in printed
-    assert "exact all: 4/4" in output.err
-
-
 def test_an_end_token_is_not_part_of_the_answer(taught_dir: Path, tmp_path: Path) -> None:
     items = read(write(tmp_path / "a.jsonl", row("six", answer="4")), model=taught_dir)
     engine = evaluation_engine(read_checkpoint(taught_dir), items, max_tokens=32, max_num_seqs=1)

@@ -33,28 +33,6 @@ def exact_row(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "temperature", "window", "shares"),
-    [
-        ([0.8, 0.5], 0.0, 2, [0.2, 0.4, 0.4]),
-        # A mask's confidence in its draft does not say whether sampling draws it.
-        ([0.8, 0.5], 1.0, 2, [0.1, 0.36, 0.54]),
-        ([], 0.0, 3, [1.0]),
-    ],
-    ids=["greedy", "sampled", "without drafts"],
-)
-def test_a_masks_gain_is_its_outcomes_probability_times_that_of_its_depth(
-    drafts: list[float], temperature: float, window: int, shares: list[float]
-) -> None:
-    row = exact_row(drafts, temperature=temperature)
-    *masks, looked_up = candidates_of(row, CHANCES, window)
-    for candidates, share in zip(masks, shares, strict=True):
-        gains = [share * gain for gain in (0.9, 0.54, 0.27)[:window]]
-        assert [each.gain for each in candidates] == pytest.approx(gains)
-        assert [each.further for each in candidates] == pytest.approx([share] * window)
-    assert looked_up == []
-
-
-@pytest.mark.parametrize(
     ("temperature", "gains"),
     # The chances of sampled drafts of masks are those observed by depth.
     [(0.0, [0.8 * 0.7, 0.8 * 0.7 * 0.6]), (1.0, [0.9 * 0.7, 0.9 * 0.7 * 0.6])],

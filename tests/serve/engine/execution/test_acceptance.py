@@ -144,9 +144,6 @@ def test_many_logits_equal_the_rule(vocabulary):
     assert len({len(tokens) for tokens, _ in expected}) > 1
 
 
-# --- known values ---------------------------------------------------------------------------------
-
-
 # --- damaged logits -------------------------------------------------------------------------------
 
 

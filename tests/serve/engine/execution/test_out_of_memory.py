@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import weakref
 from typing import Any
@@ -18,7 +17,6 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.decoding_options import FinishReason
-from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
@@ -141,13 +139,3 @@ def test_the_bound_grows_back_ever_more_slowly(caplog: pytest.LogCaptureFixture)
         budget.shrink(7)
     assert budget.positions == 5
     assert "engine.max_num_batched_tokens" in caplog.text
-
-
-def test_a_failed_pass_leaves_no_tensors(tiny_model: Models, make_engine: Engines) -> None:
-    memory = Memory(0)
-    engine: Engine = make_engine(memory.limit(tiny_model("qwen2")), SPECIAL)
-    engine.add(make_request("0", [5, 6, 7], 3))
-    engine.step()
-    gc.collect()
-    assert len(memory.left) == 2
-    assert all(tensor() is None for tensor in memory.left)

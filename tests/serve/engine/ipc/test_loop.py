@@ -262,9 +262,6 @@ async def test_the_first_output_reports_prefix_hits_and_waiting_time(
     assert (status.num_forward_passes, status.num_row_passes) == (8, 8)
 
 
-# Live decoding
-
-
 # Compiling grammars
 
 
