@@ -75,12 +75,6 @@ def test_a_job_ends_and_takes_its_cluster_with_it(job):
     assert "enableInTreeAutoscaling" not in job.cluster
 
 
-def test_jobs_have_different_names(render):
-    directories = ["jobs/calibrate", "jobs/evaluate", "jobs/promote", "overlays/cpu-dev-train"]
-    names = {render(each).ray["metadata"]["name"] for each in directories}
-    assert len(names) == len(directories)
-
-
 def test_the_entrypoint_fits_on_a_worker(job):
     spec, limits = job.ray["spec"], job.worker_container["resources"]["limits"]
     assert spec.get("entrypointNumCpus", 0) <= int(limits["cpu"])

@@ -121,12 +121,6 @@ def test_every_mount_has_a_volume_and_every_volume_a_mount(manifests):
         assert mounted - volumes <= {"state"}, pod.where
 
 
-def test_no_variable_is_set_twice(manifests):
-    for where, container in manifests.containers():
-        names = [variable["name"] for variable in container.get("env", [])]
-        assert len(set(names)) == len(names), where
-
-
 def test_the_api_token_is_mounted_for_the_autoscaler_alone(manifests):
     for pod in manifests.pods():
         assert pod.spec["automountServiceAccountToken"] is False, pod.where
@@ -188,13 +182,6 @@ def test_services_that_others_create_are_in_the_readme(service):
     rules = [rule for route in service.of_kind("HTTPRoute") for rule in route["spec"]["rules"]]
     for backend in [each for rule in rules for each in rule.get("backendRefs", [])]:
         assert backend["name"] in own or f"Service `{backend['name']}`" in README
-
-
-def test_the_readme_lists_only_objects_that_are_used(render):
-    users = ("object-store", "object-store-jobs")  # overlays that add components
-    names = ("overlays/ha", "jobs/promote", *(f"../tests/k8s/{each}" for each in users))
-    used = {reference for name in names for reference in named(render(name).documents)}
-    assert used >= USER_MADE
 
 
 def named(value: Any) -> Iterator[tuple[str, str]]:

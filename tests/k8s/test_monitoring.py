@@ -118,12 +118,6 @@ def test_series_are_grouped_by_labels_that_the_metrics_have(rules):
             assert set(group.split(", ")) <= labels
 
 
-def test_panels_do_not_overlap(panels):
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
-    assert len(set(places)) == len(places) > 10
-    assert len({panel["id"] for panel in panels}) == len(panels)
-
-
 def test_prometheus_scrapes_ports_that_the_pods_have(render):
     service = render("overlays/ha")
     head = service.cluster["headGroupSpec"]["template"]["spec"]["containers"][0]

@@ -53,13 +53,6 @@ def test_the_rollback_moves_the_link_that_is_served(render, readme):
     assert back[back.index("--service") + 1] == gate[gate.index("--service") + 1]
 
 
-def test_the_files_pod_sleeps_for_four_hours(render):
-    (pod,) = render("files").of_kind("Pod")
-    (container,) = pod["spec"]["containers"]
-    assert container["command"] == ["sleep", str(pod["spec"]["activeDeadlineSeconds"])]
-    assert pod["spec"]["activeDeadlineSeconds"] == 4 * 3600  # as the README says
-
-
 def requested(manifests: Any) -> tuple[float, float]:
     """CPUs and bytes that the pods request."""
     assert [each["replicas"] for each in manifests.cluster["workerGroupSpecs"]] == [1]

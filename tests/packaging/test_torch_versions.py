@@ -73,16 +73,3 @@ def test_all_that_is_used_of_private_and_prototype_modules_is_listed():
                 found |= {name} if name else {each.strip() for each in names.split(",")}
     assert found - listed - _KNOWN == set()
     assert {"recompile_limit", "mark_dynamic", "fully_shard", "register_fake"} <= listed | found
-
-
-def test_a_parameter_that_is_gone_is_noticed(tmp_path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/module.py").write_text(
-        "def f(a): ...\nif True:\n    def f(a, *, b=1): ...\nclass C:\n    x: int\n"
-        "class D:\n    def __init__(self, y): ...\n    def m(self, z): ...\nlimit = 8\n"
-    )
-    places = ["module.py:f", "module.py:C", "module.py:D", "module.py:D.m", "module.py:limit"]
-    found = recorder().signatures(tmp_path, places)
-    assert list(found.values()) == ["a b", "x", "y", "z", ""]
-    with pytest.raises(LookupError, match="gone is not defined"):
-        recorder().signatures(tmp_path, ["module.py:gone"])

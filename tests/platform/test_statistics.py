@@ -46,13 +46,6 @@ def test_the_interval_of_equal_results_covers_zero(outcome):
 
 
 @given(OUTCOMES)
-def test_swapping_the_sides_mirrors_the_interval(outcomes):
-    ours, theirs = zip(*outcomes, strict=True)
-    estimate, low, high = paired_difference(ours, theirs)
-    assert paired_difference(theirs, ours) == pytest.approx((-estimate, -high, -low))
-
-
-@given(OUTCOMES)
 def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
     ours, theirs = zip(*outcomes, strict=True)
     estimate, low, high = paired_difference(ours, theirs)
@@ -61,24 +54,12 @@ def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
     assert estimate == pytest.approx((sum(ours) - sum(theirs)) / len(outcomes))
 
 
-@given(OUTCOMES, st.randoms())
-def test_a_difference_does_not_depend_on_the_order_of_items(outcomes, random):
-    shuffled = random.sample(outcomes, len(outcomes))
-    first, second = (paired_difference(*zip(*o, strict=True)) for o in (outcomes, shuffled))
-    assert first == second
-
-
 @given(OUTCOMES)
 def test_a_difference_follows_from_the_numbers_of_items_that_differ(outcomes):
     ours, theirs = zip(*outcomes, strict=True)
     gained, lost = outcomes.count((True, False)), outcomes.count((False, True))
     found = difference_of_pairs(gained, lost, len(outcomes))
     assert found == paired_difference(ours, theirs)
-
-
-def test_sides_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="shorter"):
-        paired_difference([True, False], [True])
 
 
 # --- proportions ----------------------------------------------------------------------------------
@@ -129,25 +110,6 @@ def test_a_ratio_equals_the_value_computed_by_hand(numerators, denominators, rat
     assert found == pytest.approx((ratio, ratio - half, ratio + half), abs=1e-6)
 
 
-def test_a_ratio_does_not_depend_on_the_order_of_items():
-    source = random.Random(0)
-    pairs = [(source.random(), 1 + source.random()) for _ in range(50)]
-    shuffled = source.sample(pairs, 50)
-    assert ratio_of_totals(*zip(*pairs, strict=True)) == ratio_of_totals(
-        *zip(*shuffled, strict=True)
-    )
-
-
-def test_the_interval_covers_the_true_ratio_nineteen_times_in_twenty():
-    source, num_covered, num_samples = random.Random(0), 0, 1000
-    for _ in range(num_samples):
-        passes = [source.randint(1, 20) for _ in range(60)]
-        tokens = [sum(source.randint(1, 4) for _ in range(count)) for count in passes]
-        _, low, high = ratio_of_totals(tokens, passes)
-        num_covered += low <= 2.5 <= high
-    assert 0.93 <= num_covered / num_samples <= 0.97
-
-
 # --- differences of ratios ------------------------------------------------------------------------
 
 
@@ -166,20 +128,3 @@ def test_what_two_ratios_have_in_common_cancels_out():
     shifted = [above + 0.3 * below for above, below in zip(*ours, strict=True)]
     assert difference_of_ratios((shifted, ours[1]), ours) == pytest.approx((0.3, 0.3, 0.3))
     assert difference_of_ratios(([6], [4]), ([1], [1])) == (0.5, -math.inf, math.inf)
-
-
-def test_the_interval_covers_the_true_difference_nineteen_times_in_twenty():
-    source, num_covered, num_samples = random.Random(1), 0, 1000
-    for _ in range(num_samples):
-        common = [source.gauss(-0.6, 0.2) for _ in range(50)]
-        lengths = [[source.randint(20, 60) for _ in common] for _ in range(2)]
-        sums = [
-            [
-                num * (mean - gap + source.gauss(0, 0.05))
-                for num, mean in zip(each, common, strict=True)
-            ]
-            for each, gap in zip(lengths, (0.0, 0.03), strict=True)
-        ]
-        _, low, high = difference_of_ratios((sums[0], lengths[0]), (sums[1], lengths[1]))
-        num_covered += low <= 0.03 <= high
-    assert 0.93 <= num_covered / num_samples <= 0.97

@@ -1,4 +1,7 @@
-"""Finds a port for a child process that serves HTTP, waits until it is ready, and ends it."""
+"""Starts programs that a busy machine may fail to start, and ends child processes that serve HTTP.
+
+Imports no Ray or torch.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
+
+from mars_platform.errors import UserError, one_line
+
+MAX_ATTEMPTS = 3
+"""Times that `attempt` tries to start something."""
 
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.2
@@ -54,3 +63,39 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
+
+
+def attempt(
+    start: Callable[[], None],
+    *,
+    name: str,
+    remedy: str,
+    tell: Callable[[str], None],
+    errors: tuple[type[Exception], ...] = (Exception,),
+) -> None:
+    """Call a function until it succeeds, at most `MAX_ATTEMPTS` times.
+
+    Args:
+        start: starts something; it can be called again after it has failed.
+        name: noun for what is started, which begins each message.
+        remedy: what the user may do, which ends the last message.
+        tell: takes one line for each failure that another attempt follows.
+        errors: exceptions after which another attempt may succeed; never a `ValueError`, because
+            arguments that are wrong stay wrong.
+
+    Raises:
+        UserError: the last attempt has failed.
+    """
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            start()
+            return
+        except ValueError:
+            raise
+        except errors as error:
+            reason = one_line(error)
+            if number == MAX_ATTEMPTS:
+                raise UserError(
+                    f"{name} did not start in {MAX_ATTEMPTS} attempts ({reason}); {remedy}"
+                ) from error
+        tell(f"{name} did not start ({reason}); attempt {number + 1} of {MAX_ATTEMPTS} begins")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import ray
 
-from mars_platform.cluster.attempts import attempt
+from mars_platform.cluster.processes import attempt
 from mars_platform.cluster.ray_private import (
     busy_node_variables,
     clusters_on_loopback,

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from rich.console import Console
 
 from mars_platform.cli.progress import working
-from mars_platform.cluster.attempts import attempt
+from mars_platform.cluster.processes import attempt
 from mars_platform.cluster.ray_private import poll_serve_often
 from mars_platform.cluster.session import quieten_ray
 from mars_platform.errors import UserError, one_line

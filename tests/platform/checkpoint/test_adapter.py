@@ -290,22 +290,6 @@ def test_a_missing_file_is_named(base_path, adapter_copy, name, problem):
     assert problem in refusal(base_path, adapter_copy)
 
 
-def test_a_directory_that_is_missing_is_named(base_path, tmp_path):
-    link = tmp_path / "current"
-    link.symlink_to(tmp_path / "gone")
-    assert f"adapter: there is no directory {link}; " in refusal(base_path, link)
-
-
-def test_a_model_is_no_adapter(base_path):
-    assert "so it is no adapter" in refusal(base_path, base_path)
-
-
-def test_cut_weights_are_refused(base_path, adapter_copy):
-    file = adapter_copy / WEIGHTS_FILE
-    file.write_bytes(file.read_bytes()[:-100])
-    assert f"{WEIGHTS_FILE} cannot be read" in refusal(base_path, adapter_copy)
-
-
 def test_a_file_unlike_the_manifest_is_refused(base_path, adapter_copy):
     (adapter_copy / MANIFEST).write_text(describe_all(adapter_copy).text)
     changed(adapter_copy, ADAPTER_FILE, lora_alpha=64)
@@ -387,33 +371,9 @@ def test_numbers_that_are_not_finite_are_refused(base_path, adapter_copy, spoil,
     assert f"{name} in {adapter_copy / WEIGHTS_FILE} holds other numbers than finite" in message
 
 
-def test_weights_of_another_number_type_are_converted(base_path, adapter_path, adapter_copy):
-    with_first_weight(adapter_copy, torch.Tensor.double)
-    expected, found = [adapted(base_path, path)[1] for path in (adapter_path, adapter_copy)]
-    assert torch.equal(logits_of(found, [*PROMPT, 300]), logits_of(expected, [*PROMPT, 300]))
-
-
 def test_a_header_of_absurd_size_is_refused(base_path, adapter_copy):
     (adapter_copy / WEIGHTS_FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
     assert f"{WEIGHTS_FILE} cannot be read" in refusal(base_path, adapter_copy)
-
-
-def test_a_link_to_the_directory_and_links_in_it_are_followed(base_path, adapter_path, tmp_path):
-    copied = tmp_path / "links"
-    copied.mkdir()
-    for file in adapter_path.iterdir():
-        (copied / file.name).symlink_to(file)
-    link = tmp_path / "current"
-    link.symlink_to(copied)
-    checkpoint, model = adapted(base_path, link)
-    masks = [checkpoint.metadata.mask_token_id] * 3
-    assert torch.equal(logits_of(model, masks), logits_of(adapted(base_path, copied)[1], masks))
-
-
-def test_the_tokenizer_has_to_have_the_mask_where_mars_json_says(base_path, adapter_copy):
-    changed(adapter_copy, METADATA_FILE, mask_token_id=7)
-    changed(adapter_copy, ADAPTER_FILE, trainable_token_indices={"embed_tokens": [7]})
-    assert "is not the one that the adapter was trained with" in refusal(base_path, adapter_copy)
 
 
 def test_a_row_for_another_token_is_refused(base_path, adapter_copy):

@@ -74,12 +74,6 @@ def test_probabilities_between_grid_temperatures_are_close(temperature, spread, 
     torch.testing.assert_close(found.exp(), expected.exp(), rtol=0, atol=0.003)
 
 
-def test_curves_of_half_precision_logits_are_computed_in_float32():
-    logits, tokens = some_logits(10).bfloat16(), torch.zeros(10, dtype=torch.long)
-    curves = log_probability_curves(logits, tokens)
-    assert curves.equal(log_probability_curves(logits.float(), tokens))
-
-
 # --- fitting --------------------------------------------------------------------------------------
 
 
@@ -200,11 +194,6 @@ def test_bins_have_equal_size_and_rising_confidence():
     assert confidences == sorted(confidences)
     assert [part.accuracy for part in bins[:7]] == [0.0] * 7
     assert bins[-1].accuracy == 1.0
-
-
-def test_fewer_tokens_than_bins_have_a_bin_each():
-    assert len(reliability(SURE, RIGHT)) == 4
-    assert reliability(SURE[:0], RIGHT[:0]) == []
 
 
 # --- the file -------------------------------------------------------------------------------------

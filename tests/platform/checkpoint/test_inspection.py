@@ -81,11 +81,6 @@ def test_what_the_files_do_not_state_is_unknown(model):
     assert (found.max_length, found.vocabulary_size) == (None, None)
 
 
-def test_weights_may_be_in_several_files(model):
-    split_weights(model)
-    assert inspect_model(str(model)).path == model
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -149,11 +144,3 @@ def test_a_malformed_file_is_named(model, file):
     message = refusal(model)
     assert message.startswith(f"{model / file}: cannot be read")
     assert message.endswith("; copy the checkpoint's file again")
-
-
-def test_a_mask_token_unlike_that_of_mars_json_is_refused(model):
-    mask_id = add_mask(model)
-    change(model / "mars.json", block_size=4, mask_token_id=mask_id)
-    assert inspect_model(str(model)).mask_token_id == mask_id
-    change(model / "mars.json", mask_token_id=7)
-    assert f"mask_token_id is 7, but the tokenizer has {MASK_TOKEN} at {mask_id}" in refusal(model)

@@ -160,12 +160,6 @@ def test_files_that_nothing_reads_may_be_added(stored, where):
     verify(*((LOCAL, str(stored)) if where == "local" else in_memory(stored)))
 
 
-def test_only_files_of_the_directory_itself_are_measured_ones(stored):
-    (stored / "inner" / "frontier.json").write_text("{}")
-    with pytest.raises(Damaged, match=r"^inner/frontier\.json is not listed"):
-        verify(LOCAL, str(stored))
-
-
 def test_a_marker_of_a_directory_in_an_object_store_is_no_file(stored):
     remote, place = in_memory(stored)
 

@@ -78,16 +78,6 @@ def test_a_corrected_confidence_that_is_higher_gets_a_higher_threshold():
     assert loss_at(runs, corrected, found.of(0.7)) <= loss_at(runs, raw, 0.7)
 
 
-def test_probability_translates_to_itself():
-    runs, logits, proposed = observed(800)
-    raw = confidence(logits, proposed)
-    found = fit_translation(runs, raw, raw, Confidence.PROBABILITY, calibrated=False)
-    for knot in KNOTS:
-        # the lowest threshold that loses no more: no accepted token lies between the two
-        assert loss_at(runs, raw, found.of(knot)) <= loss_at(runs, raw, knot)
-        assert found.of(knot) == pytest.approx(knot, abs=0.02)
-
-
 def test_with_few_wrong_tokens_no_more_are_accepted_than_by_probability():
     runs, logits, proposed = observed(30)
     raw = confidence(logits, proposed)
@@ -97,14 +87,6 @@ def test_with_few_wrong_tokens_no_more_are_accepted_than_by_probability():
         _, accepted = losses_by_hand(runs, raw, knot)
         if losses_by_hand(runs, raw, knot)[0] < 10:
             assert losses_by_hand(runs, always, found.of(knot))[1] <= accepted
-
-
-@pytest.mark.parametrize("num_cursors", [0, 1])
-def test_nothing_observed_accepts_nothing(num_cursors):
-    nothing = torch.zeros(0)
-    runs = ProposedRuns(num_cursors, nothing.long(), nothing.bool())
-    found = fit_translation(runs, nothing, nothing, Confidence.ENTROPY, calibrated=False)
-    assert set(found.threshold) == {1.0}
 
 
 @given(

@@ -170,18 +170,6 @@ def test_a_mistake_in_an_override_of_the_recipe_is_named(refusal, recipe, overri
     assert named in refusal("train", recipe, "--set", override)
 
 
-def test_an_unknown_key_in_the_recipe_file_is_named(refusal, recipe):
-    recipe.write_text(yaml.safe_dump({**RECIPE, "epochs": 3}))
-    assert f"{recipe}: epochs: unknown key" in refusal("train", recipe)
-
-
-def test_an_output_directory_with_other_files_is_refused(refusal, recipe, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert refusal("train", recipe).startswith("error: output: ")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["notes.txt"]
-
-
 def test_a_missing_base_model_leaves_no_output_directory(refusal, recipe, tmp_path):
     assert "there is no directory ./no-such-model" in refusal("train", recipe)
     assert not (tmp_path / "out").exists()

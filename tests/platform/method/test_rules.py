@@ -29,12 +29,6 @@ def test_the_leading_run_that_reaches_the_threshold_is_accepted(confidences, thr
     assert counts.tolist() == [expected]
 
 
-def test_accepting_leaves_its_inputs_alone():
-    confidences = torch.tensor([[0.1, 0.2]])
-    num_accepted(confidences, torch.tensor([0.5]), torch.tensor([2]))
-    assert confidences.equal(torch.tensor([[0.1, 0.2]]))
-
-
 def plain_count(confidences, threshold, num_proposed):
     count = 1
     while count < num_proposed and confidences[count] >= threshold:
@@ -113,14 +107,6 @@ def test_measures_reach_both_ends_of_their_range(measure):
     for logits, expected in [(flat, lowest), (sharp, 1.0)]:
         found = confidence(logits, torch.tensor([1]), measure)
         assert found.tolist() == pytest.approx([expected], abs=1e-6)
-
-
-@pytest.mark.parametrize("vocabulary_size", [2, 384, 152_000])
-def test_two_equal_tokens_have_an_entropy_confidence_of_a_half(vocabulary_size):
-    logits = torch.full((1, vocabulary_size), -1e4)
-    logits[0, :2] = 9.0
-    found = confidence(logits, torch.tensor([0]), Confidence.ENTROPY)
-    assert found.tolist() == pytest.approx([0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("measure", Confidence)

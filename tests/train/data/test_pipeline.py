@@ -5,7 +5,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from transformers import AutoTokenizer
 
 from chats import GOOD, LONG, chat, write_lines
 from mars_platform.cluster.ray_private import busy_node_variables
@@ -14,7 +13,6 @@ from mars_train.data import pipeline
 from mars_train.data.pipeline import encode_rows, encoded_tables, prepare
 from mars_train.data.token_store import TokenStore
 from mars_train.recipe import DataSettings
-from mars_train.run.scratch import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +144,6 @@ def test_more_bad_rows_than_allowed_are_refused(cluster, tokenizer_path, lines_f
     assert prepare(allowed, tokenizer_path, output).num_examples == 1
 
 
-def test_files_without_rows_are_refused(cluster, tokenizer_path, lines_file, tmp_path):
-    message = refused(settings_for(lines_file()), tokenizer_path, tmp_path / "out" / "tokens")
-    assert message == "data.train: the files hold no row; name files with conversations"
-
-
 def test_reading_stops_if_no_row_is_usable(
     cluster, tokenizer_path, lines_file, tmp_path, monkeypatch
 ):
@@ -161,35 +154,6 @@ def test_reading_stops_if_no_row_is_usable(
     num_read = int(re.match(r"data\.train: none of the (\d+) rows read is usable", message)[1])
     assert 600 < num_read < 20_000
     assert (tmp_path / "out" / "report.jsonl").read_text().count("\n") == num_read
-
-
-def save_with_template(tokenizer_path, path, template):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
-    return path
-
-
-RAISES = "{% for m in messages %}{{ raise_exception('No\n  such\nrole') }}{% endfor %}"
-UNRENDERED = "messages: the chat template cannot render them "
-
-
-@pytest.mark.parametrize(
-    ("template", "max_length", "reason"),
-    [
-        (RAISES, 512, f"{UNRENDERED}(No such"),
-        ("{% for m in messages %}", 512, f"{UNRENDERED}(Unexpected end of template"),
-        (CHAT_TEMPLATE, 8, "no supervised token within data.max_length = 8, of "),
-    ],
-)
-def test_data_without_a_usable_row_is_refused(
-    cluster, tokenizer_path, lines_file, tmp_path, template, max_length, reason
-):
-    tokenizer = save_with_template(tokenizer_path, tmp_path / "changed", template)
-    settings = settings_for(lines_file(GOOD, GOOD), max_length=max_length, max_bad_rows=9)
-    message = refused(settings, tokenizer, tmp_path / "out" / "tokens")
-    assert message.startswith("data.train: none of the 2 rows read is usable: ")
-    assert f"chat.jsonl:1: {reason}" in message
 
 
 def corrupt(file):

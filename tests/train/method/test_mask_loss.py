@@ -172,15 +172,6 @@ def test_losses_and_gradients_equal_a_pass_for_each_prediction(model, name, clea
         torch.testing.assert_close(ours_of.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale)
 
 
-def test_options_that_are_off_leave_every_bit_of_the_loss(model):
-    batch = batch_of(sequences())
-    objective = Objective(model, masked=True)
-    clean, noisy = objective.label_losses(batch)
-    sums = objective(batch)
-    assert torch.equal(sums.clean, clean.sum())
-    assert torch.equal(sums.noisy, noisy.sum())
-
-
 @pytest.mark.parametrize("name", ["soft", "argmax", "all on drafts"])
 def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypatch):
     loss, on_policy = LOSSES[name]
@@ -202,20 +193,6 @@ def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypa
     assert len(seen) > 20
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_logits_of_all_columns_of_a_chunk_count(model, monkeypatch):
-    monkeypatch.setattr(objective_module, "MAX_LOGITS", 4 * VOCABULARY)
-    objective, sizes = Objective(model, masked=True), []
-
-    def count(*columns):
-        sizes.append(len(columns[0]))
-        return columns[0].sum(-1)
-
-    hidden, labels = torch.randn(8, 32), torch.arange(8)
-    torch.testing.assert_close(objective._in_chunks(count, hidden, labels), hidden.sum(-1))
-    torch.testing.assert_close(objective._in_chunks(count, hidden, hidden, labels), hidden.sum(-1))
-    assert sizes == [4] * 2 + [2] * 4
 
 
 @pytest.mark.parametrize("on_policy", [False, True])

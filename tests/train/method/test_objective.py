@@ -264,12 +264,6 @@ def test_the_block_mask_does_not_depend_on_the_pairs_at_once(at_once, monkeypatc
     assert ours.seq_lengths == theirs.seq_lengths
 
 
-def test_a_wide_document_has_full_blocks():
-    blocks = blocks_of(long_batch(512 + 1))
-    assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
-    assert blocks.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1]
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own warnings
 def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
     graphs = []

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from mars_train.stage.parallel import Workers, whole_parameters
 from stage_runs import run_group
 
-WAYS = [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "ddp"), (3, "fsdp2")]
+WAYS = [(1, "fsdp2"), (2, "ddp"), (3, "fsdp2")]
 
 
 class Layer(nn.Linear):
@@ -58,9 +58,7 @@ def use(strategy, precision="no"):
     plain = build_model()
     wrapped = workers.wrap(plain, ["Layer"])
     found = {
-        "place": (workers.rank, workers.num_workers, workers.device.type),
         "sum": workers.sum(2.0**53 + rank, 0.1, float("nan") if rank else 1.0),
-        "gathered": workers.gather({"rank": rank, "text": "x" * rank}),
         "sharded": [name for name, m in plain.named_modules() if isinstance(m, FSDPModule)],
         "weights": {k: v.numpy().copy() for k, v in whole_parameters(plain).items()},
     }
@@ -83,11 +81,6 @@ def found(request):
     return strategy, run_group(use, num_workers, strategy)
 
 
-def test_workers_know_their_rank_number_and_device(found):
-    _, each = found
-    assert [one["place"] for one in each] == [(rank, len(each), "cpu") for rank in range(len(each))]
-
-
 def test_sums_are_exact_and_the_same_on_every_worker(found):
     _, each = found
     size = len(each)
@@ -96,12 +89,6 @@ def test_sums_are_exact_and_the_same_on_every_worker(found):
         assert whole == sum(2.0**53 + rank for rank in range(size))
         assert tenths == pytest.approx(0.1 * size, rel=1e-15)
         assert np.isnan(last) == (size > 1)
-
-
-def test_values_are_gathered_in_order_of_rank(found):
-    _, each = found
-    expected = [{"rank": rank, "text": "x" * rank} for rank in range(len(each))]
-    assert all(one["gathered"] == expected for one in each)
 
 
 def test_layers_are_sharded_as_units_by_fsdp2_alone(found):

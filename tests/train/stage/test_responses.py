@@ -18,7 +18,8 @@ from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_train.data.token_store import TokenStoreWriter, temperatures
 from mars_train.recipe import GenerateStage
-from mars_train.stage.responses import Responder, generate_responses, prompt_of
+from mars_train.stage.responses import Responder, prompt_of
+from responses import generate_responses
 from stage_runs import write_start
 
 MAX_LENGTH = 20
@@ -104,10 +105,6 @@ def twice(tmp_path):
             supervised=np.ones(8, bool),
         )
         return writer.finish()
-
-
-def test_a_row_that_is_supervised_from_its_beginning_has_a_prompt_of_one_token(twice):
-    assert prompt_of(twice, 0).tolist() == [5]
 
 
 def test_rows_of_one_prompt_draw_their_own_responses(model, twice):

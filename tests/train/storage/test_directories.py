@@ -24,7 +24,6 @@ from mars_train.storage.directories import (
     SaveFailed,
     SingleWriter,
     Storage,
-    copy_into,
     fetch_shared,
     share,
 )
@@ -178,27 +177,6 @@ def test_a_failed_save_raises_on_every_process_and_leaves_nothing(storage):
     assert storage.names() == ["new", "old"]
 
 
-def test_a_save_fails_on_every_process_if_the_manifest_cannot_be_written(tmp_path):
-    storage = Storage(str(tmp_path))
-    (tmp_path / "x" / "in the way").mkdir(parents=True)
-
-    def task(group):
-        storage.save("x", writer({str(group.rank): b""}), group)
-
-    errors = together(2, task)
-    assert all(isinstance(error, SaveFailed) for error in errors)
-    assert "Directory not empty" in str(errors[1])
-    assert [path.name for path in tmp_path.iterdir() if path.name != "temporary"] == ["x"]
-
-
-def test_errors_other_than_of_the_disk_are_raised_as_they_are(storage):
-    def write(directory):
-        raise TypeError("a mistake")
-
-    with pytest.raises(TypeError, match="a mistake"):
-        storage.save("x", write, SingleWriter())
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """Mount a file system of 64 KiB."""
@@ -327,21 +305,6 @@ def test_files_of_a_killed_upload_are_not_part_of_the_next():
     assert content_of(storage.fetch("x")) == CONTENT
 
 
-def test_removing_from_an_empty_storage_does_nothing(storage):
-    storage.remove_partial()
-    storage.remove("x")
-    assert storage.names() == []
-
-
-def test_a_removed_directory_is_gone(storage):
-    storage.save("x", writer(), SingleWriter())
-    storage.save("y", writer(), SingleWriter())
-    storage.remove("x")
-    assert {name.split("/")[0] for name in everything(storage)} == {"y"}
-    storage.remove("y")
-    assert everything(storage) == {}
-
-
 # --- fetching -------------------------------------------------------------------------------------
 
 
@@ -353,19 +316,6 @@ def test_a_fetched_directory_has_the_files_and_their_manifest(storage):
     (found / "a.bin").write_bytes(b"x")
     with pytest.raises(Damaged, match=r"^a\.bin "):
         Storage(str(found.parent)).verify(found.name)
-
-
-def test_a_copy_of_a_stored_directory_gets_a_new_manifest(storage, tmp_path):
-    other = Storage(str(tmp_path / "other"))
-    other.save("x", writer({"old": b"1"}), SingleWriter())
-
-    def copied(directory):
-        copy_into(directory, other.fetch("x"))
-        writer({"new": b"2"})(directory)
-
-    storage.save("y", copied, SingleWriter())
-    storage.verify("y")
-    assert content_of(storage.fetch("y")) == {"old": b"1", "new": b"2"}
 
 
 def test_a_replaced_directory_is_downloaded_again():

@@ -61,13 +61,6 @@ def test_a_target_missing_from_the_files_is_named(tmp_path):
         load_shards(tmp_path, {"missing": torch.zeros(3)})
 
 
-def test_tensors_without_a_target_are_ignored(tmp_path):
-    save(tmp_path, tensors(), 2)
-    target = torch.zeros(7)
-    load_shards(tmp_path, {"vector": target})
-    assert torch.equal(target, tensors()["vector"])
-
-
 # --- sharded by FSDP2 -----------------------------------------------------------------------------
 
 
@@ -127,9 +120,8 @@ def saved_by_two(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_shards_are_read_by_any_number_of_processes(saved_by_two, num_workers):
-    for loaded in run_group(load_sharded, num_workers, saved_by_two):
+def test_shards_are_read_by_another_number_of_processes(saved_by_two):
+    for loaded in run_group(load_sharded, 3, saved_by_two):
         assert_expected(loaded)
 
 
@@ -137,12 +129,6 @@ def test_shards_are_read_into_whole_tensors(saved_by_two):
     targets = content(build_model(seed=1))
     load_shards(saved_by_two, targets)
     assert_expected(targets)
-
-
-def test_whole_tensors_are_read_into_shards(tmp_path):
-    save(tmp_path, expected(), 3)
-    for loaded in run_group(load_sharded, 2, tmp_path):
-        assert_expected(loaded)
 
 
 def test_every_process_writes_its_own_rows_only(saved_by_two):

@@ -7,13 +7,12 @@ be written in any parts, by any number of processes. Imports no Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.measure.evaluation.decoding import (
@@ -25,40 +24,6 @@ from mars_serve.measure.evaluation.decoding import (
 from mars_serve.measure.evaluation.items import EvalItem
 from mars_train.data.token_store import TokenStore, TokenStoreWriter, temperatures
 from mars_train.recipe import GenerateStage
-
-
-def generate_responses(
-    model: Path,
-    data: TokenStore,
-    stage: GenerateStage,
-    max_length: int,
-    output: Path,
-    *,
-    device: str = "cpu",
-) -> TokenStore:
-    """Write a token store of the data's prompts with the model's own responses.
-
-    Args:
-        model: checkpoint that responds.
-        data: conversations; a prompt is all that comes before the last supervised turn.
-        stage: settings of the responses.
-        max_length: most tokens of a conversation, prompt and response together.
-        output: place of the new store, which must not exist.
-        device: device to run on.
-
-    Returns:
-        The store. Its rows are those of `rows_to_answer`; the response is supervised, with the end
-        token if the model ended it.
-
-    Raises:
-        UserError: the model is unusable, or ``output`` exists.
-    """
-    rows = rows_to_answer(stage, len(data))
-    with TokenStoreWriter(output) as writer:
-        responder = Responder(read_checkpoint(model), stage, max_length, device=device)
-        found = responder.respond(data, rows)
-        append_responses(writer, data, rows, found)
-        return writer.finish()
 
 
 def rows_to_answer(stage: GenerateStage, num_rows: int) -> NDArray[np.int64]:

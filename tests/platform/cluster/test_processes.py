@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mars_platform.cluster.attempts import MAX_ATTEMPTS, attempt
+from mars_platform.cluster.processes import MAX_ATTEMPTS, attempt
 from mars_platform.errors import UserError
 
 
